@@ -1,0 +1,27 @@
+"""The exceptions shardwise raises.
+
+Every class also derives from the built-in type that torch raises in the same place, so code written against torch's
+``except ValueError`` keeps working.
+"""
+
+from __future__ import annotations
+
+
+class ShardwiseError(Exception):
+    """Base of every error that shardwise raises on purpose."""
+
+
+class ConfigError(ShardwiseError, ValueError):
+    """An argument is wrong: says what was found, what was expected and what to change."""
+
+
+class LayoutError(ShardwiseError, ValueError):
+    """A tensor does not have the shape, dtype or place that the layout expects."""
+
+
+class StateError(ShardwiseError, RuntimeError):
+    """A call came in a state that does not allow it."""
+
+
+class DesyncError(ShardwiseError, RuntimeError):
+    """Ranks disagree about a fact that must be the same on all of them; names the ranks and the fact."""

@@ -1,0 +1,5 @@
+"""What shardwise's own tests are built from, public so that yours can be too."""
+
+from shardwise.testing.pool import RankFailure, WorkerPool
+
+__all__ = ["RankFailure", "WorkerPool"]

@@ -1,0 +1,206 @@
+"""A pool of worker processes that stand for ranks, kept over a whole test session.
+
+Importing torch takes seconds, so the processes are started once; each call gets a fresh default process group.
+
+Example:
+    >>> from shardwise.testing import WorkerPool
+    >>> with WorkerPool(max_ranks=2) as pool:  # doctest: +SKIP
+    ...     pool.run(check_parity, num_ranks=2, width=8)  # check_parity(width=8) runs on both ranks
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+GRACE_S = 5.0  # after one rank has failed, how long the others may take to notice
+
+
+class RankFailure(AssertionError):
+    """One or more ranks raised, died or did not return in time; the message holds each rank's traceback or stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    payload: bytes
+    rank: int
+    num_ranks: int
+    store_path: str
+    backend: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    value: Any
+    error: str | None
+
+
+def _serve(pipe: Connection, stack_path: str) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+
+    torch.set_num_threads(1)
+    stack_file = open(stack_path, "w")  # noqa: SIM115  kept open for the signal handler
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    while True:
+        try:
+            task: _Task | None = pipe.recv()
+        except EOFError:
+            return
+        if task is None:
+            return
+        pipe.send(_run_task(task))
+
+
+def _run_task(task: _Task) -> _Result:
+    import torch.distributed as dist
+
+    try:
+        function, kwargs = pickle.loads(task.payload)
+        if task.backend != "none":
+            store = dist.FileStore(task.store_path, task.num_ranks)
+            dist.init_process_group(
+                task.backend,
+                store=store,
+                rank=task.rank,
+                world_size=task.num_ranks,
+                timeout=timedelta(seconds=task.timeout_s),
+            )
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(task.rank), str(task.num_ranks)
+        os.environ["LOCAL_RANK"] = str(task.rank)
+        return _Result(function(**kwargs), None)
+    except BaseException:
+        return _Result(None, traceback.format_exc())
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class WorkerPool:
+    """Run functions on ``num_ranks`` processes that are joined by a fresh gloo group per call.
+
+    Args:
+        max_ranks: the largest ``num_ranks`` that :meth:`run` will be asked for.
+        timeout_s: seconds a call may take before the ranks' stacks are collected and the processes replaced.
+    """
+
+    def __init__(self, max_ranks: int = 4, timeout_s: float = 120.0) -> None:
+        self._context = mp.get_context("spawn")
+        self._max_ranks = max_ranks
+        self._timeout_s = timeout_s
+        self._directory = tempfile.TemporaryDirectory(prefix="shardwise-pool-")
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._num_calls = 0
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *,
+        num_ranks: int = 2,
+        backend: str = "gloo",
+        timeout_s: float | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``function(**kwargs)`` on every rank; return the results in rank order.
+
+        ``function`` must be importable (a module-level function) and everything picklable.  ``backend="none"`` makes
+        no process group.  Raises: RankFailure with every rank's traceback (or stack, if it hung).
+        """
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        self._start()
+        self._num_calls += 1
+        payload = pickle.dumps((function, kwargs))
+        store_path = str(Path(self._directory.name) / f"store-{self._num_calls}")
+        for rank in range(num_ranks):
+            self._pipes[rank].send(_Task(payload, rank, num_ranks, store_path, backend, limit_s))
+        results = self._collect(num_ranks, limit_s)
+        failures = {rank: result.error for rank, result in results.items() if result.error is not None}
+        if failures:
+            report = "\n".join(
+                f"--- rank {rank} of {num_ranks} ---\n{error}" for rank, error in sorted(failures.items())
+            )
+            raise RankFailure(f"{getattr(function, '__name__', function)}({kwargs}) failed\n{report}")
+        return [results[rank].value for rank in range(num_ranks)]
+
+    def close(self) -> None:
+        """End the worker processes."""
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except (BrokenPipeError, OSError):
+                continue
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        if self._processes and all(process.is_alive() for process in self._processes):
+            return
+        self._kill()
+        for index in range(self._max_ranks):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs, self._stack_path(index)), daemon=False)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self, num_ranks: int, limit_s: float) -> dict[int, _Result]:
+        results: dict[int, _Result] = {}
+        deadline = time.monotonic() + limit_s
+        waiting = {self._pipes[rank]: rank for rank in range(num_ranks)}
+        while waiting and time.monotonic() < deadline:
+            for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    results[rank] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    results[rank] = _Result(None, f"the process ended (exit code {self._processes[rank].exitcode})")
+                if results[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if waiting:
+            for rank in waiting.values():
+                results[rank] = _Result(None, f"did not return; its stack:\n{self._stack(rank)}")
+            self._kill()
+        return results
+
+    def _stack_path(self, rank: int) -> str:
+        return str(Path(self._directory.name) / f"stack-{rank}")
+
+    def _stack(self, rank: int) -> str:
+        process = self._processes[rank]
+        if not process.is_alive():
+            return f"the process ended (exit code {process.exitcode})"
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return Path(self._stack_path(rank)).read_text()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []

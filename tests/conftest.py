@@ -1,0 +1,28 @@
+"""Shared fixtures: one worker pool for the whole session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator["WorkerPool"]:  # noqa: F821, UP037
+    from shardwise.testing import WorkerPool
+
+    with WorkerPool(max_ranks=4) as workers:
+        yield workers
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,41 @@
+"""The worker pool itself: results by rank, failures with every rank's report, and life after a hang."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.testing import RankFailure, WorkerPool
+
+
+def _sum_of_ranks() -> float:
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    return total.item()
+
+
+def _fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError(f"rank {rank} was told to fail")
+
+
+def _hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_each_call_gets_its_own_group(pool: WorkerPool, num_ranks: int) -> None:
+    assert pool.run(_sum_of_ranks, num_ranks=num_ranks) == [num_ranks * (num_ranks - 1) / 2] * num_ranks
+
+
+def test_a_failure_names_its_rank(pool: WorkerPool) -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 of 2[\s\S]*rank 1 was told to fail"):
+        pool.run(_fail_on, rank=1)
+
+
+def test_a_hang_gives_the_stack_and_the_pool_lives_on(pool: WorkerPool) -> None:
+    with pytest.raises(RankFailure, match=r"did not return; its stack:[\s\S]*_hang_on"):
+        pool.run(_hang_on, rank=0, timeout_s=2.0)
+    assert pool.run(_sum_of_ranks) == [1.0, 1.0]
