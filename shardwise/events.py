@@ -1,0 +1,52 @@
+"""The vocabulary that plan, runtime and trace share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+
+class Op(str, Enum):
+    """What a unit does to its parameters or gradients."""
+
+    UNSHARD = "unshard"  # all-gather launched
+    WAIT = "wait"  # full parameters may be read from here on
+    RESHARD = "reshard"  # full parameters given back
+    REDUCE = "reduce"  # reduce-scatter (and all-reduce over replicas) launched
+    HOLD = "hold"  # gradients kept unreduced for a later backward
+    COMMIT = "commit"  # reduced gradients are in ``.grad``
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One thing a unit does in a step; the plan predicts these and the trace records them.
+
+    Attributes:
+        op: what is done.
+        unit: path of the unit's module in the root ("" is the root itself).
+        num_bytes: bytes that this rank's buffers for it hold (staging of a collective, full parameters of a wait).
+    """
+
+    op: Op
+    unit: str
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OrderChanged:
+    """Forward left the order that the plan was made for; units unshard on demand until the next plan."""
+
+    expected: str
+    found: str
+
+
+Event = Call | OrderChanged
+
+
+class Instrument(Protocol):
+    """Hears every event of an engine; must not change anything."""
+
+    def on_event(self, event: Event) -> None:
+        """Take note of ``event``; called on the thread that runs the step, in the order things happen."""
+        ...

@@ -1,0 +1,88 @@
+"""Shards tile their tensor like torch.chunk, and buckets put every element in exactly one place."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import LayoutError
+from shardwise.layout.bucket import build_bucket
+from shardwise.layout.shard import ChunkShard
+
+shapes = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
+
+
+@st.composite
+def chunk_shards(draw: st.DrawFn, num_shards: int | None = None) -> ChunkShard:
+    shape = draw(shapes | st.just(()))
+    dim = draw(st.integers(0, len(shape) - 1)) if shape else 0
+    return ChunkShard(shape, dim, num_shards or draw(st.integers(1, 12)))
+
+
+@given(chunk_shards())
+def test_shards_tile_the_tensor_once(shard: ChunkShard) -> None:
+    if shard.is_whole:
+        assert all(list(shard.rows(rank)) == [0] for rank in range(shard.num_shards))
+        return
+    rows = [row for rank in range(shard.num_shards) for row in shard.rows(rank)]
+    assert rows == list(range(shard.shape[shard.dim]))
+
+
+@given(chunk_shards())
+def test_shards_are_cut_like_torch_chunk(shard: ChunkShard) -> None:
+    if shard.is_whole or not shard.shape[shard.dim]:
+        return
+    chunks = torch.empty(shard.shape).chunk(shard.num_shards, dim=shard.dim)
+    for rank in range(shard.num_shards):
+        expected = tuple(chunks[rank].shape) if rank < len(chunks) else None
+        assert shard.shard_shape(rank) == expected or (expected is None and shard.shard_numel(rank) == 0)
+
+
+@given(st.data())
+def test_moves_carry_every_element_there_and_back(data: st.DataObject) -> None:
+    num_shards = data.draw(st.integers(1, 6))
+    shards = data.draw(st.lists(chunk_shards(num_shards), min_size=1, max_size=4))
+    bucket = build_bucket(shards, data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5)))
+    packed = torch.full((num_shards * bucket.section_numel,), -1.0)
+    for index, shard in enumerate(shards):
+        full = torch.arange(shard.numel, dtype=torch.float32).view(shard.shape) + 100 * index
+        for move in bucket.moves(index):
+            target = packed.as_strided(move.shape, move.packed_stride, move.packed_offset)
+            target.copy_(full.as_strided(move.shape, move.full_stride, move.full_offset))
+        for rank in range(num_shards):
+            rows = shard.rows(rank)
+            expected = full if shard.is_whole else full.narrow(shard.dim, rows.start, len(rows))
+            start = rank * bucket.section_numel + bucket.offsets[index]
+            found = packed[start : start + expected.numel()]
+            assert torch.equal(found, expected.reshape(-1))
+        back = torch.full((max(shard.numel, 1),), -2.0)
+        for move in bucket.moves(index):
+            source = packed.as_strided(move.shape, move.packed_stride, move.packed_offset)
+            back.as_strided(move.shape, move.full_stride, move.full_offset).copy_(source)
+        assert torch.equal(back[: shard.numel], full.reshape(-1))
+    used = sum(shard.numel * (num_shards if shard.is_whole else 1) for shard in shards)
+    assert int((packed != -1.0).sum()) <= used
+    assert bucket.has_padding or packed.numel() == used
+
+
+@given(chunk_shards())
+def test_at_most_two_moves_for_any_number_of_ranks(shard: ChunkShard) -> None:
+    assert len(shard.moves(0, shard.section_numel, into_full=True)) <= 2
+
+
+def test_sixteen_thousand_ranks_are_closed_form() -> None:
+    bucket = build_bucket([ChunkShard((4096, 8), 0, 16_384), ChunkShard((50_257, 8), 0, 16_384)])
+    assert list(bucket.shards[0].rows(4095)) == [4095]
+    assert len(bucket.shards[0].rows(16_383)) == 0
+    assert math.isclose(bucket.padding_ratio, 16_384 * (1 + 4) / (4096 + 50_257))
+
+
+def test_bad_arguments_say_what_was_expected() -> None:
+    with pytest.raises(LayoutError, match="rank 4 is outside 0..3"):
+        ChunkShard((8,), 0, 4).rows(4)
+    with pytest.raises(LayoutError, match="dim 2 is outside a tensor of shape"):
+        ChunkShard((8, 8), 2, 4)
+    with pytest.raises(LayoutError, match="at least 1"):
+        ChunkShard((8,), 0, 0)
