@@ -1,0 +1,97 @@
+"""Partitions tile every tensor once, are balanced, and do not move when tensors are added."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import ConfigError
+from shardwise.layout.even import boxes, even_pieces, even_ranges
+from shardwise.layout.owners import add_loads, assign_owners, whole_pieces
+
+NUMELS = st.lists(st.integers(0, 500), min_size=1, max_size=12)
+RANKS = st.integers(1, 9)
+
+
+def _tiles_once(pieces, numels) -> None:
+    for index, numel in enumerate(numels):
+        mine = sorted((p.start, p.stop) for p in pieces if p.tensor == index)
+        assert mine
+        assert mine[0][0] == 0
+        assert mine[-1][1] == numel
+        assert all(left[1] == right[0] for left, right in pairwise(mine))
+
+
+def _greedy_slowly(numels, num_ranks):
+    loads, owners = [0] * num_ranks, [0] * len(numels)
+    for index in sorted(range(len(numels)), key=lambda i: numels[i], reverse=True):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += numels[index]
+    return tuple(owners)
+
+
+@given(NUMELS, RANKS)
+def test_owners_are_sorted_greedy(numels, num_ranks) -> None:
+    assert assign_owners(numels, num_ranks) == _greedy_slowly(numels, num_ranks)
+
+
+def test_the_seed_example_is_balanced() -> None:
+    sizes = [9, 7, 5, 3] * 4
+    assert add_loads([0] * 4, whole_pieces(sizes, 4)) == (24, 24, 24, 24)
+
+
+@given(NUMELS, NUMELS, RANKS, st.integers(1, 64))
+def test_even_stays_within_one_block_over_groups(first, second, num_ranks, block) -> None:
+    loads = (0,) * num_ranks
+    for numels in (first, second):
+        pieces = even_pieces(numels, num_ranks, loads, block)
+        _tiles_once(pieces, numels)
+        loads = add_loads(loads, pieces)
+    assert max(loads) - min(loads) <= block
+    assert sum(loads) == sum(first) + sum(second)
+
+
+@given(st.integers(0, 5000), RANKS, st.integers(1, 64))
+def test_even_ranges_tile_and_align(numel, num_ranks, block) -> None:
+    ranges = even_ranges(numel, num_ranks, block)
+    assert sorted(x for r in ranges for x in r) == list(range(numel))
+    assert all(r.start % block == 0 for r in ranges)
+
+
+@given(NUMELS, RANKS)
+def test_whole_pieces_tile(numels, num_ranks) -> None:
+    _tiles_once(whole_pieces(numels, num_ranks), numels)
+
+
+@given(st.lists(st.integers(1, 5), min_size=0, max_size=4), st.data())
+def test_boxes_tile_a_range_in_order(shape, data) -> None:
+    from itertools import product
+    from math import prod
+
+    numel = prod(shape)
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    found = boxes(shape, start, stop)
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    cells: list[int] = []
+    for box in found:
+        assert box.start == sum(o * s for o, s in zip(box.offsets, strides, strict=True))
+        ranges = [range(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)]
+        cells += [sum(i * s for i, s in zip(cell, strides, strict=True)) for cell in product(*ranges)]
+    assert cells == list(range(start, stop))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def test_sixteen_thousand_ranks_take_no_time() -> None:
+    pieces = even_pieces([50257 * 768, 1024 * 768, *[768 * 3072] * 24], 16384)
+    loads = add_loads([0] * 16384, pieces)
+    assert max(loads) - min(loads) <= 64
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: assign_owners([1], 0), lambda: assign_owners([1], 2, [0]), lambda: even_ranges(3, 0)]
+)
+def test_bad_arguments_are_refused(call) -> None:
+    with pytest.raises(ConfigError):
+        call()
