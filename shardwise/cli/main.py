@@ -1,0 +1,42 @@
+"""The ``shardwise`` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from shardwise.cli.train_args import add_train_arguments, read_train_request
+from shardwise.errors import ShardwiseError
+
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all subcommands."""
+    parser = argparse.ArgumentParser(prog="shardwise", description="Sharded data-parallel training for PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_train_arguments(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0, 1 (the run failed), 2 (wrong arguments or files), 130 (Ctrl-C)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments = build_parser().parse_args(words)
+        from shardwise.cli.launch import run_train
+
+        return run_train(read_train_request(arguments, os.environ), words)
+    except ShardwiseError as error:
+        print(f"shardwise: error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        print("shardwise: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

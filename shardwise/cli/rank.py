@@ -1,0 +1,143 @@
+"""One rank of ``shardwise train``: join the process group, train, and say once why the run failed if it does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.rendezvous import rendezvous
+
+from shardwise.cli.train_args import TrainRequest
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.train import train
+
+LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER_PID"
+EXIT_FAILED, EXIT_CONFIG = EXIT_CODES = (1, 2)
+TIMEOUT = timedelta(minutes=10)
+_CLAIM = "shardwise/failure"
+_LOST_PEER = ("connection closed by peer", "connection reset", "broken pipe", "connection refused", "socket timeout")
+
+
+def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, str]) -> int:
+    """Train as one rank; return 0, or end this process at once with 1 or 2 after a failure."""
+    warnings.filterwarnings("ignore", module=r"torch\.")
+    if LAUNCHER_VARIABLE in environment:
+        _end_with(int(environment[LAUNCHER_VARIABLE]))
+    if device_type == "cpu" and "OMP_NUM_THREADS" not in environment:
+        torch.set_num_threads(1)
+    claim: Callable[[], bool] = lambda: environment.get("RANK", "0") == "0"  # noqa: E731  replaced below
+    try:
+        device = _choose_own_device(device_type, environment)
+        store, rank, num_ranks = _meet(request)
+        claim = lambda: store.add(_CLAIM, 1) == 1  # noqa: E731
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+        train(request.start, request.config, Ranks(rank, num_ranks, device))
+        dist.destroy_process_group()
+    except KeyboardInterrupt:
+        if request.launched_ranks is None:
+            raise
+        _end(128 + signal.SIGINT)
+    except Exception as error:
+        _fail(error, claim, environment.get("RANK", "0"))
+    return 0
+
+
+def _meet(request: TrainRequest) -> tuple[dist.Store, int, int]:
+    if request.launched_ranks is None:
+        return dist.HashStore(), 0, 1
+    return next(rendezvous("env://", timeout=TIMEOUT))
+
+
+def _choose_own_device(device_type: str, environment: Mapping[str, str]) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    local_rank = int(environment.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()}. "
+            f"Start at most that many ranks per host."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _fail(error: Exception, claim: Callable[[], bool], rank: str) -> None:
+    """Print the reason once over all ranks and end this process, so that the launcher ends the others."""
+    message = explain(error)
+    if _is_lost_peer(error):
+        time.sleep(2.0)  # the rank that failed first has the better reason
+        message = message or "another rank ended without giving a reason (killed, or out of memory?)"
+    try:
+        is_speaker = claim()
+    except Exception:  # the store went with the rank that failed first, which has spoken
+        is_speaker = rank == "0"
+    if is_speaker:
+        if message is None:
+            traceback.print_exception(error)
+            message = f"rank {rank} failed unexpectedly ({type(error).__name__}); the traceback is above"
+        print(f"shardwise: error: {message}", file=sys.stderr)
+    _end(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED)
+
+
+def _end(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)  # an ordinary exit waits for threads that may wait for other ranks
+
+
+def explain(error: BaseException) -> str | None:
+    """Return one sentence a user can act on, or None if the error is not one we expect."""
+    if isinstance(error, ShardwiseError):
+        return str(error)
+    if isinstance(error, CheckpointException):
+        return _explain_checkpoint(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of GPU memory. Use a smaller --batch or more --accumulate, more ranks, or a smaller model."
+    if isinstance(error, OSError) and not _is_lost_peer(error):
+        where = f" {error.filename}" if error.filename else ""
+        return f"cannot read or write{where}: {error.strerror or error}. Complete checkpoints are as they were."
+    if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error):
+        return f"the port at which the ranks meet is in use ({error}). Choose another MASTER_PORT."
+    return None
+
+
+def _explain_checkpoint(error: CheckpointException) -> str | None:
+    for rank, (failure, _stack) in sorted(error.failures.items()):
+        cause: BaseException | None = failure
+        while cause is not None:
+            if isinstance(cause, OSError):
+                return f"rank {rank}: {explain(cause)}"
+            cause = cause.__cause__ or cause.__context__
+    rank, (failure, _stack) = min(error.failures.items())
+    return f"the checkpoint does not fit this model, or is damaged (rank {rank}: {failure})."
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | OSError) and any(words in text for words in _LOST_PEER)
+
+
+def _end_with(launcher: int) -> None:
+    """End this process at once on Ctrl-C, and when the launcher is gone: no rank outlives it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=watch, name="watch-launcher", daemon=True).start()

@@ -1,0 +1,143 @@
+"""The options of ``shardwise train``, read into a frozen request."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+from shardwise.recipes.config import DTYPES, PRESETS, TrainConfig, check_config
+from shardwise.recipes.doors import DOORS
+from shardwise.recipes.run_folder import Start, merge_resumed, read_run_config, with_overrides
+
+DEVICES = ("auto", "cpu", "cuda")
+_NOT_CONFIG = frozenset({"command", "preset", "nproc", "device", "master_port", "out", "resume"})
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRequest:
+    """What was asked for.  ``nproc`` None means: choose; ``launched_ranks`` is set when a launcher started us."""
+
+    config: TrainConfig
+    start: Start
+    nproc: int | None
+    device: str
+    master_port: int
+    launched_ranks: int | None
+
+
+def add_train_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add ``train``.  Options not given leave no attribute, so that --resume can tell them from defaults."""
+    parser = commands.add_parser(
+        "train",
+        help="train a byte-level GPT on text",
+        description="Train a byte-level GPT on text, on all local cores or GPUs, or under torchrun.",
+        argument_default=argparse.SUPPRESS,
+    )
+    _add_model_options(parser)
+    _add_training_options(parser)
+    _add_run_options(parser)
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", dest="preset", choices=tuple(PRESETS), help="a preset of sizes (default: tiny)")
+    for name, meaning in (
+        ("layers", "number of blocks"),
+        ("width", "features per position; divisible by --heads"),
+        ("heads", "attention heads"),
+        ("context", "bytes the model sees at once"),
+    ):
+        group.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
+
+
+def _add_training_options(parser: argparse.ArgumentParser) -> None:
+    default = TrainConfig()
+    doors = "; ".join(f"{name} = {door.summary}" for name, door in DOORS.items())
+    group = parser.add_argument_group("training")
+    group.add_argument("--shard", choices=tuple(DOORS), help=f"{doors} (default: {default.shard})")
+    group.add_argument("--dtype", choices=DTYPES, help=f"type of the computation (default: {default.dtype})")
+    group.add_argument("--data", metavar="PATH", help="a text file or folder (default: Python's standard library)")
+    for name, meaning in (
+        ("steps", "optimizer steps in all"),
+        ("batch", "sequences per step, of all ranks together"),
+        ("accumulate", "microbatches per step and rank"),
+        ("warmup", "steps of linear warm-up, before the cosine"),
+        ("seed", "of the weights, the order of the text and the sample"),
+        ("log-every", "steps between two lines of figures"),
+        ("eval-every", "steps between two validations"),
+        ("eval-windows", "windows of the validation text to measure"),
+        ("save-every", "steps between two checkpoints"),
+        ("keep", "checkpoints to keep"),
+        ("sample-bytes", "length of the sample at the end"),
+    ):
+        value = getattr(default, name.replace("-", "_"))
+        group.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning} (default: {value})")
+    for name, meaning in (
+        ("lr", "highest learning rate"),
+        ("weight-decay", "of AdamW, on matrices"),
+        ("clip", "largest norm of the gradients"),
+    ):
+        value = getattr(default, name.replace("-", "_"))
+        group.add_argument(f"--{name}", type=float, metavar="X", help=f"{meaning} (default: {value})")
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("run")
+    group.add_argument("--out", metavar="FOLDER", help="run folder, new or empty (default: runs/<time>)")
+    group.add_argument("--resume", metavar="RUN", help="continue this run folder from its last checkpoint")
+    group.add_argument(
+        "--nproc", type=int, metavar="N", help="local ranks (default: every GPU, or the CPU cores up to 2)"
+    )
+    group.add_argument("--device", choices=DEVICES, help="where to compute (default: auto = GPUs if there are any)")
+    group.add_argument(
+        "--master-port", type=int, metavar="PORT", help="local port at which ranks meet (default: a free one)"
+    )
+
+
+def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, str]) -> TrainRequest:
+    """Turn parsed options into a checked request.  Raises: ConfigError."""
+    given: dict[str, object] = dict(vars(arguments))
+    start = Start(_path(given.get("out")), _path(given.get("resume")))
+    config = _read_config(given, start)
+    check_config(config)
+    nproc, port = given.get("nproc"), given.get("master_port", 0)
+    assert isinstance(port, int)
+    assert nproc is None or isinstance(nproc, int)
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"--nproc is {nproc}, expected at least 1.")
+    if not 0 <= port < 65536:
+        raise ConfigError(f"--master-port is {port}, expected a number from 1 to 65535.")
+    return TrainRequest(config, start, nproc, str(given.get("device", "auto")), port, _launched_ranks(environment))
+
+
+def _path(value: object) -> Path | None:
+    return None if value is None else Path(str(value))
+
+
+def _read_config(given: Mapping[str, object], start: Start) -> TrainConfig:
+    values = {name: value for name, value in given.items() if name not in _NOT_CONFIG}
+    if start.resume is None:
+        preset = PRESETS[str(given.get("preset", "tiny"))]
+        return with_overrides(TrainConfig(model=preset), values)
+    if start.out is not None:
+        raise ConfigError("--resume continues in its own folder: leave --out out.")
+    saved = read_run_config(start.resume)
+    if "preset" in given:
+        shape = PRESETS[str(given["preset"])]
+        values = {name: getattr(shape, name) for name in ("layers", "width", "heads", "context")} | values
+    return merge_resumed(saved, with_overrides(saved, values), start.resume)
+
+
+def _launched_ranks(environment: Mapping[str, str]) -> int | None:
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return None
+    try:
+        rank, num_ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    except (KeyError, ValueError) as error:
+        raise ConfigError("RANK and WORLD_SIZE must both be set to whole numbers, as torchrun does.") from error
+    if not 0 <= rank < num_ranks:
+        raise ConfigError(f"RANK is {rank}, expected 0 to {num_ranks - 1} (WORLD_SIZE is {num_ranks}).")
+    return num_ranks

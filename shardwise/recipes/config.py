@@ -1,0 +1,138 @@
+"""What a training run is: the values that decide its losses, checked once, before any process is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from shardwise.errors import ConfigError
+
+DTYPES = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of the GPT: ``width`` features, ``heads`` heads, ``layers`` blocks, ``context`` bytes of input."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+
+
+PRESETS: Mapping[str, ModelShape] = MappingProxyType(
+    {
+        "tiny": ModelShape(layers=4, width=192, heads=6, context=128),
+        "small": ModelShape(layers=6, width=384, heads=6, context=256),
+        "medium": ModelShape(layers=12, width=768, heads=12, context=512),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """Everything that decides what a run computes; saved as config.json.  ``batch`` counts sequences of all ranks."""
+
+    model: ModelShape = field(default_factory=lambda: PRESETS["tiny"])
+    shard: str = "full"
+    dtype: str = "fp32"
+    data: str | None = None
+    steps: int = 400
+    batch: int = 32
+    accumulate: int = 1
+    lr: float = 2e-3
+    warmup: int = 40
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int = 100
+    eval_windows: int = 128
+    save_every: int = 200
+    keep: int = 2
+    sample_bytes: int = 300
+
+
+# What --resume may change: nothing here alters which windows a step sees or what a past step computed.
+RESUME_MAY_CHANGE = frozenset(
+    {"shard", "steps", "accumulate", "log_every", "eval_every", "eval_windows", "save_every", "keep", "sample_bytes"}
+)
+_AT_LEAST_ONE = ("steps", "batch", "accumulate", "log_every", "eval_every", "eval_windows", "save_every", "keep")
+
+
+def check_config(config: TrainConfig) -> None:
+    """Refuse values that cannot be trained with.  Raises: ConfigError that names the option and the next action."""
+    shape = config.model
+    for name in ("layers", "width", "heads", "context"):
+        value = getattr(shape, name)
+        if value < 1:
+            raise ConfigError(f"--{name} is {value}, expected at least 1.")
+    if shape.width % shape.heads:
+        raise ConfigError(
+            f"--width {shape.width} is not divisible by --heads {shape.heads}: each head needs the same whole number "
+            f"of features. Try --width {math.ceil(shape.width / shape.heads) * shape.heads}."
+        )
+    for name in _AT_LEAST_ONE:
+        if getattr(config, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}, expected at least 1.")
+    for name in ("warmup", "sample_bytes", "weight_decay"):
+        if getattr(config, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}, expected 0 or more.")
+    for name in ("lr", "clip"):
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"--{name} is {value}, expected a positive number.")
+    if config.dtype not in DTYPES:
+        raise ConfigError(f"--dtype is {config.dtype!r}, expected one of {', '.join(DTYPES)}.")
+
+
+def check_batch(config: TrainConfig, num_ranks: int) -> None:
+    """Refuse a global batch that cannot be cut into equal microbatches.  Raises: ConfigError."""
+    parts = num_ranks * config.accumulate
+    if config.batch % parts:
+        below, above = config.batch // parts * parts, (config.batch // parts + 1) * parts
+        choices = f"{above}" if below == 0 else f"{below} or {above}"
+        raise ConfigError(
+            f"--batch {config.batch} (sequences of all ranks together) is not divisible by {num_ranks} rank(s) x "
+            f"--accumulate {config.accumulate} = {parts}. Use --batch {choices}."
+        )
+
+
+def config_to_json(config: TrainConfig) -> dict[str, object]:
+    """Return plain values that ``config_from_json`` reads back."""
+    return dataclasses.asdict(config)
+
+
+def config_from_json(values: Mapping[str, object]) -> TrainConfig:
+    """Rebuild a config.  Raises: ConfigError if names are missing or unknown (another version, or an edited file)."""
+    known = {item.name for item in dataclasses.fields(TrainConfig)}
+    if set(values) != known:
+        odd = ", ".join(sorted(set(values) ^ known))
+        raise ConfigError(f"config.json does not match this version of shardwise: missing or unknown values: {odd}.")
+    shape = values["model"]
+    if not isinstance(shape, dict):
+        raise ConfigError("config.json: 'model' is not a table of layers, width, heads, context.")
+    try:
+        return TrainConfig(**{**values, "model": ModelShape(**shape)})  # pyright: ignore[reportArgumentType]
+    except TypeError as error:
+        raise ConfigError(f"config.json: {error}.") from error
+
+
+def changed_values(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[object, object]]:
+    """Return the names whose values differ, as {name: (old, new)}; model sizes under their own names."""
+    before, after = dataclasses.asdict(old), dataclasses.asdict(new)
+    before |= before.pop("model")
+    after |= after.pop("model")
+    return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Return the rate of ``step`` (0-based): linear warm-up to ``lr``, then a cosine down to a tenth of it."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    span = max(1, config.steps - config.warmup)
+    progress = min(1.0, (step - config.warmup) / span)
+    return config.lr * (0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * progress)))

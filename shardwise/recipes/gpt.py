@@ -1,0 +1,121 @@
+"""A small byte-level GPT in one file: pre-norm blocks, learned positions, causal attention, 256 outputs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.recipes.config import ModelShape
+
+NUM_BYTES = 256
+
+
+class Attention(nn.Module):
+    """Causal self-attention over (batch, time, width)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.qkv = nn.Linear(shape.width, 3 * shape.width)
+        self.out = nn.Linear(shape.width, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        qkv = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.unbind(0)  # each (batch, heads, time, width / heads)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+
+
+class MLP(nn.Module):
+    """Two linear layers with GELU, four times as wide in between."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.width, 4 * shape.width)
+        self.down = nn.Linear(4 * shape.width, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each on a normalised input and added to the stream."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(shape.width)
+        self.attention = Attention(shape)
+        self.mlp_norm = nn.LayerNorm(shape.width)
+        self.mlp = MLP(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """Bytes in, logits of the next byte out.
+
+    Shape: ``tokens`` (batch, time <= context) int64 in [0, 256) -> (batch, time, 256).
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.token = nn.Embedding(NUM_BYTES, shape.width)
+        self.position = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, NUM_BYTES, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token(tokens) + self.position(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def build_gpt(shape: ModelShape, seed: int) -> GPT:
+    """Return a GPT whose weights depend on ``shape`` and ``seed`` alone, so every rank builds the same one.
+
+    Source: GPT-2 initialisation: normal(0, 0.02), outputs of residual branches scaled by 1/sqrt(2 * layers).
+    """
+    model = GPT(shape)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            nn.init.constant_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0)
+            continue
+        is_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+        std = 0.02 / math.sqrt(2 * shape.layers) if is_residual else 0.02
+        nn.init.normal_(parameter, std=std, generator=generator)
+    return model
+
+
+def next_byte_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy in nats per byte, computed in fp32.  Shape: both (batch, time) int64 -> ()."""
+    logits = model(tokens)
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: bytes, num_bytes: int, context: int, seed: int, device: torch.device) -> bytes:
+    """Return ``num_bytes`` sampled after ``prompt``.
+
+    Every rank must call it together: each forward unshards parameters.  The number of forwards never depends on what
+    was sampled, so ranks stay in step even if their last bits differ.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    text = list(prompt or b"\n")
+    was_training = model.training
+    model.eval()
+    for _ in range(num_bytes):
+        window = torch.tensor([text[-context:]], device=device)
+        logits = model(window)[0, -1].float().cpu() / 0.8
+        text.append(int(torch.multinomial(logits.softmax(0), 1, generator=generator)))
+    model.train(was_training)
+    return bytes(text)

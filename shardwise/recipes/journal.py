@@ -1,0 +1,118 @@
+"""What a run writes down as it goes: metrics.jsonl, TensorBoard events and the display.  Silent on all but rank 0."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Protocol
+
+from rich.table import Table
+
+from shardwise.recipes.progress import ProgressDisplay, StepReport
+from shardwise.recipes.run_folder import Run, drop_later_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """The figures of one step; ``step`` counts finished steps, ``loss`` is in nats per byte over the whole batch."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+
+
+class Journal(Protocol):
+    """Where a run's figures go."""
+
+    def advance(self, step: int) -> None: ...
+    def trained(self, steps: Sequence[TrainedStep], tokens_per_s: float, peak_bytes: int, eta_s: float) -> None: ...
+    def validated(self, step: int, loss: float) -> None: ...
+    def say(self, text: str) -> None: ...
+    def show(self, table: Table) -> None: ...
+    def flush(self) -> None: ...
+
+
+class SilentJournal:
+    """The journal of every rank but the first."""
+
+    def advance(self, step: int) -> None:
+        del step
+
+    def trained(self, steps: Sequence[TrainedStep], tokens_per_s: float, peak_bytes: int, eta_s: float) -> None:
+        del steps, tokens_per_s, peak_bytes, eta_s
+
+    def validated(self, step: int, loss: float) -> None:
+        del step, loss
+
+    def say(self, text: str) -> None:
+        del text
+
+    def show(self, table: Table) -> None:
+        del table
+
+    def flush(self) -> None:
+        return
+
+
+class ScalarWriter(Protocol):
+    """The part of TensorBoard's SummaryWriter that is used."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def flush(self) -> None: ...
+
+
+class RunJournal:
+    """Rank 0's journal."""
+
+    def __init__(self, display: ProgressDisplay, lines: IO[str], scalars: ScalarWriter) -> None:
+        self._display = display
+        self._lines = lines
+        self._scalars = scalars
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar."""
+        self._display.advance(step)
+
+    def trained(self, steps: Sequence[TrainedStep], tokens_per_s: float, peak_bytes: int, eta_s: float) -> None:
+        """Record steps since the last call; speed and memory belong to all of them together."""
+        now = round(time.time(), 3)
+        for item in steps:
+            figures = {"loss": item.loss, "grad_norm": item.grad_norm, "lr": item.learning_rate}
+            self._write({"kind": "train", "step": item.step, **figures, "tokens_per_s": tokens_per_s, "time": now})
+            for name, value in figures.items():
+                self._scalars.add_scalar(f"train/{name}", value, item.step)
+        last = steps[-1]
+        self._scalars.add_scalar("speed/tokens_per_s", tokens_per_s, last.step)
+        self._scalars.add_scalar("memory/peak_bytes", peak_bytes, last.step)
+        self._display.report(StepReport(last.step, last.loss, tokens_per_s, peak_bytes, eta_s))
+
+    def validated(self, step: int, loss: float) -> None:
+        """Record a validation loss."""
+        self._write({"kind": "validation", "step": step, "loss": loss, "time": round(time.time(), 3)})
+        self._scalars.add_scalar("validation/loss", loss, step)
+        self._display.say(f"step {step}: validation loss {loss:.4f} nats per byte")
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self._display.say(text)
+
+    def show(self, table: Table) -> None:
+        """Print a table."""
+        self._display.show(table)
+
+    def flush(self) -> None:
+        """Bring everything to the disk, so that no checkpoint is ahead of the figures."""
+        self._lines.flush()
+        self._scalars.flush()
+
+    def _write(self, values: dict[str, float | str]) -> None:
+        self._lines.write(json.dumps(values) + "\n")
+
+
+def open_lines(run: Run) -> IO[str]:
+    """Open metrics.jsonl for appending, without the lines that the checkpoint does not know of."""
+    drop_later_metrics(run.metrics, run.start_step)
+    return run.metrics.open("a")

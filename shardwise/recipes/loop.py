@@ -1,0 +1,171 @@
+"""The training loop: the same arithmetic for every door and every number of ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.recipes.checkpoints import Progress, checkpoint_path, load_checkpoint, save_checkpoint
+from shardwise.recipes.config import TrainConfig, learning_rate
+from shardwise.recipes.doors import DOORS, Door
+from shardwise.recipes.gpt import build_gpt, next_byte_loss
+from shardwise.recipes.journal import Journal, TrainedStep
+from shardwise.recipes.memory import HeldBytes, measure_held, peak_bytes
+from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.run_folder import Run
+from shardwise.recipes.text import Windows, microbatch_numbers, open_windows, validation_part, windows_of
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """All that a step needs on one rank."""
+
+    run: Run
+    ranks: Ranks
+    door: Door
+    model: nn.Module
+    optimizer: Optimizer
+    train: Windows
+    validation: Windows
+    num_parameters: int
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.run.config
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What is left to tell when the steps are done."""
+
+    held: tuple[HeldBytes, ...]
+    tokens_per_s: float
+
+
+def build_trainer(run: Run, ranks: Ranks) -> Trainer:
+    """Build model and optimizer behind the chosen door, and load the checkpoint if the run has one."""
+    config = run.config
+    door = DOORS[config.shard]
+    torch.manual_seed(config.seed)
+    plain = build_gpt(config.model, config.seed).to(ranks.device)
+    num_parameters = sum(p.numel() for p in plain.parameters())
+    model = door.wrap(plain, config)
+    optimizer = door.build_optimizer(model, config)
+    if run.checkpoint is not None:
+        load_checkpoint(run.checkpoint, model, optimizer)
+    text = run.folder / "text"
+    train, validation = (open_windows(text / name, config.model.context) for name in ("train.bin", "validation.bin"))
+    return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters)
+
+
+def train_steps(trainer: Trainer, journal: Journal) -> Finished:
+    """Train to the last step, with validation, checkpoints and figures at their intervals."""
+    config, start = trainer.config, trainer.run.start_step
+    if start == 0:
+        journal.validated(0, validate(trainer))
+    pending: list[tuple[TrainedStep, Tensor]] = []
+    held = HeldBytes(0, 0, 0)
+    began = window_began = time.perf_counter()
+    outside_s = 0.0  # validation and checkpoints: not part of the training speed
+    for step in range(start, config.steps):
+        figures, loss, held = _train_step(trainer, step, measure=step == config.steps - 1)
+        done = step + 1
+        pending.append((figures, loss))
+        journal.advance(done)
+        if _is_due(done, config.log_every, config) or _is_due(done, config.save_every, config):
+            tokens = len(pending) * config.batch * config.model.context
+            speed = tokens / (time.perf_counter() - window_began)
+            eta_s = (config.steps - done) * config.batch * config.model.context / speed
+            _record(trainer, journal, pending, speed, eta_s)
+            pending, window_began = [], time.perf_counter()
+        if _is_due(done, config.eval_every, config):
+            journal.validated(done, validate(trainer))
+        if _is_due(done, config.save_every, config):
+            journal.flush()
+            save(trainer, done)
+        outside_s += time.perf_counter() - window_began if not pending else 0.0
+        window_began = time.perf_counter() if not pending else window_began
+    elapsed_s = time.perf_counter() - began - outside_s
+    held = replace(held, peak_bytes=peak_bytes(trainer.ranks.device))
+    tokens = (config.steps - start) * config.batch * config.model.context
+    return Finished(tuple(trainer.ranks.gather(held)), tokens / max(elapsed_s, 1e-9))
+
+
+def _is_due(done: int, every: int, config: TrainConfig) -> bool:
+    return done % every == 0 or done == config.steps
+
+
+def _train_step(trainer: Trainer, step: int, *, measure: bool) -> tuple[TrainedStep, Tensor, HeldBytes]:
+    config, door = trainer.config, trainer.door
+    rate = learning_rate(config, step)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = rate
+    trainer.model.train()
+    loss = torch.zeros((), device=trainer.ranks.device)
+    for microbatch in range(config.accumulate):
+        tokens, targets = _microbatch(trainer, step, microbatch)
+        with door.sync(trainer.model, microbatch == config.accumulate - 1):
+            with door.precision(config, trainer.ranks.device):
+                part = next_byte_loss(trainer.model, tokens, targets) / config.accumulate
+            part.backward()
+        loss += part.detach()
+    norm = door.clip(trainer.model, config.clip)
+    trainer.optimizer.step()
+    held = measure_held(trainer.model, trainer.optimizer) if measure else HeldBytes(0, 0, 0)
+    trainer.optimizer.zero_grad()
+    return TrainedStep(step + 1, 0.0, float(norm), rate), loss, held
+
+
+def _microbatch(trainer: Trainer, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    config, ranks = trainer.config, trainer.ranks
+    numbers = microbatch_numbers(step, microbatch, ranks.rank, ranks.num_ranks, config.batch, config.accumulate)
+    windows = windows_of(numbers.start, numbers.stop, len(trainer.train), config.seed)
+    tokens, targets = trainer.train.stack(windows)
+    return tokens.to(ranks.device, non_blocking=True), targets.to(ranks.device, non_blocking=True)
+
+
+def _record(
+    trainer: Trainer, journal: Journal, pending: list[tuple[TrainedStep, Tensor]], speed: float, eta_s: float
+) -> None:
+    losses = trainer.ranks.mean([loss for _, loss in pending])
+    peak = max(trainer.ranks.gather(peak_bytes(trainer.ranks.device)))
+    steps = [replace(figures, loss=loss) for (figures, _), loss in zip(pending, losses, strict=True)]
+    journal.trained(steps, round(speed, 1), peak, eta_s)
+
+
+@torch.no_grad()
+def validate(trainer: Trainer) -> float:
+    """Return the mean loss over ``eval_windows`` windows of the validation text, in nats per byte, on every rank."""
+    config, ranks = trainer.config, trainer.ranks
+    windows, weights = validation_part(len(trainer.validation), config.eval_windows, ranks.rank, ranks.num_ranks)
+    size = max(1, config.batch // ranks.num_ranks)
+    model = trainer.model
+    model.eval()
+    total, count = torch.zeros((), device=ranks.device), float(sum(weights))
+    for first in range(0, len(windows), size):
+        weighed = weights[first : first + size]
+        tokens, targets = trainer.validation.stack(windows[first : first + size])
+        with trainer.door.precision(config, ranks.device):
+            logits = model(tokens.to(ranks.device)).float().flatten(0, 1)
+        losses = nn.functional.cross_entropy(logits, targets.to(ranks.device).flatten(), reduction="none")
+        total += (losses.view(len(weighed), -1).mean(1) * torch.tensor(weighed, device=ranks.device)).sum()
+    summed, counted = ranks.total([total, torch.tensor(count)])
+    return summed / counted
+
+
+def save(trainer: Trainer, done: int) -> None:
+    """Write the checkpoint after ``done`` steps; the position in the text is counted in windows of all ranks."""
+    config = trainer.config
+    progress = Progress(done, done * config.batch, config.model, trainer.num_parameters)
+    save_checkpoint(
+        trainer.run.checkpoints, progress, trainer.model, trainer.optimizer, trainer.ranks, keep=config.keep
+    )
+
+
+def last_checkpoint(trainer: Trainer) -> str:
+    """Return where the run's last checkpoint lies."""
+    return str(checkpoint_path(trainer.run.checkpoints, trainer.config.steps))

@@ -1,0 +1,66 @@
+"""Bytes that a rank holds, and what an unsharded run would hold."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBytes:
+    """What one rank holds.  ``peak_bytes`` is the peak resident set on CPU, the allocator's peak on a GPU."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    peak_bytes: int = 0
+
+    @property
+    def state_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the local parts; a shared tensor counts once."""
+    distinct = {id(tensor): tensor for tensor in tensors}
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in distinct.values())
+    return sum(t.numel() * t.element_size() for t in local)
+
+
+def measure_held(model: nn.Module, optimizer: Optimizer) -> HeldBytes:
+    """Measure what this rank holds now; gradients are there only between backward and zero_grad."""
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return HeldBytes(
+        parameter_bytes=local_bytes(model.parameters()),
+        gradient_bytes=local_bytes(p.grad for p in model.parameters() if p.grad is not None),
+        optimizer_bytes=local_bytes(value for value in states if isinstance(value, Tensor)),
+    )
+
+
+def unsharded_bytes(num_parameters: int) -> HeldBytes:
+    """Return what one rank holds without sharding: 4 bytes a parameter, 4 a gradient, 8 of AdamW state (fp32)."""
+    return HeldBytes(4 * num_parameters, 4 * num_parameters, 8 * num_parameters)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return this process's peak: of the CUDA allocator, or of resident memory on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def format_bytes(count: float) -> str:
+    """Write a byte count with three digits: 1.25 MB, 37.5 GB.  Units are powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

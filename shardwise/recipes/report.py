@@ -1,0 +1,97 @@
+"""report.png: the run in one picture, for someone who has not seen the code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from shardwise.recipes.memory import HeldBytes
+
+_TRAIN, _VALIDATION, _REFERENCE = "#9ecae1", "#d62728", "#555555"
+_KINDS = (
+    ("parameters", "parameter_bytes", "#1f77b4"),
+    ("gradients", "gradient_bytes", "#ff7f0e"),
+    ("optimizer state", "optimizer_bytes", "#2ca02c"),
+)
+
+
+def draw_report(
+    path: Path,
+    title: str,
+    metrics: Sequence[Mapping[str, float | str]],
+    unigram_nats: float,
+    held: Sequence[HeldBytes],
+    unsharded: HeldBytes,
+) -> None:
+    """Draw loss curves beside memory per rank; written as PNG at ``path``."""
+    figure = Figure(figsize=(12.5, 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(1.5, 1.0))
+    figure.suptitle(title, fontsize=12)
+    _draw_loss(left, metrics, unigram_nats)
+    _draw_memory(right, held, unsharded)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_loss(axes: Axes, metrics: Sequence[Mapping[str, float | str]], unigram_nats: float) -> None:
+    train = [(float(m["step"]), float(m["loss"])) for m in metrics if m["kind"] == "train"]
+    validation = [(float(m["step"]), float(m["loss"])) for m in metrics if m["kind"] == "validation"]
+    axes.plot(*_columns(train), color=_TRAIN, linewidth=1.2, label="training batches")
+    axes.plot(
+        *_columns(validation), color=_VALIDATION, marker="o", linewidth=1.8, label="validation text (never trained on)"
+    )
+    axes.axhline(unigram_nats, color=_REFERENCE, linestyle="--", linewidth=1.2)
+    axes.annotate(
+        f"knowing only how often each byte occurs: {unigram_nats:.2f}",
+        xy=(1.0, unigram_nats),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 4),
+        textcoords="offset points",
+        ha="right",
+        color=_REFERENCE,
+        fontsize=9,
+    )
+    if validation:
+        step, loss = validation[-1]
+        axes.annotate(
+            f"{loss:.2f}", xy=(step, loss), xytext=(0, -14), textcoords="offset points", ha="center",
+            color=_VALIDATION, fontsize=10,
+        )  # fmt: skip
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("optimizer steps")
+    axes.set_ylabel("loss: nats per byte (lower is better)")
+    axes.set_title("How well the model predicts the next byte")
+    bits = axes.secondary_yaxis("right", functions=(lambda nats: nats / math.log(2), lambda bits: bits * math.log(2)))
+    bits.set_ylabel("bits per byte")
+    axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.97), frameon=False)
+    axes.grid(alpha=0.25)
+
+
+def _draw_memory(axes: Axes, held: Sequence[HeldBytes], unsharded: HeldBytes) -> None:
+    if len(held) <= 8:
+        bars = [(f"rank {i}", item) for i, item in enumerate(held)]
+    else:
+        bars = [(f"largest of\n{len(held)} ranks", max(held, key=lambda item: item.state_bytes))]
+    bars.append(("any rank,\nunsharded", unsharded))
+    bottoms = [0.0] * len(bars)
+    for label, field, color in _KINDS:
+        heights = [int(getattr(item, field)) / 1e6 for _, item in bars]
+        axes.bar([name for name, _ in bars], heights, bottom=bottoms, color=color, label=label, width=0.6)
+        bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
+    for index, total in enumerate(bottoms):
+        axes.text(index, total, f"{total:.1f} MB", ha="center", va="bottom", fontsize=9)
+    axes.set_ylim(top=max(bottoms) * 1.32)
+    axes.set_ylabel("megabytes held per rank")
+    axes.set_title("Memory each rank holds for the model")
+    axes.legend(loc="upper left", frameon=False)
+    axes.grid(axis="y", alpha=0.25)
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]

@@ -1,0 +1,237 @@
+"""The run folder: what is in it, how one is started, how one is resumed, and how it stays whole.
+
+config.json, metrics.jsonl, text/ (the cached bytes), checkpoints/, tensorboard/, report.png.  Only rank 0 writes here
+(checkpoints apart).  Everything that can be refused is refused before the first byte is written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from shardwise.errors import ConfigError
+from shardwise.recipes.checkpoints import Progress, list_checkpoints, read_progress, remove_unfinished
+from shardwise.recipes.config import (
+    RESUME_MAY_CHANGE,
+    TrainConfig,
+    changed_values,
+    check_config,
+    config_from_json,
+    config_to_json,
+)
+from shardwise.recipes.text import TextFacts, check_length, find_sources, read_facts, split_sources, write_cache
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a run begins: a new folder ``out`` (None: runs/<time>), or ``resume`` an old one.  One of the two is None."""
+
+    out: Path | None = None
+    resume: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that is ready to train.  ``checkpoint`` is None at the beginning; ``done`` says how far it is."""
+
+    folder: Path
+    config: TrainConfig
+    facts: TextFacts
+    checkpoint: Path | None
+    done: Progress | None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def start_step(self) -> int:
+        return self.done.step if self.done else 0
+
+
+def check_new_folder(out: Path) -> None:
+    """Refuse a folder that holds anything.  Raises: ConfigError."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file, expected a folder that is new or empty.")
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(
+            f"--out {out} exists and is not empty; nothing was changed. "
+            f"Name another folder, or continue that run with --resume {out}."
+        )
+
+
+def read_run_config(folder: Path) -> TrainConfig:
+    """Read the config of an earlier run.  Raises: ConfigError if ``folder`` is no run folder."""
+    if not folder.is_dir():
+        raise ConfigError(f"--resume {folder}: no such folder.")
+    try:
+        values = json.loads((folder / "config.json").read_text())
+        saved = values["config"]
+    except FileNotFoundError as error:
+        raise ConfigError(f"--resume {folder}: not a run folder of shardwise (it has no config.json).") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--resume {folder}: its config.json cannot be read ({error!r}).") from error
+    return config_from_json(saved)
+
+
+def merge_resumed(saved: TrainConfig, asked: TrainConfig, folder: Path) -> TrainConfig:
+    """Return the config to go on with.  Raises: ConfigError if ``asked`` changes what past steps were computed with."""
+    refused = {name: pair for name, pair in changed_values(saved, asked).items() if name not in RESUME_MAY_CHANGE}
+    if refused:
+        listed = ", ".join(
+            f"--{name.replace('_', '-')} {new} (the run has {old})" for name, (old, new) in refused.items()
+        )
+        raise ConfigError(
+            f"--resume {folder}: a run cannot be continued with {listed}. Leave these options out, or start a new run."
+        )
+    return asked
+
+
+def find_checkpoint(folder: Path, config: TrainConfig) -> tuple[Path, Progress]:
+    """Return the last complete checkpoint.  Raises: ConfigError if there is none, or it is of another model."""
+    found = list_checkpoints(folder / "checkpoints")
+    if not found:
+        raise ConfigError(f"--resume {folder}: this run has no complete checkpoint yet. Start a new run instead.")
+    done = read_progress(found[-1])
+    if done.model != config.model:
+        raise ConfigError(
+            f"--resume {folder}: {found[-1].name} is a checkpoint of another model: it has "
+            f"{_sizes(asdict(done.model))}, "
+            f"the run's config.json says {_sizes(asdict(config.model))}."
+        )
+    if done.step >= config.steps:
+        raise ConfigError(f"--resume {folder}: the run has done all its {done.step} steps. Ask for more with --steps.")
+    return found[-1], done
+
+
+def _sizes(shape: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in shape.items())
+
+
+def check_start(start: Start, config: TrainConfig) -> None:
+    """Refuse what cannot be started, writing nothing.  Raises: ConfigError."""
+    check_config(config)
+    if start.resume is not None:
+        merge_resumed(read_run_config(start.resume), config, start.resume)
+        find_checkpoint(start.resume, config)
+        return
+    if start.out is not None:
+        check_new_folder(start.out)
+    _, sources = find_sources(config.data)
+    check_length(split_sources(sources), config.model.context)
+
+
+def prepare_run(start: Start, config: TrainConfig) -> Run:
+    """Check everything on disk, then create or reopen the folder and its cached text.  Only rank 0 calls it."""
+    check_start(start, config)
+    if start.resume is not None:
+        return _reopen(start.resume, config)
+    description, sources = find_sources(config.data)
+    folder = _create(start.out)
+    return Run(folder, config, write_cache(folder / "text", description, split_sources(sources)), None, None)
+
+
+def _reopen(folder: Path, config: TrainConfig) -> Run:
+    checkpoint, done = find_checkpoint(folder, config)
+    facts = read_facts(folder / "text")
+    if facts is None:
+        facts = _rebuild_text(folder, config)
+    remove_unfinished(folder / "checkpoints")
+    return Run(folder, config, facts, checkpoint, done)
+
+
+def _rebuild_text(folder: Path, config: TrainConfig) -> TextFacts:
+    description, sources = find_sources(config.data)
+    facts = write_cache(folder / "text", description, split_sources(sources))
+    known = json.loads((folder / "config.json").read_text()).get("text", {}).get("digest")
+    if facts.digest != known:
+        (folder / "text" / "facts.json").unlink()
+        raise ConfigError(
+            f"--resume {folder}: its cached text is gone, and {description} has changed since: the run cannot go on "
+            f"with the same windows. Restore {folder / 'text'} or start a new run."
+        )
+    return facts
+
+
+def _create(out: Path | None) -> Path:
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        return out
+    stem = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{n}" for n in range(2, 100))):
+        folder = stem.with_name(stem.name + suffix)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise ConfigError(f"{stem} and 98 names like it exist already. Name a folder with --out.")
+
+
+def write_config(run: Run, num_ranks: int, num_parameters: int, version: str) -> None:
+    """Write config.json whole: readers see the old one or the new one."""
+    values = {
+        "format": _FORMAT,
+        "shardwise": version,
+        "config": config_to_json(run.config),
+        "num_ranks": num_ranks,
+        "num_parameters": num_parameters,
+        "text": asdict(run.facts),
+    }
+    replace_file(run.folder / "config.json", json.dumps(values, indent=2) + "\n")
+
+
+def replace_file(path: Path, content: str) -> None:
+    """Write ``content`` beside ``path`` and rename it into place."""
+    beside = path.with_name(f".{path.name}.writing")
+    beside.write_text(content)
+    os.replace(beside, path)
+
+
+def lock_run(folder: Path) -> IO[str]:
+    """Hold the folder for this process until the returned file is closed.  Raises: ConfigError if another has it."""
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(
+            f"{folder}: another shardwise train is writing to this folder. Wait for it or end it."
+        ) from error
+    return file
+
+
+def drop_later_metrics(metrics: Path, step: int) -> None:
+    """Keep the lines up to ``step``: what came after the checkpoint will be computed again."""
+    if metrics.exists():
+        kept = [line for line in _whole_lines(metrics) if json.loads(line)["step"] <= step]
+        replace_file(metrics, "".join(kept))
+
+
+def read_metrics(metrics: Path) -> list[dict[str, float | str]]:
+    """Return the lines of metrics.jsonl in order."""
+    return [json.loads(line) for line in _whole_lines(metrics)]
+
+
+def _whole_lines(metrics: Path) -> list[str]:
+    return [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def with_overrides(config: TrainConfig, values: Mapping[str, object]) -> TrainConfig:
+    """Return ``config`` with named values replaced; model sizes are named like the options."""
+    sizes = {name: value for name, value in values.items() if hasattr(config.model, name)}
+    rest = {name: value for name, value in values.items() if name not in sizes}
+    model = replace(config.model, **sizes)  # pyright: ignore[reportArgumentType]
+    return replace(config, model=model, **rest)  # pyright: ignore[reportArgumentType]

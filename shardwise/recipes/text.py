@@ -1,0 +1,252 @@
+"""Text as bytes: find the files, split them, cache them as two memory-mapped files, cut them into windows.
+
+A window is ``context`` inputs and the byte after each.  Windows are numbered 0, 1, 2, ... over the whole run: number g
+is in epoch g // num_windows, and inside an epoch a seeded permutation visits each window once.  Step s takes numbers
+[s * batch, (s + 1) * batch), whatever the number of ranks, so a run can resume on another number of ranks exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardwise.errors import ConfigError
+
+DEFAULT_LIMIT_BYTES = 12_000_000
+VALIDATION_SHARE = 0.1
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib"})
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of the text and the bytes of it that are used: [start, stop).  ``name`` is relative to the folder."""
+
+    path: Path
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Which sources are trained on and which only validated on; no byte is in both."""
+
+    train: tuple[Source, ...]
+    validation: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TextFacts:
+    """What config.json keeps about the text.  ``unigram_nats`` is the entropy of the validation bytes, per byte."""
+
+    description: str
+    num_files: int
+    train_bytes: int
+    validation_bytes: int
+    unigram_nats: float
+    digest: str
+
+
+def find_sources(data: str | None) -> tuple[str, list[Source]]:
+    """Return (description, sources) of a file, a folder, or (None) the standard library of the running Python.
+
+    Raises: ConfigError if there is nothing to read.
+    """
+    if data is None:
+        return "source text of the Python standard library", _standard_library()
+    path = Path(data)
+    if path.is_file():
+        return str(path), _not_empty([Source(path, path.name, 0, path.stat().st_size)], path)
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
+        files = [p for p in files if p.stat().st_size and _looks_like_text(p)]
+        return str(path), _not_empty([Source(p, str(p.relative_to(path)), 0, p.stat().st_size) for p in files], path)
+    found = "is neither a file nor a folder" if path.exists() else "does not exist"
+    raise ConfigError(f"--data {data} {found}: name a text file, or a folder of text files.")
+
+
+def _not_empty(sources: list[Source], path: Path) -> list[Source]:
+    if sum(source.num_bytes for source in sources) == 0:
+        raise ConfigError(f"--data {path} holds no text (empty, hidden and binary files do not count).")
+    return sources
+
+
+def _standard_library() -> list[Source]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources: list[Source] = []
+    left = DEFAULT_LIMIT_BYTES
+    for path in sorted(root.rglob("*.py")):
+        size = path.stat().st_size if path.is_file() else 0
+        if size and not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1]) and size <= left:
+            sources.append(Source(path, str(path.relative_to(root)), 0, size))
+            left -= size
+    if not sources:
+        raise ConfigError(f"the standard library at {root} has no .py files here: name a text with --data PATH.")
+    return sources
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _looks_like_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" not in file.read(4096)
+
+
+def split_sources(sources: Sequence[Source]) -> Split:
+    """Split by file, about a tenth of the bytes to validation; a single file is cut near its end.
+
+    Files are drawn in the order of a hash of their names: neighbours in a folder do not land together, and adding a
+    file moves few others.  At least one file stays in each part.
+    """
+    if len(sources) == 1:
+        only = sources[0]
+        cut = only.stop - max(1, int(only.num_bytes * VALIDATION_SHARE))
+        return Split((Source(only.path, only.name, only.start, cut),), (Source(only.path, only.name, cut, only.stop),))
+    budget = VALIDATION_SHARE * sum(source.num_bytes for source in sources)
+    chosen: set[int] = set()
+    for index in sorted(range(len(sources)), key=lambda i: hashlib.sha256(sources[i].name.encode()).digest()):
+        if sources[index].num_bytes <= budget:
+            budget -= sources[index].num_bytes
+            chosen.add(index)
+    if not chosen:
+        chosen = {min(range(len(sources)), key=lambda i: sources[i].num_bytes)}
+    return Split(
+        tuple(source for i, source in enumerate(sources) if i not in chosen),
+        tuple(source for i, source in enumerate(sources) if i in chosen),
+    )
+
+
+def check_length(split: Split, context: int) -> None:
+    """Refuse a text shorter than one window in either part.  Raises: ConfigError."""
+    for name, sources in (("training", split.train), ("validation", split.validation)):
+        found = sum(source.num_bytes for source in sources)
+        if found < context + 1:
+            raise ConfigError(
+                f"the {name} part of the text has {found} bytes, but one window needs --context {context} + 1 = "
+                f"{context + 1}. Give more text with --data, or use a smaller --context."
+            )
+
+
+def write_cache(folder: Path, description: str, split: Split) -> TextFacts:
+    """Write train.bin, validation.bin and facts.json (last, so a half-written cache is never read)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    train_bytes, _ = _write_part(folder / "train.bin", split.train, digest.update)
+    validation_bytes, counts = _write_part(folder / "validation.bin", split.validation, digest.update)
+    shares = counts[counts > 0] / max(1, validation_bytes)
+    facts = TextFacts(
+        description=description,
+        num_files=len({source.path for source in (*split.train, *split.validation)}),
+        train_bytes=train_bytes,
+        validation_bytes=validation_bytes,
+        unigram_nats=float(-(shares * np.log(shares)).sum()),
+        digest=digest.hexdigest(),
+    )
+    (folder / "facts.json").write_text(json.dumps(asdict(facts), indent=2) + "\n")
+    return facts
+
+
+def _write_part(
+    path: Path, sources: Sequence[Source], update: Callable[[bytes], None]
+) -> tuple[int, NDArray[np.int64]]:
+    counts = np.zeros(256, dtype=np.int64)
+    with path.open("wb") as out:
+        for source in sources:
+            for piece in _read_pieces(source):
+                out.write(piece)
+                update(piece)
+                counts += np.bincount(np.frombuffer(piece, dtype=np.uint8), minlength=256)
+    return int(counts.sum()), counts
+
+
+def _read_pieces(source: Source) -> Iterator[bytes]:
+    left = source.num_bytes
+    with source.path.open("rb") as file:
+        file.seek(source.start)
+        while left and (piece := file.read(min(left, 1 << 22))):
+            left -= len(piece)
+            yield piece
+
+
+def read_facts(folder: Path) -> TextFacts | None:
+    """Return what ``write_cache`` left in ``folder``, or None if there is no whole cache."""
+    try:
+        facts = TextFacts(**json.loads((folder / "facts.json").read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    sizes = {"train.bin": facts.train_bytes, "validation.bin": facts.validation_bytes}
+    is_whole = all((folder / name).is_file() and os.stat(folder / name).st_size == size for name, size in sizes.items())
+    return facts if is_whole else None
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The windows of one memory-mapped file."""
+
+    text: NDArray[np.uint8]
+    context: int
+
+    def __len__(self) -> int:
+        return count_windows(self.text.shape[0], self.context)
+
+    def stack(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return (inputs, targets), each (len(indices), context) int64; reads only these windows from the file."""
+        rows = np.stack([self.text[i * self.context : (i + 1) * self.context + 1] for i in indices]).astype(np.int64)
+        both = torch.from_numpy(rows)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+
+def open_windows(path: Path, context: int) -> Windows:
+    """Map a cached file; nothing is read until a window is asked for."""
+    return Windows(np.memmap(path, dtype=np.uint8, mode="r"), context)
+
+
+def count_windows(num_bytes: int, context: int) -> int:
+    """Return how many windows of ``context`` inputs fit when each also needs the byte after its last input."""
+    return max(0, (num_bytes - 1) // context)
+
+
+@lru_cache(maxsize=2)
+def epoch_order(num_windows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the permutation of one epoch: a function of its arguments alone, so all ranks agree without talking."""
+    return np.random.default_rng((seed, epoch)).permutation(num_windows)
+
+
+def windows_of(start: int, stop: int, num_windows: int, seed: int) -> list[int]:
+    """Return the windows with global numbers [start, stop)."""
+    return [int(epoch_order(num_windows, seed, g // num_windows)[g % num_windows]) for g in range(start, stop)]
+
+
+def microbatch_numbers(step: int, microbatch: int, rank: int, num_ranks: int, batch: int, accumulate: int) -> range:
+    """Return the window numbers of one rank and microbatch; over ranks and microbatches they tile the step."""
+    size = batch // (num_ranks * accumulate)
+    start = step * batch + (rank * accumulate + microbatch) * size
+    return range(start, start + size)
+
+
+def validation_part(num_windows: int, wanted: int, rank: int, num_ranks: int) -> tuple[list[int], list[int]]:
+    """Return (windows, weights) of one rank: evenly spread over the text, equally many on every rank.
+
+    Ranks must call forward equally often, so a short part is filled up with window 0 at weight 0.
+    """
+    count = min(wanted, num_windows)
+    chosen = [i * num_windows // count for i in range(count)][rank::num_ranks]
+    missing = -(-count // num_ranks) - len(chosen)
+    return chosen + [0] * missing, [1] * len(chosen) + [0] * missing

@@ -1,0 +1,91 @@
+"""The main job on one rank: prepare the run folder, train, validate, sample, report."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from importlib.metadata import version
+
+from torch.utils.tensorboard import SummaryWriter
+
+from shardwise.recipes.config import TrainConfig, check_batch
+from shardwise.recipes.doors import DOORS
+from shardwise.recipes.gpt import generate
+from shardwise.recipes.journal import Journal, RunJournal, SilentJournal, open_lines
+from shardwise.recipes.loop import Finished, Trainer, build_trainer, train_steps
+from shardwise.recipes.memory import unsharded_bytes
+from shardwise.recipes.progress import ProgressDisplay, memory_table
+from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.report import draw_report
+from shardwise.recipes.run_folder import Run, Start, lock_run, prepare_run, read_metrics, write_config
+
+
+def train(start: Start, config: TrainConfig, ranks: Ranks) -> None:
+    """Run the main job; every rank calls it with the same arguments.
+
+    Raises: ConfigError, OSError or a checkpoint error, possibly on one rank only: the caller must end the others.
+    """
+    check_batch(config, ranks.num_ranks)
+    with ExitStack() as stack:
+        run = ranks.from_first(prepare_run(start, config) if ranks.is_first else None)
+        if ranks.is_first:
+            stack.enter_context(lock_run(run.folder))
+        trainer = build_trainer(run, ranks)
+        if ranks.is_first:
+            write_config(run, ranks.num_ranks, trainer.num_parameters, version("shardwise"))
+        journal = _open_journal(run, stack) if ranks.is_first else SilentJournal()
+        _say_start(trainer, journal)
+        finished = train_steps(trainer, journal)
+        sample = _sample(trainer)
+    if ranks.is_first:
+        _conclude(trainer, finished, sample)
+
+
+def _open_journal(run: Run, stack: ExitStack) -> RunJournal:
+    lines = stack.enter_context(open_lines(run))
+    scalars = stack.enter_context(
+        SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.start_step + 1 if run.checkpoint else None)
+    )
+    display = stack.enter_context(ProgressDisplay(run.config.steps, run.start_step, is_shown=True))
+    return RunJournal(display, lines, scalars)
+
+
+def _say_start(trainer: Trainer, journal: Journal) -> None:
+    run, shape = trainer.run, trainer.config.model
+    journal.say(
+        f"{run.folder}: GPT with {trainer.num_parameters:,} parameters ({shape.layers} layers, width {shape.width}, "
+        f"context {shape.context}) on {trainer.ranks.num_ranks} {trainer.ranks.device.type} rank(s), "
+        f"--shard {trainer.config.shard}"
+    )
+    journal.say(
+        f"text: {run.facts.description}, {run.facts.num_files} files, {run.facts.train_bytes:,} bytes to train on, "
+        f"{run.facts.validation_bytes:,} to validate; unigram entropy {run.facts.unigram_nats:.4f} nats per byte"
+    )
+    if run.done is not None:
+        journal.say(f"resuming after step {run.done.step}, {run.done.windows:,} windows into the text")
+
+
+def _sample(trainer: Trainer) -> bytes:
+    config, ranks = trainer.config, trainer.ranks
+    plain = trainer.door.plain(trainer.model)
+    with trainer.door.precision(config, ranks.device):
+        return generate(plain, b"def ", config.sample_bytes, config.model.context, config.seed, ranks.device)
+
+
+def _conclude(trainer: Trainer, finished: Finished, sample: bytes) -> None:
+    run, config = trainer.run, trainer.config
+    unsharded = unsharded_bytes(trainer.num_parameters)
+    on_gpu = trainer.ranks.device.type == "cuda"
+    title = (
+        f"shardwise train: {trainer.num_parameters / 1e6:.1f} million parameters on {trainer.ranks.num_ranks} rank(s), "
+        f"{DOORS[config.shard].summary}"
+    )
+    path = run.folder / "report.png"
+    draw_report(path, title, read_metrics(run.metrics), run.facts.unigram_nats, finished.held, unsharded)
+    display = ProgressDisplay(config.steps, config.steps, is_shown=True)
+    if sample:
+        display.say("\nA sample from the trained model:\n")
+        display.say(sample.decode("utf-8", errors="replace") + "\n")
+    peak_name = "peak GPU memory" if on_gpu else "peak of the process (all)"
+    display.show(memory_table(finished.held, unsharded, peak_name))
+    display.say(f"{finished.tokens_per_s:,.0f} tokens/s; report: {path}; figures: {run.metrics}")
+    display.say(f"continue with: shardwise train --resume {run.folder} --steps {2 * config.steps}")
