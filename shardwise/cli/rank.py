@@ -15,7 +15,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.cli.train_args import TrainRequest
@@ -103,8 +102,8 @@ def explain(error: BaseException) -> str | None:
     """Return one sentence a user can act on, or None if the error is not one we expect."""
     if isinstance(error, ShardwiseError):
         return str(error)
-    if isinstance(error, CheckpointException):
-        return _explain_checkpoint(error)
+    if isinstance(error, BrokenPipeError):
+        return "standard output was closed; the run stopped. Continue it with --resume."
     if isinstance(error, torch.OutOfMemoryError):
         return "out of GPU memory. Use a smaller --batch or more --accumulate, more ranks, or a smaller model."
     if isinstance(error, OSError) and not _is_lost_peer(error):
@@ -115,20 +114,9 @@ def explain(error: BaseException) -> str | None:
     return None
 
 
-def _explain_checkpoint(error: CheckpointException) -> str | None:
-    for rank, (failure, _stack) in sorted(error.failures.items()):
-        cause: BaseException | None = failure
-        while cause is not None:
-            if isinstance(cause, OSError):
-                return f"rank {rank}: {explain(cause)}"
-            cause = cause.__cause__ or cause.__context__
-    rank, (failure, _stack) = min(error.failures.items())
-    return f"the checkpoint does not fit this model, or is damaged (rank {rank}: {failure})."
-
-
 def _is_lost_peer(error: BaseException) -> bool:
     text = str(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(words in text for words in _LOST_PEER)
+    return isinstance(error, RuntimeError | ConnectionError) and any(words in text for words in _LOST_PEER)
 
 
 def _end_with(launcher: int) -> None:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StateError
 from shardwise.recipes.config import ModelShape
 from shardwise.recipes.ranks import Ranks
 
@@ -51,9 +52,10 @@ def read_progress(checkpoint: Path) -> Progress:
     """Read state.json.  Raises: ConfigError if it is not one of ours."""
     try:
         values = json.loads((checkpoint / "state.json").read_text())
-        if values.pop("format") != _FORMAT:
+        if values["format"] != _FORMAT:
             raise KeyError("format")
-        return Progress(**{**values, "model": ModelShape(**values["model"])})
+        shape = ModelShape(**values["model"])
+        return Progress(int(values["step"]), int(values["windows"]), shape, int(values["num_parameters"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{checkpoint} is not a checkpoint of this version of shardwise ({error!r}).") from error
 
@@ -63,7 +65,7 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint together with all ranks, then delete all but the last ``keep``.
 
-    Raises: OSError or CheckpointException on every rank if one cannot write; earlier checkpoints stay as they are.
+    Raises: StateError on every rank if one cannot write, OSError on rank 0; earlier checkpoints stay as they are.
     """
     final = checkpoint_path(folder, progress.step)
     writing = folder / f".writing-{final.name}"
@@ -71,7 +73,15 @@ def save_checkpoint(
         remove_unfinished(folder)
         writing.mkdir(parents=True)
     ranks.wait_for_all()
-    dcp.save(_collect_state(model, optimizer), storage_writer=dcp.FileSystemWriter(writing), no_dist=False)
+    try:
+        dcp.save(_collect_state(model, optimizer), storage_writer=dcp.FileSystemWriter(writing))
+    except CheckpointException as error:
+        if ranks.is_first:
+            remove_unfinished(folder)
+        raise StateError(
+            f"{final} could not be written: {_first_reason(error)}. Earlier checkpoints are whole: "
+            f"free space or fix the folder, then continue with --resume {folder.parent}."
+        ) from error
     if ranks.is_first:
         values = {"format": _FORMAT, **asdict(progress)}
         (writing / "state.json").write_text(json.dumps(values, indent=2) + "\n")
@@ -89,9 +99,18 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Load parameters, optimizer state and random state into any number of ranks and any door."""
+    """Load parameters, optimizer state and random state into any number of ranks and any door.
+
+    Raises: ConfigError on every rank if the checkpoint is damaged or holds other parameters.
+    """
     state = _collect_state(model, optimizer)
-    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint))
+    try:
+        dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint))
+    except CheckpointException as error:
+        raise ConfigError(
+            f"{checkpoint} is damaged or of another model: {_first_reason(error)}. "
+            f"Delete it to resume from the one before, if there is one."
+        ) from error
     set_state_dict(
         model,
         optimizer,
@@ -102,6 +121,22 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) ->
     random_state = state["random"]["cpu"]
     assert isinstance(random_state, Tensor)
     torch.set_rng_state(random_state)
+
+
+def _first_reason(error: CheckpointException) -> str:
+    """Return one line: the operating system's reason if any rank has one, else the lowest rank's."""
+    causes = {rank: _os_error(failure) for rank, (failure, _stack) in error.failures.items()}
+    for rank, cause in sorted(causes.items()):
+        if cause is not None:
+            return f"rank {rank}: {cause.strerror or cause}"
+    rank, (failure, _stack) = min(error.failures.items())
+    return f"rank {rank}: {failure}"
+
+
+def _os_error(failure: BaseException | None) -> OSError | None:
+    while failure is not None and not isinstance(failure, OSError):
+        failure = failure.__cause__ or failure.__context__
+    return failure
 
 
 def _collect_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

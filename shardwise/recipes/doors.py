@@ -34,7 +34,7 @@ class Door:
     build_optimizer: Callable[[nn.Module, TrainConfig], Optimizer]
     clip: Callable[[nn.Module, float], Tensor]
     sync: Callable[[nn.Module, bool], AbstractContextManager[None]]
-    precision: Callable[[TrainConfig, torch.device], AbstractContextManager[None]]
+    precision: Callable[[TrainConfig, torch.device], AbstractContextManager[object]]
     plain: Callable[[nn.Module], nn.Module]
 
 
@@ -88,7 +88,7 @@ def _replicate_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
     return nullcontext() if on else cast(DistributedDataParallel, model).no_sync()
 
 
-def _autocast(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:
+def _autocast(config: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, torch.bfloat16) if config.dtype == "bf16" else nullcontext()
 
 

@@ -6,9 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import ArrayLike, NDArray
 
 from shardwise.recipes.memory import HeldBytes
 
@@ -64,10 +67,11 @@ def _draw_loss(axes: Axes, metrics: Sequence[Mapping[str, float | str]], unigram
         )  # fmt: skip
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel("loss: nats per byte (lower is better)")
     axes.set_title("How well the model predicts the next byte")
-    bits = axes.secondary_yaxis("right", functions=(lambda nats: nats / math.log(2), lambda bits: bits * math.log(2)))
+    bits = axes.secondary_yaxis("right", functions=(_nats_to_bits, _bits_to_nats))
     bits.set_ylabel("bits per byte")
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.97), frameon=False)
     axes.grid(alpha=0.25)
@@ -88,10 +92,18 @@ def _draw_memory(axes: Axes, held: Sequence[HeldBytes], unsharded: HeldBytes) ->
         axes.text(index, total, f"{total:.1f} MB", ha="center", va="bottom", fontsize=9)
     axes.set_ylim(top=max(bottoms) * 1.32)
     axes.set_ylabel("megabytes held per rank")
-    axes.set_title("Memory each rank holds for the model")
+    axes.set_title("What each rank holds between passes (no activations)")
     axes.legend(loc="upper left", frameon=False)
     axes.grid(axis="y", alpha=0.25)
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
+
+
+def _nats_to_bits(nats: ArrayLike) -> NDArray[np.float64]:
+    return np.asarray(nats, dtype=np.float64) / math.log(2)
+
+
+def _bits_to_nats(bits: ArrayLike) -> NDArray[np.float64]:
+    return np.asarray(bits, dtype=np.float64) * math.log(2)

@@ -111,6 +111,11 @@ def find_checkpoint(folder: Path, config: TrainConfig) -> tuple[Path, Progress]:
             f"{_sizes(asdict(done.model))}, "
             f"the run's config.json says {_sizes(asdict(config.model))}."
         )
+    if done.windows != done.step * config.batch:
+        raise ConfigError(
+            f"--resume {folder}: {found[-1].name} is {done.windows} windows into the text, "
+            f"expected {done.step} steps x --batch {config.batch}: another run's, or config.json was edited."
+        )
     if done.step >= config.steps:
         raise ConfigError(f"--resume {folder}: the run has done all its {done.step} steps. Ask for more with --steps.")
     return found[-1], done
