@@ -1,0 +1,147 @@
+"""What ZeroRedundancyOptimizer accepts: checks of its arguments, with the errors of torch's class of that name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeGuard
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.errors import ConfigError
+
+Partition = Literal["whole", "even"]
+FUNCTIONAL_MODULES = "torch.distributed.optim.functional_"
+
+
+def checked_params(params: object) -> list[torch.Tensor] | list[dict[str, Any]]:
+    """Return ``params`` as a list that can be read twice.
+
+    Raises: TypeError for a tensor, something not iterable or mixed element types; ConfigError (a ValueError) for no
+    parameters or a group without "params".
+    """
+    if isinstance(params, torch.Tensor):
+        raise TypeError(f"`params` argument should be an iterable of Tensors, but got {torch.typename(params)}")
+    if not isinstance(params, Iterable):
+        raise TypeError(
+            f"`params` argument should be an iterable of Tensors or dicts, but got {torch.typename(params)}"
+        )
+    found = list(params)
+    if not found:
+        raise ConfigError("ZeroRedundancyOptimizer got an empty parameter list")
+    if _all_tensors(found):
+        return found
+    if _all_dicts(found):
+        for group in found:
+            if "params" not in group:
+                raise ConfigError(
+                    "Each parameter group passed-in via `params` must have a 'params' key mapping to the parameters "
+                    f"in the group; found the keys {sorted(group)}"
+                )
+        return [{**group, "params": _as_tensors(group["params"])} for group in found]
+    kinds = sorted({torch.typename(item) for item in found})
+    raise TypeError(f"`params` argument should be an iterable of Tensors or dicts, but got {' and '.join(kinds)}")
+
+
+def flatten_groups(params: Sequence[torch.Tensor] | Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+    """Return all tensors of :func:`checked_params`'s result in order."""
+    found: list[torch.Tensor] = []
+    for item in params:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        else:
+            found.extend(item["params"])
+    return found
+
+
+def check_dense(tensors: Sequence[torch.Tensor], mixed_dtypes: bool) -> None:
+    """Raises: ConfigError for sparse tensors, and for several dense types unless ``mixed_dtypes``."""
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            raise ConfigError(
+                "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got "
+                f"{torch.typename(tensor)} (layout {tensor.layout})"
+            )
+    names = list(dict.fromkeys(f"{torch.typename(tensor)}" for tensor in tensors))
+    if len(names) > 1 and not mixed_dtypes:
+        raise ConfigError(
+            "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got both "
+            f"{names[0]} and {names[1]}; pass mixed_dtypes=True to shard them together"
+        )
+
+
+def checked_optimizer_class(optimizer_class: type[Any], overlap_with_ddp: bool) -> type[Optimizer]:
+    """Return the optimizer class to build; torch's functional twins (only with overlap) become the class they mirror.
+
+    Raises: ConfigError for a functional optimizer without overlap or one without a plain twin.
+    """
+    if not optimizer_class.__module__.startswith(FUNCTIONAL_MODULES):
+        return optimizer_class
+    if not overlap_with_ddp:
+        raise ConfigError(f"Passing in a functional optimizer {optimizer_class} when `overlap_with_ddp=False`")
+    plain = getattr(torch.optim, optimizer_class.__name__.removeprefix("_Functional"), None)
+    if plain is None:
+        raise ConfigError(f"{optimizer_class} has no plain twin in torch.optim; pass a torch.optim class")
+    return plain
+
+
+def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any], device: torch.device) -> None:
+    """Try the optimizer on a small matrix, whole and cut in two: ``partition="even"`` needs the same result.
+
+    A list of names could not cover users' classes, and a wrong guess would train a different optimizer silently.
+    Cost: two steps on 48 elements, once.  Raises: ConfigError if the results differ or the optimizer refuses pieces.
+    """
+    noise = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(6, 8, generator=noise).to(device) for _ in range(3))
+    reason = f"{optimizer_class.__name__} does not treat every element alone; use partition='whole'"
+    try:
+        whole = _steps(optimizer_class, options, [start.clone()], [[gradient] for gradient in gradients])
+        cut = [[part.clone() for part in gradient.flatten().split([20, 28])] for gradient in gradients]
+        parts = _steps(optimizer_class, options, [p.clone() for p in start.flatten().split([20, 28])], cut)
+    except Exception as error:
+        raise ConfigError(f"partition='even' cannot be used: {reason} ({error})") from error
+    if not torch.allclose(whole[0].flatten(), torch.cat(parts), rtol=1e-4, atol=1e-6):
+        raise ConfigError(f"partition='even' would change the result: {reason}")
+
+
+def describe_params(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the facts about parameter groups that must be equal on all ranks, one line each."""
+    total = sum(len(group["params"]) for group in groups)
+    lines = [f"{len(groups)} parameter group(s) with {total} parameters"]
+    for index, group in enumerate(groups):
+        for place, tensor in enumerate(group["params"]):
+            frozen = "" if tensor.requires_grad else ", frozen"
+            lines.append(f"group {index} parameter {place} of shape {tuple(tensor.shape)}, {tensor.dtype}{frozen}")
+    return lines
+
+
+def _steps(
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    tensors: list[torch.Tensor],
+    gradients: Sequence[Sequence[torch.Tensor]],
+) -> list[torch.Tensor]:
+    optimizer = optimizer_class([{"params": tensors}], **options)
+    for row in gradients:
+        for tensor, gradient in zip(tensors, row, strict=True):
+            tensor.grad = gradient.clone()
+        optimizer.step()
+    return tensors
+
+
+def _all_tensors(items: list[Any]) -> TypeGuard[list[torch.Tensor]]:
+    return all(isinstance(item, torch.Tensor) for item in items)
+
+
+def _all_dicts(items: list[Any]) -> TypeGuard[list[dict[str, Any]]]:
+    return all(isinstance(item, dict) for item in items)
+
+
+def _as_tensors(params: object) -> list[torch.Tensor]:
+    if isinstance(params, torch.Tensor):
+        return [params]
+    if isinstance(params, Iterable) and not isinstance(params, set | frozenset):
+        found = list(params)
+        if _all_tensors(found):
+            return found
+    raise TypeError(f"'params' of a group should be a Tensor or an ordered iterable of them, but got {type(params)}")

@@ -1,0 +1,151 @@
+"""A rank's share of a ZeroRedundancyOptimizer's state as ``torch.distributed.checkpoint`` (DCP) reads and writes it.
+
+Pieces are stored as rectangular boxes of the parameter's shape, so a checkpoint does not depend on the number of ranks
+or the partition, and a plain optimizer's ``state_dict()`` loads it and is loaded from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from shardwise.api.zero_pieces import LocalPiece, flat_view
+from shardwise.api.zero_state import StateOfParam, check_groups, load_into
+from shardwise.errors import ConfigError, StateError
+from shardwise.layout.even import Box, boxes
+
+if TYPE_CHECKING:
+    from shardwise.api.zero import ZeroRedundancyOptimizer
+
+
+class StateSlice(torch.Tensor):
+    """Elements ``start:stop`` of a state tensor: has the size of the whole, the memory of the slice.
+
+    DCP asks for the parts it can store through the dunder methods (its ``_Checkpointable`` protocol).  Do not compute
+    with it: only ``local`` holds values.
+    """
+
+    local: torch.Tensor
+    parts: tuple[Box, ...]
+    start: int
+
+    @staticmethod
+    def make(local: torch.Tensor, shape: torch.Size, start: int) -> StateSlice:
+        """Return the slice of a row-major tensor of ``shape`` whose values from ``start`` on are ``local`` (1-D)."""
+        slice_ = torch.empty(1, dtype=local.dtype, device=local.device).expand(shape).as_subclass(StateSlice)
+        slice_.local, slice_.start = local, start
+        slice_.parts = boxes(tuple(shape), start, start + local.numel())
+        return slice_
+
+    def __create_write_items__(self, fqn: str, _tensor: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(chunk.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(self.local), self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.parts]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for box in self.parts:
+            if index.offset == torch.Size(box.offsets):
+                begin = box.start - self.start
+                return self.local[begin : begin + box.numel].view(box.sizes)
+        raise StateError(f"{index.fqn}: no part of this rank's slice starts at {index.offset}")
+
+
+class ShardedState:
+    """The share of ``zero`` as a DCP ``Stateful``; made by ``zero.sharded()``.
+
+    Keys are those of a plain optimizer's state dict, or with ``names`` (e.g. ``dict(model.named_parameters())``) the
+    names of the parameters.  To load into an optimizer that has not stepped pass ``loading=True``: DCP fills tensors
+    that exist, so the optimizer is tried out on zeros to learn what its state looks like.
+
+    Example:
+        >>> dcp.save({"optimizer": zero.sharded()}, checkpoint_id=path)  # doctest: +SKIP
+        >>> dcp.load({"optimizer": zero.sharded(loading=True)}, checkpoint_id=path)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, zero: ZeroRedundancyOptimizer, names: Mapping[str, torch.Tensor] | None = None, loading: bool = False
+    ) -> None:
+        self._zero = zero
+        self._loading = loading
+        by_id = {id(param): name for name, param in names.items()} if names is not None else None
+        self._keys: list[int | str] = []
+        for index, param in enumerate(zero.all_params):
+            if by_id is not None and id(param) not in by_id:
+                raise ConfigError(f"names lacks parameter {index} of shape {tuple(param.shape)}")
+            self._keys.append(index if by_id is None else by_id[id(param)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return {"state": {key: {name: tensor or slice}}, "param_groups": [...]} of this rank's pieces."""
+        state: dict[int | str, StateOfParam] = {}
+        made = _blank_state(self._zero) if self._loading else {}
+        for local in self._zero.local_pieces:
+            values = self._zero.optim.state.get(local.tensor) or made.get(id(local.tensor))
+            if values:
+                state[self._keys[local.piece.tensor]] = {k: _outward(v, local) for k, v in values.items()}
+        keys = iter(self._keys)
+        groups = [{**group, "params": [next(keys) for _ in group["params"]]} for group in self._zero.param_groups]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Adopt what DCP has filled in; options come from the checkpoint."""
+        zero = self._zero
+        groups = state_dict["param_groups"]
+        check_groups([len(group["params"]) for group in groups], zero)
+        by_tensor = {id(local.tensor): local for local in zero.local_pieces}
+        found: dict[int, StateOfParam] = {}
+        order = [tensor for group in zero.optim.param_groups for tensor in group["params"]]
+        for index, tensor in enumerate(order):
+            local = by_tensor[id(tensor)]
+            values = state_dict["state"].get(self._keys[local.piece.tensor])
+            if values:
+                found[index] = {name: _inward(value, local) for name, value in values.items()}
+        load_into(zero, found, groups)
+        zero.adopt_options()
+
+
+def _outward(value: Any, local: LocalPiece) -> Any:
+    if local.is_param or not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    if not local.param.is_contiguous():
+        raise StateError(
+            f"parameter {local.piece.tensor} of shape {tuple(local.param.shape)} is not row-major in memory; its even "
+            "pieces have no boxes a checkpoint could store: consolidate_state_dict(), or use partition='whole'"
+        )
+    return StateSlice.make(value, local.param.shape, local.piece.start)
+
+
+def _inward(value: Any, local: LocalPiece) -> Any:
+    if isinstance(value, StateSlice):
+        return value.local
+    if isinstance(value, torch.Tensor) and value.dim() > 0 and not local.is_param:
+        return flat_view(value)[local.piece.start : local.piece.stop].clone()
+    return value
+
+
+def _blank_state(zero: ZeroRedundancyOptimizer) -> dict[int, StateOfParam]:
+    """Return state of the right names, shapes and dtypes for trainable pieces without any, by their tensors' ids."""
+    lacking = [
+        local for local in zero.local_pieces if local.param.requires_grad and not zero.optim.state.get(local.tensor)
+    ]
+    stand_ins = {id(local.tensor): torch.zeros_like(local.tensor, requires_grad=False) for local in lacking}
+    groups = [
+        {**group, "params": [stand_ins[id(tensor)] for tensor in group["params"] if id(tensor) in stand_ins]}
+        for group in zero.optim.param_groups
+    ]
+    scratch = type(zero.optim)(groups, **zero.optimizer_defaults)
+    for tensor in stand_ins.values():
+        tensor.grad = torch.zeros_like(tensor)
+    scratch.step()
+    return {key: dict(scratch.state.get(tensor, {})) for key, tensor in stand_ins.items()}

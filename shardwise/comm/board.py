@@ -1,0 +1,234 @@
+"""A notice board for the ranks of one group: agreement and failure reports that need no collective.
+
+Ranks talk through the key-value store that the process group was made with.  A rank that failed can so tell the others
+why while their collectives still wait for it, and ranks that wait can say for whom.  Nothing here runs in a step
+that goes well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from shardwise.errors import DesyncError, StateError
+from shardwise.torch_private import process_group_store, process_group_timeout_s
+
+_T = TypeVar("_T")
+GRACE_S = 3.0  # after a rank's own timeout: how long others may take to reach theirs and report
+DETAIL_LIMIT = 400  # characters of one rank's fact that an error quotes
+
+
+@dataclass(slots=True)
+class Board:
+    """One rank's view of the board of one object (``topic``); all ranks must open their boards in the same order.
+
+    ``rank`` and ``size`` are those of ``group``.  Keys are removed again, so that long runs do not fill the store.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    store: dist.Store
+    prefix: str
+    timeout_s: float
+    num_agreements: int = field(default=0)
+
+    def agree(self, what: str, facts: Sequence[str] = (), error: BaseException | None = None) -> None:
+        """Return once every rank has called this with the same ``what`` and ``facts``; else raise on all ranks.
+
+        ``error`` is what went wrong on this rank before the call: it is re-raised here, and the other ranks get a
+        DesyncError that names this rank and quotes it.  Cost: about four store operations.
+        Raises: DesyncError naming the ranks and the first fact that differs, or the ranks that did not come in time.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return
+        number = self.num_agreements
+        self.num_agreements += 1
+        place = f"{self.prefix}/agree/{number}"
+        note = _Note(what, _digest(facts), f"{type(error).__name__}: {error}" if error is not None else "")
+        self.store.set(f"{place}/{self.rank}", json.dumps([note.what, note.digest, note.error]))
+        if self.rank == 0:
+            self._judge(place, what)
+        verdict = self._read(f"{place}/verdict", self.timeout_s + GRACE_S)
+        if verdict is None:
+            self._explain_absence(place, what, range(self.size))
+        elif verdict != "ok":
+            self._raise_disagreement(place, json.loads(verdict), facts, what, error)
+        if error is not None:
+            raise error
+        if number >= 1:
+            self._delete(f"{self.prefix}/agree/{number - 1}/{self.rank}")
+        if number >= 2 and self.rank == 0:
+            self._delete(f"{self.prefix}/agree/{number - 2}/verdict")
+
+    def report_failure(self, text: str) -> None:
+        """Tell ranks that wait for this one why it will not come; the first report stays."""
+        if self.size > 1 and self.failure() is None:
+            self.store.set(f"{self.prefix}/failure", text)
+
+    def failure(self) -> str | None:
+        """Return the first reported failure, None if there is none; does not wait."""
+        key = f"{self.prefix}/failure"
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def explain(self, what: str, error: BaseException) -> DesyncError:
+        """Return the error to raise where a collective in ``what`` failed on this rank (timeout, closed connection)."""
+        failure = self.failure()
+        if failure is not None:
+            return DesyncError(f"{what} cannot finish on rank {self.rank}: {failure}")
+        self.store.set(f"{self.prefix}/stuck/{self.rank}", what)
+        found = self._collect(f"{self.prefix}/stuck", range(self.size), GRACE_S)
+        absent = [rank for rank in range(self.size) if rank not in found]
+        elsewhere = {rank: place for rank, place in found.items() if place != what}
+        cause = "; ".join(f"rank {rank} was in {place}" for rank, place in elsewhere.items())
+        if absent:
+            others = f"rank(s) {', '.join(map(str, absent))} of {self.size} did not take part"
+            cause = f"{others}; {cause}" if cause else others
+        first = str(error).splitlines()[0] if str(error) else repr(error)
+        text = (
+            f"{what}: {cause or 'the collective failed on every rank'} (timeout {self.timeout_s:g} s). Every rank must "
+            f"make the same calls in the same order; first error: {first}"
+        )
+        self.report_failure(text)
+        return DesyncError(text)
+
+    def _judge(self, place: str, what: str) -> None:
+        notes = self._collect(place, range(self.size), self.timeout_s)
+        if len(notes) < self.size:
+            self._explain_absence(place, what, range(self.size), notes)
+        parsed = {rank: _Note(*json.loads(text)) for rank, text in notes.items()}
+        same = len({(note.what, note.digest) for note in parsed.values()}) == 1
+        if same and not any(note.error for note in parsed.values()):
+            self.store.set(f"{place}/verdict", "ok")
+        else:
+            rows = [[rank, note.what, note.digest, note.error] for rank, note in sorted(parsed.items())]
+            self.store.set(f"{place}/verdict", json.dumps(rows))
+
+    def _raise_disagreement(
+        self, place: str, rows: list[list[str]], facts: Sequence[str], what: str, error: BaseException | None
+    ) -> None:
+        if error is not None:
+            raise error
+        failed = [(rank, text) for rank, _, _, text in rows if text]
+        if failed:
+            causes = "; ".join(f"rank {rank} raised {_short(str(text))}" for rank, text in failed)
+            raise DesyncError(f"{what} stopped on rank {self.rank} because {causes}")
+        calls = _by_value({int(rank): str(call) for rank, call, _, _ in rows})
+        if len(calls) > 1:
+            raise DesyncError("ranks are in different calls: " + _listing(calls))
+        self.store.set(f"{place}/detail/{self.rank}", json.dumps(list(facts)))
+        found = self._collect(f"{place}/detail", range(self.size), GRACE_S + self.timeout_s)
+        raise DesyncError(
+            f"{what}: ranks disagree. "
+            + first_difference({rank: [str(fact) for fact in json.loads(text)] for rank, text in found.items()})
+        )
+
+    def _explain_absence(
+        self, place: str, what: str, ranks: Sequence[int], notes: dict[int, str] | None = None
+    ) -> None:
+        failure = self.failure()
+        if failure is not None:
+            raise DesyncError(f"{what} cannot finish on rank {self.rank}: {failure}")
+        found = notes if notes is not None else self._collect(place, ranks, 0.0)
+        absent = ", ".join(str(rank) for rank in ranks if rank not in found) or "0"
+        text = (
+            f"{what}: rank(s) {absent} of {self.size} did not make this call within {self.timeout_s:g} s. "
+            "Every rank must make the same calls in the same order."
+        )
+        self.report_failure(text)
+        raise DesyncError(text)
+
+    def _read(self, key: str, limit_s: float) -> str | None:
+        return self._poll(lambda: self.store.get(key).decode() if self.store.check([key]) else None, limit_s)
+
+    def _collect(self, place: str, ranks: Sequence[int], limit_s: float) -> dict[int, str]:
+        found: dict[int, str] = {}
+
+        def look() -> bool | None:
+            for rank in ranks:
+                if rank not in found and self.store.check([f"{place}/{rank}"]):
+                    found[rank] = self.store.get(f"{place}/{rank}").decode()
+            return True if len(found) == len(ranks) else None
+
+        self._poll(look, limit_s)
+        return found
+
+    def _poll(self, look: Callable[[], _T | None], limit_s: float) -> _T | None:
+        deadline = time.monotonic() + limit_s
+        pause_s = 0.0002
+        while True:
+            result = look()
+            if result is not None or time.monotonic() >= deadline:
+                return result
+            if pause_s > 0.02 and self.failure() is not None:
+                return look()
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.05)
+
+    def _delete(self, key: str) -> None:
+        try:
+            self.store.delete_key(key)
+        except (RuntimeError, NotImplementedError):
+            return  # a store that cannot forget keeps a few hundred bytes more
+
+
+def open_board(group: dist.ProcessGroup, topic: str) -> Board:
+    """Return the board of the next object about ``topic`` in ``group``: the n-th call on each rank opens the same."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise StateError(f"this process is not a member of the process group given to {topic}")
+    store = process_group_store(group)
+    number = store.add(f"shardwise/{topic}/opened/{rank}", 1)
+    return Board(group, rank, size, store, f"shardwise/{topic}/{number}", process_group_timeout_s(group))
+
+
+def first_difference(facts: dict[int, list[str]]) -> str:
+    """Say which fact, the first in order, differs between the ranks, and what each rank has.
+
+    Example:
+        >>> first_difference({0: ["2 tensors", "(3,)"], 1: ["2 tensors", "(4,)"]})
+        'rank 0: (3,); rank 1: (4,)'
+    """
+    for index in range(max((len(rows) for rows in facts.values()), default=0)):
+        values = {rank: rows[index] if index < len(rows) else "nothing" for rank, rows in facts.items()}
+        if len(set(values.values())) > 1:
+            return _listing(_by_value(values))
+    return "the facts differ but their report did not arrive from every rank"
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    what: str
+    digest: str
+    error: str
+
+
+def _digest(facts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= DETAIL_LIMIT else text[:DETAIL_LIMIT] + " ..."
+
+
+def _by_value(values: dict[int, str]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
+    return groups
+
+
+def _listing(groups: dict[str, list[int]]) -> str:
+    def names(ranks: list[int]) -> str:
+        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+    return "; ".join(f"{names(ranks)}: {_short(value)}" for value, ranks in groups.items())

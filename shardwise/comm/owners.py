@@ -1,0 +1,271 @@
+"""Bytes between owners and everybody else: parameters out, gradients in, states to one rank.
+
+The only file of the ZeroRedundancyOptimizer door that calls ``torch.distributed``; collectives are looked up there at
+call time.  Every function issues its calls in an order that follows from its arguments alone.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.board import Board
+from shardwise.errors import DesyncError
+
+PACK_BELOW_BYTES = 256 * 1024  # smaller tensors share a message: a gloo broadcast costs as much as copying this
+PACK_UPTO_BYTES = 8 * 1024 * 1024
+PATIENCE_S = 1.0  # how long to wait before looking whether another rank has reported a failure
+
+_Object = TypeVar("_Object")
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A 1-D contiguous tensor whose values are right on group rank ``owner``."""
+
+    owner: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """One broadcast: a single tensor in place, or several of one dtype and device packed."""
+
+    owner: int
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class PendingBroadcast:
+    """A launched broadcast; ``wait`` puts the owner's values into the tensors."""
+
+    call: Broadcast
+    buffer: torch.Tensor
+    work: dist.Work
+    board: Board
+    what: str
+
+    def wait(self) -> None:
+        """Raises: DesyncError if the owner or another rank did not take part."""
+        wait_for(self.work, self.board, self.what, self.buffer.device)
+        if len(self.call.tensors) > 1 and self.call.owner != self.board.rank:
+            parts = self.buffer.split([tensor.numel() for tensor in self.call.tensors])
+            for tensor, part in zip(self.call.tensors, parts, strict=True):
+                tensor.copy_(part)
+
+
+def plan_broadcasts(owned: Iterable[Owned]) -> tuple[Broadcast, ...]:
+    """Turn tensors into few broadcasts: neighbours in memory in one call in place, small ones packed per owner.
+
+    The order depends on the order, owners, sizes, dtypes and devices of ``owned`` alone, and alternates owners, so that
+    all ranks send at the same time.
+    """
+    packs: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+    calls: list[Broadcast] = []
+    for item in _merge_neighbours(owned):
+        num_bytes = item.tensor.numel() * item.tensor.element_size()
+        if num_bytes == 0:
+            continue
+        if num_bytes >= PACK_BELOW_BYTES:
+            calls.append(Broadcast(item.owner, (item.tensor,)))
+            continue
+        key = (item.owner, item.tensor.dtype, item.tensor.device)
+        pack = packs.setdefault(key, [])
+        pack.append(item.tensor)
+        if sum(tensor.numel() * tensor.element_size() for tensor in pack) >= PACK_UPTO_BYTES:
+            calls.append(Broadcast(item.owner, tuple(packs.pop(key))))
+    calls.extend(Broadcast(owner, tuple(pack)) for (owner, _, _), pack in packs.items())
+    return _alternate(calls)
+
+
+def launch_broadcasts(calls: Sequence[Broadcast], board: Board, what: str) -> list[PendingBroadcast]:
+    """Start the broadcasts; nothing may write to their tensors before ``wait``.
+
+    Raises: DesyncError if the group already failed.
+    """
+    if board.size == 1:
+        return []
+    launched: list[PendingBroadcast] = []
+    for call in calls:
+        first = call.tensors[0]
+        if len(call.tensors) == 1:
+            buffer = first
+        elif call.owner == board.rank:
+            buffer = torch.cat(call.tensors)
+        else:
+            buffer = first.new_empty(sum(tensor.numel() for tensor in call.tensors))
+        try:
+            work = dist.broadcast(buffer, group_src=call.owner, group=board.group, async_op=True)
+        except RuntimeError as error:
+            raise board.explain(what, error) from error
+        assert work is not None
+        launched.append(PendingBroadcast(call, buffer, work, board, what))
+    return launched
+
+
+@dataclass(slots=True)
+class PendingReduce:
+    """Gradients on their way to their owners; ``wait`` returns this rank's, averaged, in the order they were given."""
+
+    received: torch.Tensor
+    sizes: tuple[int, ...]
+    work: dist.Work | None
+    board: Board
+    what: str
+
+    def wait(self) -> list[torch.Tensor]:
+        """Return the averages of this rank's pieces (1-D).  Sums are taken in rank order, so runs repeat bitwise."""
+        if self.work is not None:
+            wait_for(self.work, self.board, self.what, self.received.device)
+        rows = self.received.view(self.board.size, sum(self.sizes))
+        total = rows[0]
+        for row in rows[1:]:
+            total += row
+        total /= self.board.size
+        return list(total.split(self.sizes))
+
+
+def reduce_to_owners(owned: Sequence[Owned], board: Board, what: str) -> PendingReduce:
+    """Send each tensor to its owner, in one all-to-all; all of one dtype and device, 1-D.
+
+    Bytes: every rank sends all but its own share once (one unit of volume; an all-reduce is two).  Extra memory: the
+    tensors once on the way out and once on the way in, until ``wait``.
+    """
+    per_owner: list[list[torch.Tensor]] = [[] for _ in range(board.size)]
+    for item in owned:
+        per_owner[item.owner].append(item.tensor)
+    sent = torch.cat([tensor for tensors in per_owner for tensor in tensors])
+    sizes = tuple(tensor.numel() for tensor in per_owner[board.rank])
+    if board.size == 1:
+        return PendingReduce(sent, sizes, None, board, what)
+    received = sent.new_empty(sum(sizes) * board.size)
+    splits = [sum(tensor.numel() for tensor in tensors) for tensors in per_owner]
+    try:
+        work = dist.all_to_all_single(
+            received, sent, [sum(sizes)] * board.size, splits, group=board.group, async_op=True
+        )
+    except RuntimeError as error:
+        raise board.explain(what, error) from error
+    return PendingReduce(received, sizes, work, board, what)
+
+
+def wait_for(work: dist.Work, board: Board, what: str, device: torch.device) -> None:
+    """Wait for ``work``; on the CPU notice reported failures of other ranks within a second.
+
+    Raises: DesyncError with the ranks and the cause where the collective cannot finish.
+    """
+    if device.type != "cpu":
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(timedelta(seconds=PATIENCE_S))
+            return
+        except RuntimeError as error:
+            if work.is_completed():
+                raise board.explain(what, error) from error
+            failure = board.failure()
+            if failure is not None:
+                raise DesyncError(f"{what} cannot finish on rank {board.rank}: {failure}") from error
+
+
+def send_tensor(tensor: torch.Tensor, to: int, board: Board, what: str) -> None:
+    """Send a contiguous tensor to group rank ``to`` (which calls :func:`receive_tensor`); in place, no copy."""
+    try:
+        dist.send(tensor, group_dst=to, group=board.group)
+    except RuntimeError as error:
+        raise board.explain(what, error) from error
+
+
+def receive_tensor(tensor: torch.Tensor, source: int, board: Board, what: str) -> None:
+    """Receive into a contiguous tensor from group rank ``source``."""
+    try:
+        dist.recv(tensor, group_src=source, group=board.group)
+    except RuntimeError as error:
+        raise board.explain(what, error) from error
+
+
+def gather_objects(value: _Object, to: int, board: Board, what: str) -> list[_Object] | None:
+    """Return every rank's ``value`` (picklable, small) in rank order on group rank ``to``, None elsewhere."""
+    if board.size == 1:
+        return [value]
+    found = [value] * board.size if board.rank == to else None
+    try:
+        dist.gather_object(value, found, group_dst=to, group=board.group)
+    except RuntimeError as error:
+        raise board.explain(what, error) from error
+    return found
+
+
+def broadcast_object(
+    obj: object,
+    src_rank: int,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  the seed's signature
+) -> object:
+    """Return the ``obj`` of global rank ``src_rank`` on every rank; tensors in it end up on ``device``.
+
+    Only objects of ranks you trust: they are pickled.  Source: the helper of the same name in torch's
+    ZeroRedundancyOptimizer, whose callers this one serves.
+    """
+    if dist.get_rank() == src_rank:
+        stream = io.BytesIO()
+        torch.save(obj, stream)
+        data = torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8).to(device)
+        dist.broadcast(torch.tensor([data.numel()], device=device), src=src_rank, group=group)
+        dist.broadcast(data, src=src_rank, group=group)
+        return obj
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.broadcast(length, src=src_rank, group=group)
+    data = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+    dist.broadcast(data, src=src_rank, group=group)
+    return torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location=device, weights_only=False)
+
+
+def ranks_that_are(flag: bool, board: Board, device: torch.device, what: str) -> list[int]:
+    """Return, on every rank, the ranks that passed True; one small all-reduce."""
+    flags = torch.zeros(board.size, dtype=torch.int32, device=device)
+    flags[board.rank] = int(flag)
+    if board.size > 1:
+        try:
+            dist.all_reduce(flags, group=board.group)
+        except RuntimeError as error:
+            raise board.explain(what, error) from error
+    return [rank for rank, value in enumerate(flags.tolist()) if value]
+
+
+def _merge_neighbours(owned: Iterable[Owned]) -> list[Owned]:
+    merged: list[Owned] = []
+    for item in owned:
+        last = merged[-1] if merged else None
+        if last is not None and last.owner == item.owner and _follows(last.tensor, item.tensor):
+            numel = last.tensor.numel() + item.tensor.numel()
+            merged[-1] = Owned(item.owner, last.tensor.as_strided((numel,), (1,)))
+        else:
+            merged.append(item)
+    return merged
+
+
+def _follows(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return (
+        left.dtype == right.dtype
+        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        and left.numel() > 0
+        and left.storage_offset() + left.numel() == right.storage_offset()
+    )
+
+
+def _alternate(calls: Sequence[Broadcast]) -> tuple[Broadcast, ...]:
+    turns: dict[int, int] = {}
+    keyed: list[tuple[int, int, Broadcast]] = []
+    for call in calls:
+        turn = turns.get(call.owner, 0)
+        turns[call.owner] = turn + 1
+        keyed.append((turn, call.owner, call))
+    return tuple(call for _, _, call in sorted(keyed, key=lambda item: item[:2]))

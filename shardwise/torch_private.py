@@ -1,0 +1,159 @@
+"""Every private torch name that shardwise relies on: one function each, one test each (tests/inproc/test_torch_private.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+def swap_storage(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None:
+    """Exchange the memory under two storages; tensors keep their storage object and see the other's bytes."""
+    left._swap_data_ptr_(right)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target in one call; shapes match pairwise, dtypes may differ."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportArgumentType]
+
+
+def graph_task_id() -> int:
+    """Return the id of the running backward, -1 outside of one; a nested (reentrant) backward has its own."""
+    return torch._C._current_graph_task_id()
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running backward ends; it is dropped, not run, if that backward raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that ``tensor`` is a view of, None if it is none."""
+    return tensor._base
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the live dict of a module's own parameters: an assignment to it skips ``__setattr__`` (2 us each)."""
+    return module._parameters
+
+
+def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """Return the hooks registered with ``register_post_accumulate_grad_hook``, in the order they were registered."""
+    hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    return list(hooks.values()) if hooks else []
+
+
+def make_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> DTensorSpec:
+    """Build the description of a DTensor once, to be shared by the parameter and its gradients."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Return the mesh, placements and global shape of ``tensor``."""
+    return tensor._spec
+
+
+def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+    """Wrap ``local`` without autograd or checks: ``DTensor.from_local`` costs 10 times as much and is differentiable."""
+    return DTensor(local, spec, requires_grad=requires_grad)  # pyright: ignore[reportCallIssue]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor itself (``to_local`` makes a new one through autograd)."""
+    return cast(DTensor, tensor)._local_tensor
+
+
+def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Make ``local`` the memory of a DTensor; shape and dtype must be as before."""
+    cast(DTensor, tensor)._local_tensor = local
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Return the placement of a tensor dim that another mesh axis, to the right, has already cut ``split_factor`` times."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def num_shards_of_dim(spec: DTensorSpec, dim: int) -> int:
+    """Return into how many shards the placements of ``spec`` cut tensor dim ``dim``."""
+    return spec.num_shards_map[dim]
+
+
+def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh whose axes are those of ``meshes`` in order; they must come from one parent mesh."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return ``mesh`` as a mesh of one axis called ``name``."""
+    return mesh._flatten(name)
+
+
+def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` with a pending functional collective waited for."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def accelerator_type() -> str:
+    """Return the device type that default meshes use: the accelerator's, "cpu" where there is none."""
+    device = torch._C._get_accelerator()
+    return device.type
+
+
+def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` so that torch.compile runs it outside of graphs; costs nothing until dynamo is imported."""
+    import functools
+    import sys
+
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        return torch._dynamo.disable(function, recursive=True)(*args, **kwargs)
+
+    return outside
+
+
+# --- ZeroRedundancyOptimizer (comm/board.py, api/ddp_hooks.py) ---
+
+
+def process_group_store(group: dist.ProcessGroup) -> dist.Store:
+    """Return the key-value store that ``group`` was made with (prefixed, so groups do not share keys)."""
+    from torch.distributed.distributed_c10d import _get_process_group_store
+
+    return _get_process_group_store(group)
+
+
+def process_group_timeout_s(group: dist.ProcessGroup) -> float:
+    """Return the seconds after which a collective of ``group`` gives up; 1800 where the backend does not say."""
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        try:
+            return group._get_backend(device).options._timeout.total_seconds()
+        except (RuntimeError, AttributeError):
+            continue
+    return 1800.0
+
+
+def has_rebuilt_buckets(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Return whether DDP has laid out its gradient buckets for good, in the order that backward fills them."""
+    return bool(ddp._has_rebuilt_buckets)
+
+
+def add_all(targets: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]) -> None:
+    """Add each addend to its target, in place, in one call."""
+    torch._foreach_add_(targets, addends)  # pyright: ignore[reportArgumentType]
