@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shardwise.cli.rank import EXIT_CODES, LAUNCHER_VARIABLE, run_rank
+from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, LAUNCHER_VARIABLE
 from shardwise.cli.train_args import TrainRequest
 from shardwise.errors import ConfigError
 from shardwise.recipes.config import check_batch
@@ -29,7 +29,7 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
     """Check what can be checked in one process, then train; return the exit code.  Raises: ConfigError."""
     device_type = choose_device(request.device)
     if request.launched_ranks is not None:
-        return run_rank(request, device_type, os.environ)
+        return _run_here(request, device_type)
     nproc = request.nproc or default_nproc(device_type)
     if device_type == "cuda" and nproc > torch.cuda.device_count():
         raise ConfigError(
@@ -39,9 +39,15 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
     check_batch(request.config, nproc)
     check_start(request.start, request.config)
     if nproc == 1:
-        return run_rank(request, device_type, os.environ)
+        return _run_here(request, device_type)
     check_port(request.master_port)
     return launch_ranks(nproc, request.master_port, device_type, words)
+
+
+def _run_here(request: TrainRequest, device_type: str) -> int:
+    from shardwise.cli.rank import run_rank  # the launching process does without the trainer and its imports
+
+    return run_rank(request, device_type, os.environ)
 
 
 def choose_device(asked: str) -> str:
@@ -110,11 +116,11 @@ def launch_ranks(nproc: int, port: int, device_type: str, words: Sequence[str]) 
 
 def _explain_failure(first: tuple[int, ProcessFailure]) -> int:
     rank, failure = first
-    if failure.exitcode in EXIT_CODES:  # that rank has said why
+    if failure.exitcode in (EXIT_FAILED, EXIT_CONFIG):  # that rank has said why
         return failure.exitcode
     how = f"exit code {failure.exitcode}"
     if failure.exitcode < 0:
         how = signal.Signals(-failure.exitcode).name
         how += " (often: out of memory)" if how == "SIGKILL" else ""
     print(f"shardwise: error: rank {rank} was ended by {how}; all ranks have been stopped", file=sys.stderr)
-    return EXIT_CODES[0]
+    return EXIT_FAILED

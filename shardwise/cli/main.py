@@ -7,11 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from shardwise.cli.exits import EXIT_CONFIG, EXIT_INTERRUPTED
 from shardwise.cli.train_args import add_train_arguments, read_train_request
 from shardwise.errors import ShardwiseError
-
-EXIT_CONFIG = 2
-EXIT_INTERRUPTED = 130
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -17,13 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, LAUNCHER_VARIABLE
 from shardwise.cli.train_args import TrainRequest
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.train import train
 
-LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER_PID"
-EXIT_FAILED, EXIT_CONFIG = EXIT_CODES = (1, 2)
 TIMEOUT = timedelta(minutes=10)
 _CLAIM = "shardwise/failure"
 _LOST_PEER = ("connection closed by peer", "connection reset", "broken pipe", "connection refused", "socket timeout")
@@ -32,6 +32,7 @@ _LOST_PEER = ("connection closed by peer", "connection reset", "broken pipe", "c
 def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, str]) -> int:
     """Train as one rank; return 0, or end this process at once with 1 or 2 after a failure."""
     warnings.filterwarnings("ignore", module=r"torch\.")
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # failures are reported here, once
     if LAUNCHER_VARIABLE in environment:
         _end_with(int(environment[LAUNCHER_VARIABLE]))
     if device_type == "cpu" and "OMP_NUM_THREADS" not in environment:

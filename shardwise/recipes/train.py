@@ -15,7 +15,6 @@ from shardwise.recipes.loop import Finished, Trainer, build_trainer, train_steps
 from shardwise.recipes.memory import unsharded_bytes
 from shardwise.recipes.progress import ProgressDisplay, memory_table
 from shardwise.recipes.ranks import Ranks
-from shardwise.recipes.report import draw_report
 from shardwise.recipes.run_folder import Run, Start, lock_run, prepare_run, read_metrics, write_config
 
 
@@ -72,6 +71,8 @@ def _sample(trainer: Trainer) -> bytes:
 
 
 def _conclude(trainer: Trainer, finished: Finished, sample: bytes) -> None:
+    from shardwise.recipes.report import draw_report  # matplotlib: only rank 0, only when training is over
+
     run, config = trainer.run, trainer.config
     unsharded = unsharded_bytes(trainer.num_parameters)
     on_gpu = trainer.ranks.device.type == "cuda"

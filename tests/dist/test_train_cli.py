@@ -1,0 +1,230 @@
+"""The real command in real processes: it trains, resumes with the same losses, and ends cleanly when it must."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "shardwise.cli.main", "train", "--device", "cpu"]
+SMALL = {
+    "layers": 1, "width": 32, "heads": 2, "context": 32, "batch": 12, "warmup": 2, "lr": 1e-2, "steps": 40,
+    "log-every": 4, "eval-every": 10, "eval-windows": 9, "save-every": 10, "sample-bytes": 8, "keep": 3,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def _clean_environment() -> dict[str, str]:
+    outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SHARDWISE_LAUNCHER_PID")
+    return {name: value for name, value in os.environ.items() if name not in outer}
+
+
+def _run(words: Sequence[str], limit: Callable[[], None] | None = None) -> Ended:
+    done = subprocess.run(
+        words, env=_clean_environment(), capture_output=True, text=True, timeout=120, preexec_fn=limit, check=False
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def _options(**changes: object) -> list[str]:
+    return [word for name, value in (SMALL | changes).items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def _metrics(run: Path) -> list[dict[str, float | str]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _losses(run: Path) -> list[tuple[object, object, object]]:
+    return [(line["kind"], line["step"], line["loss"]) for line in _metrics(run)]
+
+
+def _copy_cut_back(run: Path, to: Path, step: int) -> Path:
+    """Copy a run as if it had been killed after the checkpoint of ``step`` (with figures beyond it)."""
+    shutil.copytree(run, to)
+    for checkpoint in (to / "checkpoints").iterdir():
+        if checkpoint.name > f"step-{step:08d}":
+            shutil.rmtree(checkpoint)
+    (to / "checkpoints" / f".writing-step-{step + 10:08d}").mkdir()
+    return to
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for index in range(12):
+        words = f"the cat number {index} sat on the mat, and the dog sat by the door. "
+        (folder / f"{index}.txt").write_text(words * 60)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    words = [*COMMAND, *_options(data=text, out=run, nproc=2, shard="full", accumulate=2)]
+    return run, _run(words)
+
+
+def test_it_trains_and_leaves_a_complete_run_folder(trained: tuple[Path, Ended]) -> None:
+    run, ended = trained
+    assert ended.code == 0, ended.err
+    assert ended.err == ""
+    names = {path.name for path in run.iterdir()}
+    assert names >= {"config.json", "metrics.jsonl", "report.png", "checkpoints", "tensorboard", "text"}
+    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [f"step-000000{n}" for n in (20, 30, 40)]
+    assert list((run / "tensorboard").glob("events.*"))
+    config = json.loads((run / "config.json").read_text())
+    losses = {kind: [loss for k, _, loss in _losses(run) if k == kind] for kind in ("train", "validation")}
+    assert len(losses["train"]) == 40
+    assert len(losses["validation"]) == 5
+    assert losses["validation"][-1] < 0.8 * config["text"]["unigram_nats"] < losses["validation"][0]
+    assert "tokens/s" in ended.out
+    assert "optimizer state" in ended.out
+
+
+def test_sharding_halves_what_a_rank_holds(trained: tuple[Path, Ended]) -> None:
+    _, ended = trained
+    row = next(line for line in ended.out.splitlines() if "sum" in line)
+    assert row.replace("│", " ").split()[-1] in ("49%", "50%"), row
+
+
+def test_resume_on_as_many_ranks_gives_the_same_losses_to_the_bit(trained: tuple[Path, Ended], tmp_path: Path) -> None:
+    run = _copy_cut_back(trained[0], tmp_path / "cut", 20)
+    ended = _run([*COMMAND, "--resume", str(run), "--nproc", "2"])
+    assert ended.code == 0, ended.err
+    assert _losses(run) == _losses(trained[0])
+    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [f"step-000000{n}" for n in (20, 30, 40)]
+
+
+@pytest.mark.parametrize(("nproc", "shard"), [(1, "none"), (3, "full")])
+def test_resume_on_other_ranks_and_another_door_continues_the_curve(
+    trained: tuple[Path, Ended], tmp_path: Path, nproc: int, shard: str
+) -> None:
+    run = _copy_cut_back(trained[0], tmp_path / "cut", 30)
+    ended = _run([*COMMAND, "--resume", str(run), "--nproc", str(nproc), "--shard", shard])
+    assert ended.code == 0, ended.err
+    assert "resuming after step 30, 360 windows into the text" in ended.out
+    for (kind, step, loss), (kind_2, step_2, loss_2) in zip(_losses(run), _losses(trained[0]), strict=True):
+        assert (kind, step) == (kind_2, step_2)
+        assert loss == pytest.approx(loss_2, rel=1e-4)
+
+
+def test_plain_ddp_under_torchrun_gives_the_same_losses(
+    trained: tuple[Path, Ended], text: Path, tmp_path: Path
+) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = tmp_path / "ddp"
+    words = [*launcher, *COMMAND[1:], *_options(data=text, out=run, shard="none", steps=40)]
+    ended = _run(words)
+    assert ended.code == 0, ended.err
+    for (kind, step, loss), (kind_2, step_2, loss_2) in zip(_losses(run), _losses(trained[0]), strict=True):
+        assert (kind, step) == (kind_2, step_2)
+        assert loss == pytest.approx(loss_2, rel=1e-4)
+
+
+def test_bf16_trains(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "bf16"
+    ended = _run([*COMMAND, *_options(data=text, out=run, nproc=1, dtype="bf16")])
+    assert ended.code == 0, ended.err
+    first, last = (loss for kind, step, loss in _losses(run) if kind == "validation" and step in (0, 40))
+    assert last < 0.6 * first
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_every_rank_and_spares_the_others(
+    trained: tuple[Path, Ended], tmp_path: Path
+) -> None:
+    run = _copy_cut_back(trained[0], tmp_path / "full", 30)
+    kept = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()}
+    limit = 60_000  # bytes a file may have; this stands for a full disk: OSError from write, on both ranks
+
+    def forbid_large_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    ended = _run([*COMMAND, "--resume", str(run), "--nproc", "2"], forbid_large_files)
+    assert ended.code == 1
+    assert "Traceback" not in ended.err
+    assert ended.err.count("shardwise: error:") == 1
+    assert "step-00000040 could not be written: rank" in ended.err
+    assert {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()} == kept
+
+
+def test_a_damaged_checkpoint_is_named(trained: tuple[Path, Ended], tmp_path: Path) -> None:
+    run = _copy_cut_back(trained[0], tmp_path / "damaged", 30)
+    figures = (run / "metrics.jsonl").read_bytes()
+    (run / "checkpoints" / "step-00000030" / ".metadata").write_bytes(b"nothing")
+    ended = _run([*COMMAND, "--resume", str(run), "--nproc", "1"])
+    assert ended.code == 2, ended.err
+    assert len(ended.err.strip().splitlines()) == 1, ended.err
+    assert "step-00000030 is damaged or of another model" in ended.err
+    assert (run / "metrics.jsonl").read_bytes() == figures
+
+
+def _children(pid: int) -> list[int]:
+    """Return the processes below ``pid``, found through the kernel's table."""
+    below: list[int] = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(fields[1]) == pid:
+            child = int(status.parent.name)
+            below += [child, *_children(child)]
+    return below
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the process tree from /proc")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_command(text: Path, tmp_path: Path, how: signal.Signals) -> None:
+    run = tmp_path / "endless"
+    words = [*COMMAND, *_options(data=text, out=run, nproc=2, steps=1_000_000, eval_every=1_000_000, save_every=50)]
+    with subprocess.Popen(
+        words, env=_clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        ranks = _wait_for_training(process, run)
+        assert len(ranks) >= 2
+        process.send_signal(how)
+        _, err = process.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while any(map(_is_alive, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in ranks if _is_alive(pid)]
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert err == "shardwise: ended by SIGINT; every rank has ended too\n"
+    for checkpoint in (run / "checkpoints").glob("step-*"):
+        assert (checkpoint / "state.json").is_file()
+        assert (checkpoint / ".metadata").is_file()
+
+
+def _wait_for_training(process: subprocess.Popen[str], run: Path) -> list[int]:
+    deadline = time.monotonic() + 60
+    while not list(run.glob("checkpoints/step-*")):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return _children(process.pid)

@@ -1,0 +1,153 @@
+"""Wrong use of ``shardwise train``: one message, exit code 2, nothing written, no process started."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.cli.main import build_parser, main
+from shardwise.cli.train_args import read_train_request
+from shardwise.errors import ConfigError
+from shardwise.recipes.config import PRESETS, TrainConfig, config_to_json
+
+SMALL = ["--layers", "1", "--width", "8", "--heads", "2", "--context", "8"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("some words " * 100)
+    return str(path)
+
+
+def _request(*words: str, environment: dict[str, str] | None = None):
+    return read_train_request(build_parser().parse_args(["train", *words]), environment or {})
+
+
+def _fails(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) -> None:
+    assert main(["train", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("shardwise: error: ")
+    assert expected in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--width", "32", "--heads", "5"], "not divisible by --heads"),
+        (["--batch", "7", "--nproc", "2"], "--batch 7"),
+        (["--batch", "8", "--nproc", "2", "--accumulate", "3"], "Use --batch 6 or 12"),
+        (["--nproc", "0"], "--nproc is 0"),
+        (["--master-port", "99999"], "--master-port is 99999"),
+        (["--data", "no/such/place"], "--data no/such/place does not exist"),
+        (["--data", "/dev/null"], "neither a file nor a folder"),
+        (["--resume", "no/such/run"], "no such folder"),
+        (["--resume", "a", "--out", "b"], "leave --out out"),
+    ],
+)
+def test_a_wrong_value_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) -> None:
+    _fails(capsys, ["--device", "cpu", *words], expected)
+
+
+@pytest.mark.parametrize("words", [["--shard", "some"], ["--model", "huge"], ["--steps", "x"], ["--unknown"], []])
+def test_an_unknown_option_value_ends_with_usage(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *words] if words else [])
+    assert caught.value.code == 2
+    assert "usage: shardwise" in capsys.readouterr().err
+
+
+def test_empty_and_short_texts_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    empty, short, folder = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "folder"
+    empty.touch()
+    short.write_text("short")
+    folder.mkdir()
+    out = tmp_path / "out"
+    for path, expected in ((empty, "holds no text"), (folder, "holds no text"), (short, "--context 8 + 1 = 9")):
+        _fails(capsys, [*SMALL, "--device", "cpu", "--data", str(path), "--out", str(out)], expected)
+    assert not out.exists()
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "kept").write_text("mine")
+    _fails(
+        capsys, [*SMALL, "--device", "cpu", "--data", text, "--out", str(tmp_path)], "not empty; nothing was changed"
+    )
+    _fails(capsys, [*SMALL, "--device", "cpu", "--data", text, "--out", str(tmp_path / "kept")], "is a file")
+    assert {path.name for path in tmp_path.iterdir()} == {"kept", "text.txt"}
+
+
+def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        port = str(server.getsockname()[1])
+        words = ["--device", "cpu", "--nproc", "2", "--data", text, "--out", str(tmp_path / "o"), "--master-port", port]
+        _fails(capsys, [*SMALL, *words], f"--master-port {port} cannot be used")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without GPUs")
+def test_gpus_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    _fails(capsys, ["--device", "cuda"], "finds no GPU")
+
+
+def _fake_run(folder: Path, step: int | None, width: int = 8, **changes: object) -> str:
+    (folder / "checkpoints").mkdir(parents=True)
+    config = config_to_json(TrainConfig(steps=10)) | {"model": {"layers": 1, "width": 8, "heads": 2, "context": 8}}
+    (folder / "config.json").write_text(json.dumps({"config": config | changes}))
+    if step is not None:
+        checkpoint = folder / "checkpoints" / f"step-{step:08d}"
+        checkpoint.mkdir()
+        shape = {"layers": 1, "width": width, "heads": 2, "context": 8}
+        state = {"format": 1, "step": step, "windows": step * 32, "num_parameters": 1, "model": shape}
+        (checkpoint / "state.json").write_text(json.dumps(state))
+    return str(folder)
+
+
+def test_runs_that_cannot_be_continued_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cases = {
+        "no": (_fake_run(tmp_path / "no", None), [], "no complete checkpoint yet"),
+        "done": (_fake_run(tmp_path / "done", 10), [], "has done all its 10 steps"),
+        "other": (_fake_run(tmp_path / "other", 5, width=16), [], "checkpoint of another model"),
+        "moved": (_fake_run(tmp_path / "moved", 5, batch=64), [], "windows into the text"),
+        "wider": (_fake_run(tmp_path / "wider", 5), ["--width", "16"], "--width 16 (the run has 8)"),
+        "preset": (_fake_run(tmp_path / "preset", 5), ["--model", "small"], "--layers 6 (the run has 1)"),
+    }
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "config.json").write_text('{"conf')
+    (tmp_path / "empty").mkdir()
+    cases["torn"] = (str(tmp_path / "torn"), [], "cannot be read")
+    cases["empty"] = (str(tmp_path / "empty"), [], "not a run folder")
+    before = sorted(tmp_path.rglob("*"))
+    for folder, words, expected in cases.values():
+        _fails(capsys, ["--device", "cpu", "--resume", folder, *words], expected)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_options_become_the_config() -> None:
+    request = _request("--model", "small", "--width", "96", "--steps", "7", "--shard", "none", "--save-every", "3")
+    assert request.config.model.layers == PRESETS["small"].layers
+    assert (request.config.model.width, request.config.steps, request.config.save_every) == (96, 7, 3)
+    assert request.config.shard == "none"
+    assert request.nproc is None
+    assert request.launched_ranks is None
+
+
+def test_a_resume_keeps_what_is_not_given(tmp_path: Path) -> None:
+    folder = _fake_run(tmp_path / "run", 5, lr=0.5)
+    request = _request("--resume", folder, "--steps", "20")
+    assert (request.config.lr, request.config.steps, request.config.model.width) == (0.5, 20, 8)
+
+
+def test_a_launcher_is_recognised() -> None:
+    assert _request(environment={"RANK": "1", "WORLD_SIZE": "4"}).launched_ranks == 4
+    for environment in ({"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "1"}, {"RANK": "4", "WORLD_SIZE": "4"}):
+        with pytest.raises(ConfigError, match="RANK"):
+            _request(environment=environment)

@@ -1,0 +1,101 @@
+"""The GPT, the byte counts and the picture."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from shardwise.recipes.config import ModelShape, TrainConfig
+from shardwise.recipes.doors import DOORS, build_adamw
+from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
+from shardwise.recipes.memory import HeldBytes, format_bytes, local_bytes, measure_held, unsharded_bytes
+from shardwise.recipes.progress import memory_table
+from shardwise.recipes.report import draw_report
+
+SHAPE = ModelShape(layers=2, width=16, heads=2, context=12)
+
+
+def test_the_model_is_a_function_of_its_seed_and_starts_at_the_uniform_loss() -> None:
+    first, again, other = build_gpt(SHAPE, 1), build_gpt(SHAPE, 1), build_gpt(SHAPE, 2)
+    for a, b in zip(first.parameters(), again.parameters(), strict=True):
+        assert a.equal(b)
+    assert not first.token.weight.equal(other.token.weight)
+    tokens = torch.arange(24).view(2, 12)
+    assert next_byte_loss(first, tokens, tokens + 1).item() == pytest.approx(math.log(256), rel=0.02)
+
+
+def test_a_position_never_sees_later_bytes() -> None:
+    model = build_gpt(SHAPE, 0)
+    tokens = torch.arange(12).view(1, 12)
+    changed = tokens.clone()
+    changed[0, 7:] = 200
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+def test_generation_keeps_the_prompt_and_the_mode_and_calls_forward_once_per_byte() -> None:
+    model = build_gpt(SHAPE, 0).train()
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda _module, args: calls.append(args[0].shape[1]))
+    text = generate(model, b"def ", 20, SHAPE.context, 0, torch.device("cpu"))
+    assert text[:4] == b"def "
+    assert len(text) == 24
+    assert calls == [min(4 + n, 12) for n in range(20)]
+    assert model.training
+    assert text == generate(model, b"def ", 20, SHAPE.context, 0, torch.device("cpu"))
+
+
+def test_measured_bytes_of_a_plain_model_are_the_unsharded_bytes() -> None:
+    model = build_gpt(SHAPE, 0)
+    optimizer = build_adamw(model, TrainConfig())
+    next_byte_loss(model, torch.ones(1, 12, dtype=torch.long), torch.ones(1, 12, dtype=torch.long)).backward()
+    optimizer.step()
+    held, whole = measure_held(model, optimizer), unsharded_bytes(sum(p.numel() for p in model.parameters()))
+    assert (held.parameter_bytes, held.gradient_bytes) == (whole.parameter_bytes, whole.gradient_bytes)
+    steps = 4 * len(list(model.parameters()))  # AdamW keeps one fp32 step count per parameter
+    assert held.optimizer_bytes == whole.optimizer_bytes + steps
+
+
+def test_a_shared_tensor_counts_once() -> None:
+    tensor = torch.zeros(10)
+    assert local_bytes([tensor, tensor]) == 40
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (999_600, "1 MB"), (1_234_567, "1.23 MB")])
+def test_bytes_are_written_with_three_digits(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 16])
+def test_the_table_sets_ranks_beside_unsharded(num_ranks: int) -> None:
+    held = [HeldBytes(4_000 + rank, 4_000, 8_000, 300_000_000) for rank in range(num_ranks)]
+    console = Console(width=120, record=True, quiet=False, file=io.StringIO())
+    console.print(memory_table(held, unsharded_bytes(2_000), "peak"))
+    text = console.export_text()
+    assert ("largest rank" in text) == (num_ranks > 4)
+    assert "32 kB" in text
+    assert "50%" in text
+    assert "300 MB" in text
+
+
+def test_the_picture_shows_both_curves_and_the_bars(tmp_path: Path) -> None:
+    metrics: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
+    metrics += [{"kind": "validation", "step": n, "loss": 5.0 - n / 10} for n in (0, 10, 20)]
+    draw_report(tmp_path / "r.png", "title", metrics, 2.9, [HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4))
+    pixels = np.round(matplotlib.image.imread(tmp_path / "r.png")[..., :3] * 255).astype(int).reshape(-1, 3)
+    colors = {tuple(color) for color in np.unique(pixels, axis=0)}
+    for name, color in {"validation": (214, 39, 40), "parameters": (31, 119, 180), "state": (44, 160, 44)}.items():
+        assert color in colors, name
+
+
+def test_every_door_explains_itself() -> None:
+    assert set(DOORS) >= {"full", "none"}
+    assert all(len(door.summary) > 20 for door in DOORS.values())
