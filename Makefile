@@ -1,0 +1,52 @@
+# make demo | test | check | bench: each sets everything up first (once; `make clean` forgets it).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+DEMO := runs/demo
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test check bench clean
+help:
+	@echo "make demo   train a small GPT on this machine, about three minutes; results in $(DEMO)"
+	@echo "make test   every test that needs no GPU"
+	@echo "make check  format, lint, types and the quick tests, under a minute"
+	@echo "make bench  rewrite benchmarks/results"
+
+.stamp-setup: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "shardwise needs Python >= 3.10; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "could not create $(VENV): is the venv module installed (python3-venv)?" >&2; exit 1; }
+	@echo "installing torch and the other requirements into $(VENV) ..."
+	$(PIP) "$$(grep '^torch==' requirements.txt)"
+	$(PIP) -r requirements.txt
+	$(PIP) --no-deps --editable .
+	@touch $@
+
+.stamp-dev: .stamp-setup requirements-dev.txt
+	$(PIP) -r requirements-dev.txt
+	@touch $@
+
+demo: .stamp-setup
+	@if [ -e $(DEMO) ]; then mv $(DEMO) $(DEMO)-$$(date +%Y%m%d-%H%M%S); fi
+	$(BIN)/shardwise train --out $(DEMO) --steps 240 --eval-every 40 --save-every 80
+	@echo
+	@echo "The picture: $(DEMO)/report.png"
+	@echo "Curves:      $(BIN)/tensorboard --logdir $(DEMO)"
+	@echo "Go on:       $(BIN)/shardwise train --resume $(DEMO) --steps 480 --nproc 1"
+
+test: .stamp-dev
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: .stamp-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest $(wildcard tests/pure tests/inproc tests/test_*.py)
+
+bench: .stamp-dev
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) .stamp-setup .stamp-dev
