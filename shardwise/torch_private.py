@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor.placement_types import Placement
@@ -107,6 +108,11 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
+    """Return the backend that serves ``device`` in ``group``."""
+    return group._get_backend(device)
 
 
 def accelerator_type() -> str:

@@ -282,10 +282,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Return the broadcasts of these parameters; planned once per layout."""
         key = tuple(indices)
         if key not in self._broadcasts_of:
-            wanted = set(indices)
-            pieces = [piece for piece in self.pieces if piece.tensor in wanted]
-            self._broadcasts_of[key] = plan_broadcasts(owned_views(pieces, self._all_params))
+            self._broadcasts_of[key] = plan_broadcasts(owned_views(self.pieces_of(indices), self._all_params))
         return self._broadcasts_of[key]
+
+    def pieces_of(self, indices: Sequence[int]) -> list[Piece]:
+        """Return all ranks' pieces of these parameters, in the order of :attr:`pieces`."""
+        wanted = set(indices)
+        return [piece for piece in self.pieces if piece.tensor in wanted]
+
+    def local_pieces_of(self, indices: Sequence[int]) -> list[LocalPiece]:
+        """Return this rank's pieces of these parameters, in the order of :attr:`pieces`."""
+        wanted = set(indices)
+        return [local for local in self.local_pieces if local.piece.tensor in wanted]
 
     def step_pieces(self, gradients: Sequence[tuple[LocalPiece, torch.Tensor]]) -> None:
         """Let the local optimizer update these pieces only, with these gradients; options are pulled back after it."""

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
+from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise.recipes.config import TrainConfig
 from shardwise.recipes.gpt import GPT
 
@@ -59,8 +60,6 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def _shard_fully(model: GPT, config: TrainConfig) -> nn.Module:
-    from shardwise import MixedPrecisionPolicy, fully_shard
-
     policy = MixedPrecisionPolicy()
     if config.dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

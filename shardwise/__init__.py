@@ -1,0 +1,36 @@
+"""Sharded data parallelism for PyTorch, as a library you call from your own training loop."""
+
+from shardwise.api.fully_shard import fully_shard
+from shardwise.api.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from shardwise.api.module import (
+    FSDPModule,
+    UnshardHandle,
+    get_cls_to_fsdp_cls,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from shardwise.errors import ConfigError, DesyncError, LayoutError, ShardwiseError, StateError
+from shardwise.runtime.axes import DataParallelMeshDims
+from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "ConfigError",
+    "DDPMeshInfo",
+    "DataParallelMeshDims",
+    "DesyncError",
+    "FSDPMeshInfo",
+    "FSDPModule",
+    "HSDPMeshInfo",
+    "LayoutError",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardPlacementResult",
+    "ShardwiseError",
+    "StateError",
+    "UnshardHandle",
+    "fully_shard",
+    "get_cls_to_fsdp_cls",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

@@ -1,0 +1,367 @@
+"""Turn modules into a unit: find its parameters, shard them, hook the modules, and join units under one engine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise import torch_private
+from shardwise.api.mesh import ShardPlacementResult, smaller_axes
+from shardwise.comm.buffers import BufferPool
+from shardwise.comm.c10d import C10dCommunicator
+from shardwise.errors import ConfigError, StateError
+from shardwise.layout.shard import ChunkShard
+from shardwise.plan.policy import UnitPolicy
+from shardwise.runtime.axes import MeshAxes
+from shardwise.runtime.engine import Engine, Lanes
+from shardwise.runtime.group import GroupComm, ShardGroup
+from shardwise.runtime.hooks import Attachment
+from shardwise.runtime.param import Slot, UnitParam
+from shardwise.runtime.placement import place
+from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.runtime.unit import Unit
+
+ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
+ATTACHMENT = "_shardwise_attachment"
+
+# Ties between modules that are sharded by separate calls show in nothing but the identity of the original parameter, so
+# who has sharded it must be remembered from one call to the next, for as long as someone holds the original.
+_sharded_from: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a door asks for: the arguments of ``fully_shard``, checked."""
+
+    axes: MeshAxes
+    reshard_after_forward: bool | int | None
+    precision: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    placement_fn: ShardPlacementFn | None = None
+    ignored: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class _Found:
+    """A parameter and the places it hangs in."""
+
+    param: nn.Parameter
+    fqn: str
+    module: nn.Module
+    slots: list[Slot] = field(default_factory=list)
+
+
+def attachment_of(module: nn.Module) -> Attachment | None:
+    """Return what a door has attached to ``module``, None if none was applied."""
+    return module.__dict__.get(ATTACHMENT)
+
+
+def build_unit(modules: Sequence[nn.Module], recipe: Recipe) -> Attachment:
+    """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
+    roots = _outermost(modules)
+    device = recipe.axes.device
+    managed = _managed_modules(roots, recipe.ignored)
+    _move_buffers(managed, device)
+    found = _find_parameters(managed, recipe.ignored)
+    for item in found:
+        _move_parameter(item, device)
+    reshard = True if recipe.reshard_after_forward is None else recipe.reshard_after_forward
+    unit = Unit(roots, recipe.precision, UnitPolicy(reshard_after_forward=reshard))
+    unit.uses_default_reshard = recipe.reshard_after_forward is None
+    own: list[_Found] = []
+    for item in found:
+        owner = _sharded_from.get(item.param)
+        lender = owner() if owner is not None else None
+        if lender is None or not _lend(lender, item, unit):
+            own.append(item)
+    unit.groups = _make_groups(own, recipe, device, unit)
+    unit.number_parameters()
+    attachment = Attachment(unit, resolve_engine)
+    for module in roots:
+        module.__dict__[ATTACHMENT] = attachment
+    attachment.install()
+    return attachment
+
+
+def _outermost(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    inner = {child for module in modules for child in module.modules() if child is not module}
+    return tuple(dict.fromkeys(module for module in modules if module not in inner))
+
+
+def _managed_modules(roots: Sequence[nn.Module], ignored: frozenset[int]) -> list[tuple[str, nn.Module]]:
+    managed: dict[nn.Module, str] = {}
+
+    def descend(module: nn.Module, path: str) -> None:
+        if module in managed or (module not in roots and attachment_of(module) is not None):
+            return
+        managed[module] = path
+        for name, child in module.named_children():
+            descend(child, f"{path}.{name}" if path else name)
+
+    for root in roots:
+        descend(root, "")
+    return [(path, module) for module, path in managed.items()]
+
+
+def _find_parameters(managed: Iterable[tuple[str, nn.Module]], ignored: frozenset[int]) -> list[_Found]:
+    found: dict[int, _Found] = {}
+    for path, module in managed:
+        parameters = torch_private.parameters_of(module)
+        for name, param in parameters.items():
+            if param is None or id(param) in ignored:
+                continue
+            item = found.get(id(param))
+            if item is None:
+                item = found[id(param)] = _Found(param, f"{path}.{name}" if path else name, module)
+            item.slots.append(Slot(parameters, name))
+    return list(found.values())
+
+
+def _move_buffers(managed: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
+    for _, module in managed:
+        for buffer in module.buffers(recurse=False):
+            if buffer.device != device and buffer.device.type != "meta":
+                buffer.data = buffer.to(device)
+
+
+def _move_parameter(item: _Found, device: torch.device) -> None:
+    param = item.param
+    if param.device == device or param.device.type == "meta":
+        return
+    if isinstance(param, DTensor):
+        raise ConfigError(
+            f"Requires DTensor to have mesh of the same type as the FSDP mesh but got {param.device_mesh.device_type} "
+            f"for DTensor '{item.fqn}' and {device.type} for FSDP"
+        )
+    moved = param.to(device)
+    if type(param.data) is torch.Tensor:
+        param.data = moved
+    else:
+        item.param = nn.Parameter(moved.detach(), requires_grad=param.requires_grad)
+
+
+def _lend(lender: UnitParam, item: _Found, unit: Unit) -> bool:
+    """Hang the parameter that another unit owns in the slots of ``item``; False if that unit is gone."""
+    owner = lender.owner()
+    if owner is None:
+        return False
+    lender.slots += item.slots
+    for slot in item.slots:
+        slot.parameters[slot.name] = lender.sharded
+    if owner not in unit.borrows:
+        unit.borrows.append(owner)
+    return True
+
+
+def _make_groups(found: list[_Found], recipe: Recipe, device: torch.device, unit: Unit) -> list[ShardGroup]:
+    by_mesh: dict[int, tuple[MeshAxes, list[UnitParam]]] = {}
+    for item in found:
+        axes, shard = _resolve_placement(item, recipe)
+        by_mesh.setdefault(id(axes), (axes, []))[1].append(_shard_parameter(item, axes, shard, recipe, unit))
+    _check_shared_groups([axes for axes, _ in by_mesh.values()])
+    groups: list[ShardGroup] = []
+    for axes, params in by_mesh.values():
+        group = ShardGroup(params, axes, recipe.precision, recipe.offload, device)
+        size = recipe.reshard_after_forward
+        if isinstance(size, int) and not isinstance(size, bool):
+            group.sub_axes = smaller_axes(axes, size)
+        group.ensure_packed()
+        groups.append(group)
+    return groups
+
+
+def _resolve_placement(item: _Found, recipe: Recipe) -> tuple[MeshAxes, Shard | None]:
+    wanted = recipe.placement_fn(item.param) if recipe.placement_fn is not None else None
+    if wanted is None:
+        return recipe.axes, None
+    if isinstance(wanted, Shard):
+        return recipe.axes, wanted
+    if isinstance(wanted, ShardPlacementResult):
+        return wanted.mesh_info, wanted.placement
+    raise ConfigError(
+        f"Invalid shard_placement_fn result: {wanted} for parameter '{item.fqn}'; "
+        "return None, a Shard or a ShardPlacementResult"
+    )
+
+
+def _check_shared_groups(all_axes: Sequence[MeshAxes]) -> None:
+    seen: dict[tuple[str, ...], MeshAxes] = {}
+    for axes in all_axes:
+        dims = [dim for dim in (axes.shard_mesh_dim, axes.replicate_mesh_dim) if dim is not None]
+        key = tuple(axes.mesh.get_group(dim).group_name for dim in dims)
+        if key in seen:
+            raise ConfigError(
+                "Params sharing the same process group must use the same FSDPMeshInfo object, but got different objects: "
+                f"{seen[key]} vs {axes}"
+            )
+        seen[key] = axes
+
+
+def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, recipe: Recipe, unit: Unit) -> UnitParam:
+    placed = place(item.param, item.fqn, axes, shard)
+    cut = ChunkShard(tuple(placed.local.shape), placed.dim, axes.num_shards)
+    rows = cut.rows(axes.shard_rank)
+    with torch.no_grad():
+        local = placed.local if cut.is_whole else placed.local.narrow(cut.dim, rows.start, len(rows))
+        # Alone on the shard axis the window is the whole tensor; it must still get memory of its own.
+        local = local.clone(memory_format=torch.contiguous_format) if type(local) is torch.Tensor else local.clone()
+        if isinstance(recipe.offload, CPUOffloadPolicy) and local.device.type != "meta":
+            local = local.cpu()
+        sharded = nn.Parameter(
+            torch_private.dtensor_from_local(local, placed.spec), requires_grad=item.param.requires_grad
+        )
+    result = UnitParam(item.fqn, item.slots, cut, placed.spec, placed.inner_spec, sharded)
+    result.module = weakref.ref(item.module)
+    result.owner = weakref.ref(unit)
+    result.register(sharded)
+    _sharded_from[item.param] = weakref.ref(result)
+    return result
+
+
+# ---- engines ----
+
+
+def resolve_engine(attachment: Attachment) -> Engine:
+    """Return the engine of ``attachment``'s root: at the first forward the module that runs it becomes the root.
+
+    Raises: RuntimeError if an inner unit has been a root before, or the root unit has several modules, or parameters
+        are still on meta or not where the offload policy wants them.
+    """
+    if attachment.is_root is not None:
+        engine = attachment.unit.engine_ref()
+        return engine if engine is not None else _become_root(attachment)
+    return _become_root(attachment)
+
+
+def provisional_engine(attachment: Attachment) -> Engine:
+    """Return an engine for calls before the first forward (``unshard``); the root takes its units over later."""
+    engine = attachment.unit.engine_ref()
+    if engine is None:
+        engine = attachment.engine = _new_engine([attachment.unit])
+    return engine
+
+
+def _become_root(attachment: Attachment) -> Engine:
+    modules = attachment.unit.modules
+    if len(modules) > 1:
+        raise StateError(f"FSDP requires a single root module but got {modules}")
+    root = modules[0]
+    attachments = _attachments_in(root, attachment)
+    for inner in attachments[1:]:
+        if inner.is_root is not None and inner.unit.engine_ref() is not None:
+            raise StateError(
+                f"FSDP state has already been lazily initialized for {inner.unit.name or _path_in(root, inner)}\n"
+                "FSDP requires running forward through the root module first"
+            )
+    _name_units(root, attachments)
+    _check_materialized(attachments)
+    if attachment.unit.uses_default_reshard:
+        attachment.unit.policy = replace(attachment.unit.policy, reshard_after_forward=False)
+    engine = _new_engine([each.unit for each in attachments])
+    for inner in attachments:
+        if inner.engine is not None:
+            _inherit(engine, inner.engine)
+        inner.is_root, inner.engine = False, None
+    attachment.is_root, attachment.engine = True, engine
+    return engine
+
+
+def _inherit(engine: Engine, old: Engine) -> None:
+    engine.is_last_backward = engine.is_last_backward and old.is_last_backward
+    engine.post_optim_event = engine.post_optim_event or old.post_optim_event
+    engine.instruments += [each for each in old.instruments if each not in engine.instruments]
+
+
+def _attachments_in(root: nn.Module, first: Attachment) -> list[Attachment]:
+    found = {id(first): first}
+    for module in root.modules():
+        each = attachment_of(module)
+        if each is not None:
+            found.setdefault(id(each), each)
+    return list(found.values())
+
+
+def _path_in(root: nn.Module, attachment: Attachment) -> str:
+    inner = attachment.unit.modules
+    return ", ".join(name for name, module in root.named_modules() if module in inner)
+
+
+def _name_units(root: nn.Module, attachments: Sequence[Attachment]) -> None:
+    names: dict[int, list[str]] = {}
+    for name, module in root.named_modules():
+        each = attachment_of(module)
+        if each is not None:
+            names.setdefault(id(each), []).append(name)
+    paths = {id(param): name for name, param in root.named_parameters()}
+    for each in attachments:
+        each.unit.name = ", ".join(names.get(id(each), [""]))
+        for param in each.unit.params:
+            param.fqn = paths.get(id(param.sharded), param.fqn)
+
+
+def _check_materialized(attachments: Sequence[Attachment]) -> None:
+    for each in attachments:
+        for param in each.unit.params:
+            param.adopt_registered()
+    on_meta = [p.fqn for each in attachments for p in each.unit.params if p.sharded.device.type == "meta"]
+    if on_meta:
+        raise StateError(
+            "FSDP parameters should be materialized from meta device before training, but the following were still on "
+            f"meta device: {on_meta}\nFor example, call module.to_empty(device) to materialize to device and "
+            "call module.reset_parameters() on each module to initialize values."
+        )
+    misplaced = [
+        (p.fqn, p.local.device)
+        for each in attachments
+        for group in each.unit.groups
+        if isinstance(group.offload, CPUOffloadPolicy)
+        for p in group.params
+        if p.local.device.type != "cpu"
+    ]
+    if misplaced:
+        raise StateError(
+            "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU state "
+            f"dict or call module.to_empty(device='cpu'). Found following parameters on non-CPU device: {misplaced}\n"
+        )
+
+
+def _new_engine(units: list[Unit]) -> Engine:
+    device = next((group.device for unit in units for group in unit.groups), torch.device("cpu"))
+    engine = Engine(device, Lanes.on(device), BufferPool(device))
+    engine.adopt(units)
+    engine.max_reductions = max((unit.max_reductions for unit in units), default=1)
+    bind_units(engine)
+    return engine
+
+
+def communicators(group: ShardGroup, engine: Engine) -> GroupComm:
+    """Return how ``group`` talks, on the lanes and with the memory of ``engine``, as its settings say."""
+    axes, lanes, pool = group.axes, engine.lanes, engine.pool
+    shards = reduce = replicas = sub = None
+    if axes.shard_mesh_dim is not None and axes.num_shards > 1:
+        process_group = axes.mesh.get_group(axes.shard_mesh_dim)
+        shards = C10dCommunicator(process_group, lanes.gather, pool)
+        shards.custom_all_gather = group.custom_all_gather
+        shards.allocates_from_process_group = group.allocates_from_process_group
+        reduce = C10dCommunicator(group.reduce_process_group or process_group, lanes.reduce, pool)
+        reduce.custom_reduce_scatter = group.custom_reduce_scatter
+        reduce.allocates_from_process_group = group.allocates_from_process_group
+    if axes.replicate_mesh_dim is not None and axes.num_replicas > 1:
+        replicas = C10dCommunicator(axes.mesh.get_group(axes.replicate_mesh_dim), lanes.reduce, pool)
+    if group.sub_axes is not None and group.sub_axes.shard_mesh_dim is not None:
+        sub_group = group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim)
+        sub = C10dCommunicator(sub_group, lanes.gather, pool)
+    return GroupComm(shards, reduce, replicas, sub)
+
+
+def bind_units(engine: Engine) -> None:
+    """Give every group of the engine's units its communicators and its memory (again, after a setting has changed)."""
+    for unit in engine.units:
+        for group in unit.groups:
+            group.bind(engine.pool, communicators(group, engine))

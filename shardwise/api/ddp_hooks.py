@@ -1,0 +1,283 @@
+"""Communication hooks that let a ZeroRedundancyOptimizer step inside the backward of torch's DistributedDataParallel.
+
+All collectives start on the thread that runs backward, in the order of DDP's buckets: torch's interleaved hook starts
+broadcasts from callbacks of the backend's threads, in an order that differs between ranks, and hangs on gloo.
+"""
+
+# No ``from __future__ import annotations``: DDP compares the hook's annotations with the types themselves.
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise.api.zero_pieces import LocalPiece, gradient_for, view_of
+from shardwise.comm.owners import Owned, PendingBroadcast, PendingReduce, launch_broadcasts, reduce_to_owners
+from shardwise.errors import ConfigError
+from shardwise.torch_private import call_after_backward, graph_task_id, has_rebuilt_buckets
+
+DDPHook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
+Reduce = Literal["all", "owner"]
+Warmup = Literal["update", "skip"]
+
+
+def hook_with_zero_step(
+    hook: DDPHook | None,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+    *,
+    reduce: Reduce = "all",
+    warmup: Warmup = "update",
+) -> DDPHook:
+    """Return a hook that steps at the end of backward, bucket by bucket, while later buckets are still reduced.
+
+    Args:
+        hook: reduces a bucket's gradients, e.g. ``allreduce_hook`` (or a compressing one).
+        ddp: the module that the result is registered with, by ``ddp.register_comm_hook(None, result)``.
+        zero: made with ``overlap_with_ddp=True``.
+        shard_buckets: accepted for torch's sake; owners come from ``zero``'s partition, balanced over the whole model,
+            so the buckets are always shared between ranks.
+        reduce: "owner" sends gradients to their owners only and frees the others' (ZeRO-2): two units of volume per
+            step instead of three.  ``hook`` is not used then and must be ``allreduce_hook`` or None.
+        warmup: "skip" makes no step in the first two (static graph: three) iterations, as torch does; "update" does.
+
+    Results are bitwise those of ``overlap_with_ddp=False`` with the same gradients.
+    Raises: ConfigError (a ValueError) for arguments that do not go together.
+    Example:
+        >>> ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))  # doctest: +SKIP
+    """
+    return _make(hook, ddp, zero, reduce, warmup, interleaved=False)
+
+
+def hook_with_zero_step_interleaved(
+    hook: DDPHook | None,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+    *,
+    reduce: Reduce = "all",
+    warmup: Warmup = "update",
+) -> DDPHook:
+    """Return a hook that updates a bucket's parameters in backward, as soon as the next bucket is ready.
+
+    Arguments as for :func:`hook_with_zero_step`.  Parameters change while backward runs, so a parameter must not be
+    read in backward after its gradient is complete (autograd raises if a saved one was changed).  Before DDP has
+    settled its buckets, and with ``find_unused_parameters``, it steps at the end of backward.
+    """
+    return _make(hook, ddp, zero, reduce, warmup, interleaved=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """What a hook was made with."""
+
+    hook: DDPHook
+    ddp: weakref.ref[DistributedDataParallel]  # its reducer holds the hook: a strong one would keep both alive
+    zero: ZeroRedundancyOptimizer
+    index_of: dict[torch.Tensor, int]
+    reduce: Reduce
+    warmup: Warmup
+    interleaved: bool
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A bucket whose gradients are on their way."""
+
+    indices: list[int]
+    gradients: list[torch.Tensor]
+    reduced: "Future[torch.Tensor] | PendingReduce"
+    buffer: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Backward:
+    """What is under way in one backward."""
+
+    is_settled: bool = False
+    has_step: bool = True
+    has_unused: bool = False
+    buckets: list[_Bucket] = field(default_factory=list[_Bucket])
+    broadcasts: list[PendingBroadcast] = field(default_factory=list[PendingBroadcast])
+
+
+def _make(
+    hook: DDPHook | None,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    reduce: Reduce,
+    warmup: Warmup,
+    interleaved: bool,
+) -> DDPHook:
+    if not zero.overlap_with_ddp:
+        raise ConfigError("the hook needs ZeroRedundancyOptimizer(..., overlap_with_ddp=True)")
+    if reduce not in ("all", "owner") or warmup not in ("update", "skip"):
+        raise ConfigError(f"found reduce={reduce!r} and warmup={warmup!r}, expected 'all'|'owner' and 'update'|'skip'")
+    if reduce == "owner" and hook not in (None, allreduce_hook):
+        raise ConfigError("reduce='owner' reduces by itself: pass hook=None or allreduce_hook")
+    indices = {param: index for index, param in enumerate(zero.all_params)}
+    strangers = sum(param.requires_grad and param not in indices for param in ddp.parameters())
+    if strangers and reduce == "owner":
+        raise ConfigError(
+            f"{strangers} parameters of the module are not in the ZeroRedundancyOptimizer, so no rank owns their "
+            "gradients: pass them to it or use reduce='all'"
+        )
+    overlap = _Overlap(hook or allreduce_hook, weakref.ref(ddp), zero, indices, reduce, warmup, interleaved)
+    running = _Backward()
+
+    def zero_step_hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        if bucket.index() == 0:
+            _begin(overlap, running)
+        return _on_bucket(overlap, running, state, bucket)
+
+    return zero_step_hook
+
+
+def _begin(overlap: _Overlap, running: _Backward) -> None:
+    for pending in running.broadcasts:  # left by a backward that raised
+        pending.wait()
+    was_settled = running.is_settled
+    running.buckets, running.broadcasts = [], []
+    ddp = overlap.ddp()
+    assert ddp is not None  # it runs this backward
+    running.is_settled = has_rebuilt_buckets(ddp)
+    running.has_unused = ddp.find_unused_parameters
+    running.has_step = was_settled or overlap.warmup == "update"
+    if running.has_step:
+        if len(overlap.index_of) < len(overlap.zero.all_params):
+            overlap.index_of.update({param: index for index, param in enumerate(overlap.zero.all_params)})
+        overlap.zero.refresh()
+
+
+def _on_bucket(overlap: _Overlap, running: _Backward, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    if not running.has_step:
+        return overlap.hook(state, bucket)
+    future = _launch(overlap, running, state, bucket)
+    in_backward = overlap.interleaved and running.is_settled and not running.has_unused
+    if in_backward and len(running.buckets) > 1:
+        _step_bucket(overlap, running, running.buckets.pop(0))
+    if bucket.is_last():
+        if graph_task_id() == -1:  # DDP in Join: a rank without inputs plays the buckets outside of any backward
+            _finish(overlap, running)
+        else:
+            call_after_backward(lambda: _finish(overlap, running))
+    return future
+
+
+def _launch(overlap: _Overlap, running: _Backward, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    gradients = bucket.gradients()
+    indices = [overlap.index_of.get(param, -1) for param in bucket.parameters()]
+    if overlap.reduce == "all":
+        future = overlap.hook(state, bucket)
+        running.buckets.append(_Bucket(indices, gradients, future, bucket.buffer()))
+        return future
+    zero = overlap.zero
+    place = dict(zip(indices, gradients, strict=True))
+    owned: list[Owned] = []
+    for piece in zero.pieces_of(indices):
+        param = zero.all_params[piece.tensor]
+        local = LocalPiece(piece, param, view_of(piece, param))
+        owned.append(Owned(piece.owner, gradient_for(local, place[piece.tensor]).reshape(-1)))
+    reduced = reduce_to_owners(owned, zero.board, _what(zero))
+    running.buckets.append(_Bucket(indices, gradients, reduced, bucket.buffer()))
+    done: Future[torch.Tensor] = Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def _finish(overlap: _Overlap, running: _Backward) -> None:
+    """Step what is left.  Runs after the last node of backward and before DDP hands out the gradients."""
+    if running.has_unused and graph_task_id() != -1 and overlap.reduce == "all":
+        running.buckets = []
+        call_after_backward(lambda: _step_from_gradients(overlap, running))
+        return
+    while running.buckets:
+        _step_bucket(overlap, running, running.buckets.pop(0))
+    _end(overlap, running)
+    if overlap.reduce == "owner" and graph_task_id() != -1:
+        call_after_backward(lambda: _free_others(overlap.zero))
+
+
+def _end(overlap: _Overlap, running: _Backward) -> None:
+    for pending in running.broadcasts:
+        pending.wait()
+    running.broadcasts = []
+    overlap.zero.mark_stepped()
+
+
+def _step_bucket(overlap: _Overlap, running: _Backward, bucket: _Bucket) -> None:
+    zero = overlap.zero
+    known = [index for index in bucket.indices if index >= 0]
+    if isinstance(bucket.reduced, PendingReduce):
+        mine = zero.local_pieces_of(known)
+        parts = bucket.reduced.wait()
+        pairs = [
+            (local, part.as_strided(local.tensor.shape, local.tensor.stride()))
+            for local, part in zip(mine, parts, strict=True)
+        ]
+        _keep_whole(bucket, pairs)
+    else:
+        place = _gradients_of(bucket, _wait_future(zero, bucket.reduced))
+        pairs = [(local, gradient_for(local, place[local.piece.tensor])) for local in zero.local_pieces_of(known)]
+    if pairs:
+        zero.step_pieces(pairs)
+    running.broadcasts += launch_broadcasts(zero.plan_broadcasts_of(known), zero.board, _what(zero))
+
+
+def _wait_future(zero: ZeroRedundancyOptimizer, future: Future[torch.Tensor]) -> torch.Tensor:
+    try:
+        result = future.wait()
+    except RuntimeError as error:
+        raise zero.board.explain(_what(zero), error) from error
+    return result[0] if isinstance(result, list) else result
+
+
+def _gradients_of(bucket: _Bucket, reduced: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return the reduced gradients by parameter index: DDP's views of its buffer, or the same cuts of a new tensor."""
+    if reduced.data_ptr() == bucket.buffer.data_ptr():
+        views = bucket.gradients
+    else:
+        flat = reduced.view(-1).split([gradient.numel() for gradient in bucket.gradients])
+        views = [
+            part.as_strided(gradient.shape, gradient.stride(), part.storage_offset())
+            for part, gradient in zip(flat, bucket.gradients, strict=True)
+        ]
+    return dict(zip(bucket.indices, views, strict=True))
+
+
+def _keep_whole(bucket: _Bucket, pairs: list[tuple[LocalPiece, torch.Tensor]]) -> None:
+    """Write averages of whole parameters where DDP will take ``.grad`` from."""
+    place = dict(zip(bucket.indices, bucket.gradients, strict=True))
+    for local, gradient in pairs:
+        if local.is_param:
+            place[local.piece.tensor].copy_(gradient)
+
+
+def _step_from_gradients(overlap: _Overlap, running: _Backward) -> None:
+    """Step on ``.grad`` as DDP left it: parameters that no rank used have none and must not change."""
+    zero = overlap.zero
+    pairs = [
+        (local, gradient_for(local, local.param.grad)) for local in zero.local_pieces if local.param.grad is not None
+    ]
+    zero.step_pieces(pairs)
+    everything = [index for index, param in enumerate(zero.all_params) if param.requires_grad]
+    running.broadcasts += launch_broadcasts(zero.plan_broadcasts_of(everything), zero.board, _what(zero))
+    _end(overlap, running)
+
+
+def _free_others(zero: ZeroRedundancyOptimizer) -> None:
+    own = {local.piece.tensor for local in zero.local_pieces if local.is_param}
+    for index, param in enumerate(zero.all_params):
+        if index not in own:
+            param.grad = None
+
+
+def _what(zero: ZeroRedundancyOptimizer) -> str:
+    return f"step number {zero.num_steps + 1} in DDP's backward"

@@ -1,0 +1,133 @@
+"""``fully_shard``: parameters, gradients and optimizer states sharded over data-parallel ranks (ZeRO-3).
+
+The call convention and the methods are those of torch's FSDP2 (``torch.distributed.fsdp.fully_shard``, 2.13), so that a
+user changes one import.  Source of the method: ZeRO, arXiv 1910.02054; PyTorch FSDP, arXiv 2304.11277.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar, overload
+
+from torch import nn
+from torch.distributed.tensor import DeviceMesh
+
+from shardwise.api.build import Recipe, ShardPlacementFn, attachment_of, build_unit
+from shardwise.api.mesh import axes_of, default_mesh, resolve_reshard
+from shardwise.api.module import FSDPModule, mix_in
+from shardwise.errors import ConfigError
+from shardwise.runtime.axes import DataParallelMeshDims
+from shardwise.runtime.hooks import Attachment
+from shardwise.runtime.precision import MixedPrecisionPolicy, OffloadPolicy
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@overload
+def fully_shard(
+    module: ModuleT,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> ModuleT: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> list[nn.Module]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> nn.Module | list[nn.Module]:
+    """Shard the parameters of ``module`` that no earlier call on a submodule has sharded.
+
+    Call it bottom-up: on each block, then on the root.  Every call makes one unit: its parameters are all-gathered
+    together before forward and backward, and its gradients are reduced together.  Parameters become DTensors cut along
+    dim 0 like ``torch.chunk``; while a unit computes they are ordinary tensors.
+
+    Args:
+        module: the module, or several that form one unit.
+        mesh: 1-D: shard over it.  2-D with names: replicate over the first axis, shard over the second (HSDP).  None: all
+            ranks; without a process group a group of one rank is made.
+        reshard_after_forward: True: give full parameters back after forward and gather them again in backward.  False:
+            keep them.  An int: keep shards over that many ranks.  None: True, but False for the root.
+        shard_placement_fn: maps a parameter to None, a ``Shard(dim)``, or a :class:`ShardPlacementResult` on another mesh.
+        mp_policy: dtypes of compute, reduction and output.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in host memory.
+        ignored_params: parameters that are neither sharded nor moved.
+        dp_mesh_dims: names the data-parallel axes of ``mesh`` when that is a full SPMD mesh with DTensor parameters on it.
+
+    Returns: ``module``, its class mixed with :class:`FSDPModule`.
+
+    Raises:
+        ValueError: a container without forward, a mesh or ``reshard_after_forward`` that does not fit, bad placements.
+        AssertionError: the module was sharded before, an unnamed 2-D mesh, a shard dim that the tensor does not have.
+
+    Example:
+        >>> import torch
+        >>> from shardwise import fully_shard
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> for layer in model:  # doctest: +SKIP
+        ...     fully_shard(layer)
+        >>> fully_shard(model)  # doctest: +SKIP
+    """
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    check_modules(modules, "fully_shard")
+    mesh = mesh if mesh is not None else default_mesh()
+    axes = axes_of(mesh, dp_mesh_dims)
+    if axes.shard_mesh_dim is None:
+        reshard: bool | int | None = False
+    else:
+        reshard = None if reshard_after_forward is None else resolve_reshard(reshard_after_forward, axes.num_shards)
+    ignored = frozenset(id(param) for param in ignored_params or ())
+    recipe = Recipe(axes, reshard, mp_policy, offload_policy, shard_placement_fn, ignored)
+    attachment = build_unit(modules, recipe)
+    for each in attachment.unit.modules:
+        mix_in(each, FSDPModule, "FSDP")
+    return module
+
+
+def check_modules(modules: Sequence[nn.Module], door: str) -> None:
+    """Raise unless every module can be given to ``door``."""
+    for module in modules:
+        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if is_container and type(module).forward is nn.Module.forward:
+            raise ConfigError(
+                f"{door} does not support containers that do not implement forward: {module}\n"
+                f"Call {door} on its children instead."
+            )
+        if attachment_of(module) is not None:
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"{type(module).__name__} was given to {door} before."
+            )
+
+
+def _state(module: nn.Module) -> Attachment | None:
+    return attachment_of(module)
+
+
+fully_shard.state = _state  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,0 +1,331 @@
+"""``FSDPModule``: the methods that a sharded module has beside its own."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.api.build import attachment_of, bind_units, provisional_engine
+from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
+from shardwise.errors import ConfigError
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.group import ShardGroup
+from shardwise.runtime.hooks import Attachment, wrap_forward_method
+from shardwise.runtime.unit import Unit
+
+# Mixed classes by original class and mixin, so that equal modules have equal classes; filled by mix_in alone.
+_mixed_classes: dict[tuple[type, type], type] = {}
+
+
+def get_cls_to_fsdp_cls() -> dict[type, type]:
+    """Return the FSDP class of every class that ``fully_shard`` has met."""
+    return {original: mixed for (original, mixin), mixed in _mixed_classes.items() if mixin is FSDPModule}
+
+
+def mix_in(module: nn.Module, mixin: type, prefix: str) -> None:
+    """Put ``mixin`` first in the method resolution order of ``module``."""
+    original = type(module)
+    mixed = _mixed_classes.get((original, mixin))
+    if mixed is None:
+        mixed = type(f"{prefix}{original.__name__}", (mixin, original), {"_original_class": original})
+        _mixed_classes[original, mixin] = mixed
+    module.__class__ = mixed
+
+
+class UnshardHandle:
+    """A launched unshard."""
+
+    def __init__(self, unit: Unit | None = None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Make the full parameters readable on the current stream and register them; a second call does nothing."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.wait()
+
+
+class FSDPModule:
+    """Mixed into the class of every module that ``fully_shard`` was called on.
+
+    The ``set_*`` methods replace the unit's frozen policy; ``shardwise.policy`` does so for the length of a block.
+    """
+
+    _original_class: type
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a plain module: slicing a sharded container builds a new container, which nobody has sharded."""
+        original: type = cls._original_class
+        return original(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        cls = type(self)
+        result = object.__new__(cls)
+        memo[id(self)] = result
+        for key, value in self.__dict__.items():
+            result.__dict__[key] = copy.deepcopy(value, memo)
+        return cast(nn.Module, result)
+
+    # ---- parameters ----
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """All-gather this module's own parameters (not those of inner sharded modules).
+
+        Args:
+            async_op: return a handle instead of waiting; the forward waits by itself.
+        """
+        attachment = self._attachment()
+        provisional_engine(attachment)
+        attachment.unit.unshard()
+        if async_op:
+            return UnshardHandle(attachment.unit)
+        attachment.unit.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Give this module's own full parameters back and register the shards."""
+        self._attachment().unit.reshard()
+
+    def reset_iter_state(self) -> None:
+        """Bring all units back to their shards and drop what a failed step left behind.
+
+        After an exception shardwise does so by itself; the method is there for code written for torch.
+        Raises: RuntimeError if this is not the root module.
+        """
+        attachment = self._attachment()
+        if attachment.is_root is False:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        engine = attachment.unit.engine_ref()
+        if engine is not None:
+            engine.forget_step()
+
+    # ---- behaviour ----
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward ends the step; only then pending reductions are waited for."""
+        self._engine().is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Say whether backward reduces gradients; False holds them, unsharded, for a later backward."""
+        self._replace_policies(recurse, sync=requires_gradient_sync, syncs_replicas=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """On a mesh with replicas, say whether backward sums over them; False keeps the shards' partial sums."""
+        self._replace_policies(recurse, syncs_replicas=requires_all_reduce)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Replace the ``reshard_after_forward`` argument.  Raises: ValueError if it is not a bool."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        for unit in self._units(recurse):
+            unit.uses_default_reshard = False
+        self._replace_policies(recurse, reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Say whether full parameters are given back after backward."""
+        self._replace_policies(recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Say whether backward of this module reads its parameters; an embedding's does not."""
+        self._replace_policies(False, unshard_in_backward=unshard_in_backward)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Send zeros for trainable parameters without a gradient, so that ranks may use different parameters."""
+        self._replace_policies(recurse, reduces_unused=reduce_scatter_unused_params)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks; on any backend."""
+        self._replace_policies(False, divide_factor=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do as :meth:`set_gradient_divide_factor`, the name of today."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Use nothing but sums in collectives and scale beside them."""
+        self._replace_policies(False, sum_only=enable)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Let up to ``max_input_buffers`` reduce-scatter inputs live at once; the largest request of a model holds.
+
+        Raises: TypeError if it is no int, ValueError if it is below 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        for unit in self._units(recurse):
+            unit.max_reductions = max_input_buffers
+        engine = self._engine()
+        engine.max_reductions = max((unit.max_reductions for unit in engine.units), default=1)
+
+    # ---- prefetch and events ----
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Unshard ``modules``, in order, when forward of this one starts, instead of what the plan has learned."""
+        self._unit().forward_prefetch = _unit_refs(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Unshard ``modules``, in order, when backward of this one starts, instead of what the plan has learned."""
+        self._unit().backward_prefetch = _unit_refs(modules)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next step's all-gathers wait for ``event`` (recorded after the optimizer) and nothing else; used once."""
+        self._engine().post_optim_event = event
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accept torch's switch: all-gathers are always asynchronous here, and their memory belongs to one lane."""
+        del async_op
+
+    # ---- communication ----
+
+    def set_custom_all_gather(self, comm: AllGatherFunction) -> None:
+        """Gather with ``comm`` (an ``allocate`` and a ``__call__``, as torch's ``AllGather``).
+
+        Raises: ValueError if the parameters of this module are on several meshes.
+        """
+        group = self._single_group("set_custom_all_gather")
+        if group is not None:
+            group.custom_all_gather = comm
+            bind_units(self._engine())
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatterFunction) -> None:
+        """Reduce with ``comm``, as torch's ``ReduceScatter``.
+
+        Raises: ValueError if the parameters of this module are on several meshes.
+        """
+        group = self._single_group("set_custom_reduce_scatter")
+        if group is not None:
+            group.custom_reduce_scatter = comm
+            bind_units(self._engine())
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with the flat reduced gradients: after the reduce-scatter, or after the all-reduce with replicas.
+
+        Raises: ValueError with several meshes, or with ``stream`` on a mesh with replicas.
+        """
+        group = self._single_group("set_all_reduce_hook")
+        if stream is not None and group is not None and group.axes.replicate_mesh_dim is not None:
+            raise ValueError("stream cannot be set when using native HSDP")
+        unit = self._unit()
+        unit.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Run reduce-scatters on a process group of their own, beside all-gathers; call it on every rank of the mesh."""
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for unit in self._units(recurse):
+            for group in unit.groups:
+                if group.axes.shard_mesh_dim is None:
+                    continue
+                ranks = tuple(dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.shard_mesh_dim)))
+                if enable and ranks not in made:
+                    made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                group.reduce_process_group = made[ranks] if enable else None
+        bind_units(self._engine())
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take staging buffers from the process group's own allocator where its backend has one (NCCL).
+
+        Raises: AssertionError together with a custom communication, which allocates by itself.
+        """
+        for group in self._unit().groups:
+            if group.custom_all_gather is not None or group.custom_reduce_scatter is not None:
+                raise AssertionError(
+                    "set_allocate_memory_from_process_group_for_comm cannot be used together with set_custom_all_gather "
+                    "or set_custom_reduce_scatter: a custom communication allocates its own buffers"
+                )
+            group.allocates_from_process_group = enable
+        bind_units(self._engine())
+
+    # ---- plumbing ----
+
+    def _attachment(self) -> Attachment:
+        attachment = attachment_of(cast(nn.Module, self))
+        assert attachment is not None
+        return attachment
+
+    def _unit(self) -> Unit:
+        return self._attachment().unit
+
+    def _engine(self) -> Engine:
+        return provisional_engine(self._attachment())
+
+    def _units(self, recurse: bool) -> Iterator[Unit]:
+        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
+        seen: set[int] = set()
+        for module in modules:
+            attachment = attachment_of(module)
+            if attachment is not None and id(attachment) not in seen:
+                seen.add(id(attachment))
+                yield attachment.unit
+
+    def _replace_policies(self, recurse: bool, **changes: Any) -> None:
+        for unit in self._units(recurse):
+            unit.policy = replace(unit.policy, **changes)
+
+    def _single_group(self, method: str) -> ShardGroup | None:
+        groups = self._unit().groups
+        if len(groups) > 1:
+            raise ConfigError(
+                f"{method} is not supported with multiple param groups (from per-param mesh via shard_placement_fn): "
+                "it would be ambiguous across groups with different meshes."
+            )
+        return groups[0] if groups else None
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # Module.to and its kin must meet the shards; flat memory is rebuilt at the next unshard.
+        self.reshard()
+        return super()._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
+    def run(section: torch.Tensor) -> None:
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            hook(section)
+        torch.accelerator.current_stream().wait_stream(stream)
+
+    return run
+
+
+def _unit_refs(modules: Sequence[FSDPModule]) -> list[weakref.ref[Unit]]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+    return [weakref.ref(module._unit()) for module in modules]  # pyright: ignore[reportPrivateUsage]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Treat ``module.method_name`` like ``forward``: unshard before it, reshard after it.
+
+    Does nothing if ``module`` is not sharded.  Raises: ValueError if it has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    attachment = attachment_of(module)
+    assert attachment is not None
+    wrap_forward_method(module, attachment, method_name)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots (stages of a pipeline) share streams and buffers.
+
+    Raises: ValueError if a module is not sharded.
+    """
+    attachments = [attachment_of(cast(nn.Module, module)) for module in modules]
+    for module, attachment in zip(modules, attachments, strict=True):
+        if attachment is None:
+            raise ValueError(f"Expects list of FSDPModules but got {module}")
+    engines = [provisional_engine(attachment) for attachment in attachments if attachment is not None]
+    for engine in engines[1:]:
+        engine.lanes, engine.pool = engines[0].lanes, engines[0].pool
+        bind_units(engine)

@@ -1,0 +1,201 @@
+"""Any backend through torch.distributed: one packed buffer per collective.
+
+Collectives are looked up on ``torch.distributed`` at every call, so tools and tests may wrap them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwise import torch_private
+from shardwise.comm.buffers import BufferPool, Lease
+from shardwise.comm.lanes import Lane
+from shardwise.comm.protocol import GatherPieces, Pending, Scale, ScatterPieces
+
+
+class AllGatherFunction(Protocol):
+    """A user's all-gather, as torch's ``set_custom_all_gather`` takes it."""
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a buffer for a result."""
+        ...
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
+        ...
+
+
+class ReduceScatterFunction(Protocol):
+    """A user's reduce-scatter, as torch's ``set_custom_reduce_scatter`` takes it."""
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a buffer."""
+        ...
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce ``input_tensor`` over ranks and leave this rank's section in ``output_tensor``."""
+        ...
+
+
+def all_gather_single(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Launch ``output = concat(shard of every rank)``; torch renamed this collective in 2.13."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return function(output, shard, group=group, async_op=True)
+
+
+def reduce_scatter_single(
+    output: torch.Tensor, packed: torch.Tensor, group: dist.ProcessGroup, op: Any
+) -> dist.Work | None:
+    """Launch ``output = my section of op(packed of every rank)``."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return function(output, packed, group=group, op=op, async_op=True)
+
+
+class _Launched:
+    """A collective whose end runs once: wait for the work, deliver, give the buffers back."""
+
+    __slots__ = ("_end", "_lane", "_mark", "_work")
+
+    def __init__(self, work: dist.Work | None, lane: Lane, end: Callable[[], None]) -> None:
+        self._work = work
+        self._lane = lane
+        self._mark = lane.mark()
+        self._end: Callable[[], None] | None = end
+
+    def wait(self) -> None:
+        end, self._end = self._end, None
+        if end is None:
+            return
+        if self._work is not None:
+            self._work.wait()
+        self._lane.current_waits(self._mark)
+        end()
+
+
+class C10dCommunicator:
+    """A process group, its lane and the pool that its buffers come from."""
+
+    def __init__(self, group: dist.ProcessGroup, lane: Lane, pool: BufferPool) -> None:
+        self.group = group
+        self.lane = lane
+        self.pool = pool
+        self.custom_all_gather: AllGatherFunction | None = None
+        self.custom_reduce_scatter: ReduceScatterFunction | None = None
+        self.allocates_from_process_group = False
+        self._size = group.size()
+        self._rank = group.rank()
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    def all_gather(self, pieces: GatherPieces) -> Pending:
+        """Gather sections into one packed buffer, which ``wait`` hands to ``pieces.deliver``."""
+        self.lane.wait_current()
+        with self.lane.run():
+            shard = pieces.shard()
+            packed, lease = self._buffer(shard.numel() * self._size, shard, self.custom_all_gather)
+            if self.custom_all_gather is None:
+                work = all_gather_single(packed, shard, self.group)
+            else:
+                work = self.custom_all_gather(packed, shard, self.group, async_op=True)
+
+        def end() -> None:
+            pieces.deliver(packed)
+            self._give_back(lease)
+
+        return _Launched(work, self.lane, end)
+
+    def reduce_scatter(self, pieces: ScatterPieces, scale: Scale) -> Pending:
+        """Fill one packed buffer, reduce it, and hand this rank's section to ``pieces.deliver``."""
+        like = torch.empty(0, dtype=pieces.dtype, device=self.pool.device)
+        packed, lease = self._buffer(pieces.section_numel * self._size, like, self.custom_reduce_scatter)
+        pieces.fill(packed)
+        self.lane.wait_current()
+        before, op, after = resolve_scale(scale, self._size)
+        with self.lane.run():
+            if self.custom_reduce_scatter is None:
+                output = torch.empty(pieces.section_numel, dtype=pieces.dtype, device=packed.device)
+            else:
+                output = self.custom_reduce_scatter.allocate(
+                    (pieces.section_numel,), dtype=pieces.dtype, device=packed.device
+                )
+            if before is not None:
+                packed.div_(before)
+            if self.custom_reduce_scatter is None:
+                work = reduce_scatter_single(output, packed, self.group, op)
+            else:
+                work = self.custom_reduce_scatter(output, packed, self.group, op, async_op=True)
+
+        def end() -> None:
+            if after is not None:
+                output.div_(after)
+            self._give_back(lease)
+            pieces.deliver(output)
+
+        return _Launched(work, self.lane, end)
+
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale) -> Pending:
+        """Reduce ``tensor`` over the group, in place."""
+        self.lane.wait_current()
+        before, op, after = resolve_scale(scale, self._size)
+        with self.lane.run():
+            if before is not None:
+                tensor.div_(before)
+            work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+
+        def end() -> None:
+            if after is not None:
+                tensor.div_(after)
+
+        return _Launched(work, self.lane, end)
+
+    def _buffer(
+        self, numel: int, like: torch.Tensor, custom: AllGatherFunction | ReduceScatterFunction | None
+    ) -> tuple[torch.Tensor, Lease | None]:
+        if custom is not None:
+            return custom.allocate((numel,), dtype=like.dtype, device=self.pool.device), None
+        if self.allocates_from_process_group:
+            backend = torch_private.backend_of(self.group, self.pool.device)
+            if backend.supports_tensor_alloc(self.pool.device):
+                return backend.allocate_tensor(numel, dtype=like.dtype, device=self.pool.device), None
+        lease = self.pool.lease(numel * like.dtype.itemsize)
+        return lease.tensor(like.dtype), lease
+
+    def _give_back(self, lease: Lease | None) -> None:
+        # The lane allocated it and the current stream read it last: the lane's next user must come after that reader.
+        self.lane.wait_current()
+        if lease is not None:
+            lease.release()
+
+
+def resolve_scale(scale: Scale, size: int) -> tuple[float | None, Any, float | None]:
+    """Return (division before, reduce op, division after) that carry out ``scale`` on a group of ``size`` ranks."""
+    divisor = float(size) if scale.divisor is None else scale.divisor
+    if scale.split:
+        before = 1.0
+        while divisor % before == 0 and divisor / before > before:
+            before *= 2
+        return (before if before != 1 else None), dist.ReduceOp.SUM, divisor / before
+    if divisor == 1:
+        return None, dist.ReduceOp.SUM, None
+    if divisor == size and not scale.sum_only:
+        return None, dist.ReduceOp.AVG, None
+    return None, dist.ReduceOp.SUM, divisor

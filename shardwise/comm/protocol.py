@@ -1,0 +1,96 @@
+"""What the runtime asks of a transport.
+
+A collective is asked for by an object that can hand out and take in bytes; the transport decides how they travel.  A
+packed buffer has one equal section per rank, in rank order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Pending(Protocol):
+    """A launched collective."""
+
+    def wait(self) -> None:
+        """Order the current stream after it (on CPU: block), deliver its result, give its buffers back; once."""
+        ...
+
+
+class GatherPieces(Protocol):
+    """The two ends of an all-gather."""
+
+    def shard(self) -> torch.Tensor:
+        """Return this rank's section: 1-D, contiguous; every rank's has the same dtype and length."""
+        ...
+
+    def deliver(self, packed: torch.Tensor) -> None:
+        """Take the result: 1-D, ``size * len(shard)`` elements, valid only during the call."""
+        ...
+
+
+class ScatterPieces(Protocol):
+    """The two ends of a reduce-scatter."""
+
+    @property
+    def section_numel(self) -> int:
+        """Elements of one section."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype in which gradients are summed."""
+        ...
+
+    def fill(self, packed: torch.Tensor) -> None:
+        """Write every section of the 1-D buffer ``packed`` (``size * section_numel`` elements)."""
+        ...
+
+    def deliver(self, section: torch.Tensor) -> None:
+        """Take this rank's reduced section: 1-D, owned by the receiver from here on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How a sum over ranks becomes the wanted mean.
+
+    Attributes:
+        divisor: what the sum is divided by; None asks for the mean over the group that carries it out.
+        sum_only: the transport may use nothing but sums; scaling is done beside the collective.
+        split: divide by a power of two near sqrt(divisor) before the sum and by the rest after, so that neither fp16's
+            range nor its small numbers are lost.
+    """
+
+    divisor: float | None = None
+    sum_only: bool = False
+    split: bool = False
+
+
+class Communicator(Protocol):
+    """One group of ranks along a mesh axis."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This process's index in the group."""
+        ...
+
+    def all_gather(self, pieces: GatherPieces) -> Pending:
+        """Launch; the result is delivered by ``wait``."""
+        ...
+
+    def reduce_scatter(self, pieces: ScatterPieces, scale: Scale) -> Pending:
+        """Launch; the result is delivered by ``wait``."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale) -> Pending:
+        """Launch, in place."""
+        ...

@@ -1,0 +1,175 @@
+"""Predict a step: every call in order, and what to unshard ahead.  Pure; no function takes a rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardwise.events import Call, Op
+from shardwise.plan.order import Edge, Order
+from shardwise.plan.policy import UnitPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFacts:
+    """What planning needs to know of a unit.
+
+    Attributes:
+        name: path of its module in the root.
+        policy: its behaviour.
+        packed_bytes: staging of its all-gather.  full_bytes: its full parameters.  reduce_bytes: staging of its reduction.
+        borrows: units whose parameters its modules use too (weights tied across units).
+        forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
+    """
+
+    name: str
+    policy: UnitPolicy = field(default_factory=UnitPolicy)
+    packed_bytes: int = 0
+    full_bytes: int = 0
+    reduce_bytes: int = 0
+    borrows: tuple[int, ...] = ()
+    forward_prefetch: tuple[int, ...] | None = None
+    backward_prefetch: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A predicted step.
+
+    Attributes:
+        order: the visits it was made for.
+        calls: what the runtime will do, in order.
+        ahead: for each visit, the units to unshard right after it.
+    """
+
+    order: Order
+    calls: tuple[Call, ...]
+    ahead: tuple[tuple[int, ...], ...]
+
+    def fingerprint(self) -> str:
+        """Return a digest that is the same on every rank that has the same plan."""
+        text = "\n".join(f"{call.op.value} {call.unit} {call.num_bytes}" for call in self.calls)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _Simulation:
+    """Units as the runtime would have them, one visit after another."""
+
+    def __init__(self, order: Order, units: Sequence[UnitFacts], depth: int) -> None:
+        self.order = order
+        self.units = units
+        self.depth = depth
+        self.calls: list[Call] = []
+        self.ahead: list[tuple[int, ...]] = []
+        self.is_gathering: set[int] = set()
+        self.is_full: set[int] = set()
+        self.holders = [0] * len(units)
+        self.in_backward: set[int] = set()
+        self.reduced: list[int] = []
+
+    def call(self, op: Op, unit: int, num_bytes: int = 0) -> None:
+        self.calls.append(Call(op, self.units[unit].name, num_bytes))
+
+    def unshard(self, unit: int) -> None:
+        if unit not in self.is_full and unit not in self.is_gathering:
+            self.is_gathering.add(unit)
+            self.call(Op.UNSHARD, unit, self.units[unit].packed_bytes)
+
+    def need(self, unit: int) -> None:
+        self.unshard(unit)
+        if unit in self.is_gathering:
+            self.is_gathering.discard(unit)
+            self.is_full.add(unit)
+            self.call(Op.WAIT, unit, self.units[unit].full_bytes)
+
+    def reshard(self, unit: int) -> None:
+        if unit in self.is_full:
+            self.is_full.discard(unit)
+            self.call(Op.RESHARD, unit, self.units[unit].full_bytes)
+
+    def upcoming(self, position: int, edge: Edge) -> list[int]:
+        """Return the next ``depth`` units that pass ``edge`` and are not full."""
+        found: list[int] = []
+        for visit in self.order.visits[position + 1 :]:
+            if len(found) == self.depth or (edge is Edge.ENTER_FORWARD and visit.edge is Edge.ENTER_BACKWARD):
+                break
+            if visit.edge is not edge or visit.unit in self.is_full or visit.unit in found:
+                continue
+            if edge is Edge.ENTER_FORWARD or self.units[visit.unit].policy.unshard_in_backward:
+                found.append(visit.unit)
+        return found
+
+    def run_ahead(self, position: int, explicit: tuple[int, ...] | None, edge: Edge) -> None:
+        chosen: list[int] = []
+        if explicit is not None:
+            chosen = [unit for unit in explicit if unit not in self.is_full and unit not in self.is_gathering]
+        else:
+            for unit in self.upcoming(position, edge):
+                if unit not in self.is_gathering:
+                    chosen.append(unit)
+        for unit in chosen:
+            self.unshard(unit)
+        self.ahead[position] = tuple(chosen)
+
+    def run(self) -> None:
+        self.ahead = [()] * len(self.order.visits)
+        for position, visit in enumerate(self.order.visits):
+            self.visit(position, visit.unit, visit.edge)
+        for unit in self.reduced:
+            self.call(Op.COMMIT, unit)
+
+    def visit(self, position: int, unit: int, edge: Edge) -> None:
+        facts = self.units[unit]
+        family = (unit, *facts.borrows)
+        if edge is Edge.ENTER_FORWARD:
+            for member in family:
+                self.holders[member] += 1
+                self.need(member)
+            self.run_ahead(position, facts.forward_prefetch, edge)
+        elif edge is Edge.EXIT_FORWARD:
+            for member in family:
+                self.holders[member] -= 1
+                if not self.holders[member] and self.units[member].policy.reshard_after_forward is not False:
+                    self.reshard(member)
+        elif edge is Edge.ENTER_BACKWARD:
+            self.in_backward.add(unit)
+            if facts.policy.unshard_in_backward:
+                for member in family:
+                    self.need(member)
+            self.run_ahead(position, facts.backward_prefetch, edge)
+        elif edge is Edge.EXIT_BACKWARD:
+            self.exit_backward(unit, has_gradients=True)
+        elif edge is Edge.RELEASE_BACKWARD:
+            self.exit_backward(unit, has_gradients=False)
+        elif edge is Edge.ENTER_RECOMPUTE:
+            for member in family:
+                self.need(member)
+        elif unit not in self.in_backward and facts.policy.reshard_after_forward is not False:
+            self.reshard(unit)
+
+    def exit_backward(self, unit: int, has_gradients: bool) -> None:
+        facts = self.units[unit]
+        self.in_backward.discard(unit)
+        if facts.policy.reshard_after_backward:
+            self.reshard(unit)
+        if not has_gradients:
+            return
+        if facts.policy.sync:
+            self.call(Op.REDUCE, unit, facts.reduce_bytes)
+            self.reduced.append(unit)
+        else:
+            self.call(Op.HOLD, unit)
+
+
+def plan_step(order: Order, units: Sequence[UnitFacts], depth: int = 1) -> StepPlan:
+    """Predict the step that visits ``units`` in ``order``.
+
+    Args:
+        order: the visits, as recorded in an earlier step.
+        units: facts of every unit, by number.
+        depth: units to unshard ahead of their use.
+    """
+    simulation = _Simulation(order, units, depth)
+    simulation.run()
+    return StepPlan(order, tuple(simulation.calls), tuple(simulation.ahead))

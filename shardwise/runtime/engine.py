@@ -1,0 +1,450 @@
+"""One engine per root module: what happens at each edge of forward and backward."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.comm.buffers import BufferPool
+from shardwise.comm.lanes import Lane
+from shardwise.events import Event, Instrument, Op, OrderChanged
+from shardwise.plan.order import Edge, Order, Visit
+from shardwise.plan.policy import UnitPolicy
+from shardwise.plan.prefetch import StepPlan, UnitFacts, plan_step
+from shardwise.runtime.gradients import Gradients, Reduction, add_gradients, launch_reductions, set_gradients
+from shardwise.runtime.unit import Unit, is_in_backward
+
+
+@dataclass(slots=True)
+class Lanes:
+    """The streams of an engine; engines of pipeline stages may share one set."""
+
+    gather: Lane
+    reduce: Lane
+
+    @classmethod
+    def on(cls, device: torch.device) -> Lanes:
+        """Return new lanes for ``device``."""
+        return cls(Lane(device), Lane(device))
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A forward that has begun: of which unit, under which handled exception, in which Python frame."""
+
+    unit: Unit
+    exception: BaseException | None
+    frame_id: int
+
+
+@dataclass(slots=True)
+class _Launch:
+    """Reductions of a unit that have not been committed, and what they consumed."""
+
+    unit: Unit
+    reductions: list[Reduction]
+    held: Gradients
+    partial: Gradients
+
+
+class _BackwardEnd:
+    """The callback that autograd runs when a backward ends; its death without a run means that backward raised."""
+
+    __slots__ = ("__weakref__", "_engine")
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.finish()
+
+
+class Engine:
+    """Carries out the steps of one root module.
+
+    Attributes:
+        units: the units of the root's module tree, root first; ``units[i]`` is number i of every plan.
+        lanes, pool: where collectives run and where their memory comes from.
+        plan: the prediction made from the last step's order; None until a step has shown one.
+        depth: units to unshard ahead of their use.
+        is_last_backward: False defers waiting for reductions to a later backward.
+        max_reductions: reduce-scatter inputs that may live at once.
+        instruments: hear every event.
+    """
+
+    def __init__(self, device: torch.device, lanes: Lanes, pool: BufferPool) -> None:
+        self.units: list[Unit] = []
+        self.device = device
+        self.lanes = lanes
+        self.pool = pool
+        self.plan: StepPlan | None = None
+        self.depth = 1
+        self.is_last_backward = True
+        self.max_reductions = 1
+        self.post_optim_event: torch.Event | None = None
+        self.instruments: list[Instrument] = []
+        self._stack: list[_Frame] = []
+        self._visits: list[Visit] = []
+        self._follows_plan = False
+        self._backward: weakref.ref[_BackwardEnd] | None = None
+        self._in_flight: list[Reduction] = []
+        self._launched: list[_Launch] = []
+        self._numbers: dict[Unit, int] = {}
+        self._planned_policies: tuple[UnitPolicy, ...] = ()
+        self._fresh_held: list[tuple[Unit, Gradients]] = []
+
+    def adopt(self, units: Iterable[Unit]) -> None:
+        """Carry out the steps of ``units`` from here on."""
+        self.units = list(units)
+        self._numbers = {unit: number for number, unit in enumerate(self.units)}
+        emit = self._emitter()
+        for unit in self.units:
+            unit.engine_ref = weakref.ref(self)
+            unit.emit = emit
+        self.plan = None
+
+    def _emitter(self) -> Callable[[Event], None]:
+        ref = weakref.ref(self)
+
+        def emit(event: Event) -> None:
+            engine = ref()
+            if engine is not None:
+                engine.emit(event)
+
+        return emit
+
+    def emit(self, event: Event) -> None:
+        """Tell every instrument."""
+        for instrument in self.instruments:
+            instrument.on_event(event)
+
+    # ---- forward ----
+
+    def before_forward(self, unit: Unit) -> None:
+        """Make the full parameters of ``unit`` readable and start what the plan wants ahead."""
+        if is_in_backward():
+            self._visit(unit, Edge.ENTER_RECOMPUTE)
+            for member in unit.family:
+                member.wait()
+            return
+        if not self._stack or self._is_stale(unit):
+            self._begin_forward()
+        self._stack.append(_Frame(unit, sys.exc_info()[1], _module_frame_id()))
+        starts = not unit.awaited and not unit.holders
+        for member in unit.family:
+            member.holders += 1
+            member.wait()
+        if starts:
+            unit.awaited = unit.module_ids()
+            self._visit(unit, Edge.ENTER_FORWARD)
+            self._run_ahead(unit.forward_prefetch)
+
+    def after_forward(self, unit: Unit, module: nn.Module) -> bool:
+        """Reshard ``unit`` if its policy says so and all its modules have run.
+
+        Returns: True if the output of this forward needs :meth:`before_backward` hooks, False if forward has raised.
+        """
+        if is_in_backward():
+            if not unit.in_backward:
+                unit.reshard_after_forward()
+            self._visit(unit, Edge.EXIT_RECOMPUTE)
+            return True
+        if not self._stack or self._stack[-1].unit is not unit:
+            return True
+        frame = self._stack.pop()
+        if sys.exc_info()[1] is not frame.exception:
+            self._abort_forward(unit)
+            return False
+        unit.awaited.discard(id(module))
+        for member in unit.family:
+            member.holders -= 1
+        if not unit.awaited:
+            if not unit.holders:
+                self._visit(unit, Edge.EXIT_FORWARD)
+            for member in unit.family:
+                if not member.holders:
+                    member.reshard_after_forward()
+        if not self._stack:
+            self._end_forward(unit)
+        return True
+
+    @property
+    def is_in_forward(self) -> bool:
+        """True between the outermost before_forward and its after_forward."""
+        return bool(self._stack)
+
+    def _is_stale(self, unit: Unit) -> bool:
+        # An interrupt (BaseException) skips torch's always-called hooks and leaves frames behind: they are not on the
+        # Python stack any more when the same root starts again.
+        if unit is not self._stack[0].unit:
+            return False
+        frame = sys._getframe(1)
+        wanted = self._stack[0].frame_id
+        while frame is not None:
+            if id(frame) == wanted:
+                return False
+            frame = frame.f_back
+        self.reset()
+        return True
+
+    def _begin_forward(self) -> None:
+        if self._backward is not None and self._backward() is None:
+            self._abort_backward()
+        self._visits = []
+        self._follows_plan = self.plan is not None
+        event, self.post_optim_event = self.post_optim_event, None
+        for lane in (self.lanes.gather, self.lanes.reduce):
+            if event is None:
+                lane.wait_current()
+            else:
+                lane.wait_event(event)
+
+    def _end_forward(self, outermost: Unit) -> None:
+        for unit in self.units:
+            if unit.is_gathering:  # ahead, but forward went another way
+                unit.reshard()
+            if unit.awaited:  # some of its modules did not run: a later call of them stands alone
+                unit.awaited = set()
+                if unit is not outermost:
+                    unit.reshard_after_forward()
+        if not torch.is_grad_enabled() and (self.plan is None or self.plan.order.forward != tuple(self._visits)):
+            self._replan()
+
+    def _abort_forward(self, unit: Unit) -> None:
+        unit.awaited = set()
+        for member in unit.family:
+            member.holders -= 1
+            if not member.holders:
+                member.reshard()
+        if not self._stack:
+            self.reset()
+
+    # ---- backward ----
+
+    def before_backward(self, unit: Unit) -> None:
+        """Make the full parameters of ``unit`` readable for its backward."""
+        self._begin_backward()
+        if unit.in_backward and (unit.is_full or not unit.policy.unshard_in_backward):
+            return
+        unit.in_backward = True
+        if unit.policy.unshard_in_backward:
+            for member in unit.family:
+                member.wait()
+        self._visit(unit, Edge.ENTER_BACKWARD)
+        self._run_ahead(unit.backward_prefetch)
+
+    def gradient_arrived(self, unit: Unit, ordinal: int) -> None:
+        """Take note of one gradient; reduce the unit when its last one is there."""
+        self._begin_backward()
+        unit.gradient_arrived.add(ordinal)
+        if unit.has_all_gradients and not unit.policy.reduces_unused:
+            self.after_backward(unit)
+
+    def inputs_done(self, unit: Unit) -> None:
+        """End the backward of ``unit`` as far as gradients have come: autograd has left its modules.
+
+        A unit that has trainable parameters but no gradient yet was called more than once: its gradients come later.
+        """
+        if unit.in_backward and (unit.gradient_arrived or not unit.num_expected):
+            self.after_backward(unit)
+
+    def after_backward(self, unit: Unit) -> None:
+        """Give the full parameters back and reduce, or hold, the gradients that have come."""
+        self._begin_backward()
+        gradients = unit.take_gradients()
+        unit.in_backward = False
+        if unit.policy.reshard_after_backward:
+            unit.reshard()
+        if not unit.policy.sync:
+            if gradients:
+                self._fresh_held.append((unit, gradients))
+                unit.note(Op.HOLD)
+            self._visit(unit, Edge.EXIT_BACKWARD if gradients else Edge.RELEASE_BACKWARD)
+            return
+        if gradients or unit.held:
+            self._reduce(unit, gradients)
+            self._visit(unit, Edge.EXIT_BACKWARD)
+        else:
+            self._visit(unit, Edge.RELEASE_BACKWARD)
+
+    def _reduce(self, unit: Unit, fresh: Gradients) -> None:
+        while len(self._in_flight) >= self.max_reductions:
+            self._in_flight.pop(0).advance()
+        gradients = add_gradients(unit.held, fresh)
+        launch = _Launch(unit, [], unit.held, {p: unit.partial[p] for p in gradients if p in unit.partial})
+        unit.held = {}
+        self._launched.append(launch)
+        for group in unit.groups:
+            mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
+            launch.reductions += launch_reductions(
+                group, mine, unit.policy, launch.partial, self.lanes.reduce, unit.all_reduce_hook
+            )
+        for param in launch.partial:
+            del unit.partial[param]
+        unit.note(Op.REDUCE, sum(r.num_bytes for r in launch.reductions if r.is_collective))
+        self._in_flight += launch.reductions
+
+    def _begin_backward(self) -> None:
+        if self._backward is not None:
+            if self._backward() is not None:
+                return
+            self._abort_backward()
+        end = _BackwardEnd(self)
+        ref = weakref.ref(self)
+
+        def on_death(dead: weakref.ref[_BackwardEnd]) -> None:
+            engine = ref()
+            if engine is not None and engine._backward is dead:
+                engine._abort_backward()
+
+        self._backward = weakref.ref(end, on_death)
+        torch_private.call_after_backward(end)
+
+    def finish(self) -> None:
+        """End a backward: reduce what came only in part, reshard what is left, set gradients, plan the next step."""
+        try:
+            for unit in reversed(self.units):
+                # Gradients held from earlier backwards must go out with this one, even if this one brought none.
+                is_due = unit.policy.sync and (unit.held or unit.policy.reduces_unused) and not self._was_reduced(unit)
+                if unit.gradient_arrived or unit.in_backward or is_due:
+                    unit.ended_late = True
+                    self.after_backward(unit)
+                elif unit.policy.reshard_after_backward and unit.is_full and not unit.holders:
+                    unit.reshard()
+                    self._visit(unit, Edge.RELEASE_BACKWARD)
+            self._backward = None
+            if self.is_last_backward:
+                self._commit()
+            else:
+                self._keep_held()
+        except BaseException:
+            self._abort_backward()
+            raise
+        self._replan()
+
+    def _was_reduced(self, unit: Unit) -> bool:
+        return any(launch.unit is unit for launch in self._launched)
+
+    def _keep_held(self) -> None:
+        for unit, gradients in self._fresh_held:
+            unit.held = add_gradients(unit.held, gradients)
+        self._fresh_held.clear()
+
+    def _commit(self) -> None:
+        # Nothing of a backward is visible before this point: one that raises leaves earlier microbatches as they were.
+        self._keep_held()
+        launched, self._launched = self._launched, []
+        self._in_flight.clear()
+        for launch in launched:
+            for reduction in launch.reductions:
+                shards = reduction.finish()
+                if reduction.is_partial:
+                    launch.unit.partial.update(shards)
+                else:
+                    set_gradients(reduction.group, shards)
+            launch.unit.note(Op.COMMIT)
+
+    def _abort_backward(self) -> None:
+        """Forget a backward that raised: its gradients, its reductions, its full parameters."""
+        self._backward = None
+        self._fresh_held.clear()
+        launched, self._launched = self._launched, []
+        self._in_flight.clear()
+        for launch in reversed(launched):
+            for reduction in launch.reductions:
+                reduction.cancel()
+            launch.unit.held = {**launch.unit.held, **launch.held}
+            launch.unit.partial = {**launch.unit.partial, **launch.partial}
+        for unit in self.units:
+            unit.drop_gradients()
+        if not self._stack:
+            self.reset()
+
+    # ---- order and plan ----
+
+    def _visit(self, unit: Unit, edge: Edge) -> None:
+        number = self._numbers.get(unit)
+        if number is None:
+            return
+        position = len(self._visits)
+        self._visits.append(Visit(number, edge))
+        if self._follows_plan and self.plan is not None:
+            expected = self.plan.order.visits
+            if position >= len(expected) or expected[position] != self._visits[-1]:
+                self._follows_plan = False
+                name = self.units[expected[position].unit].name if position < len(expected) else "end of step"
+                self.emit(OrderChanged(name, unit.name))
+
+    def _run_ahead(self, explicit: list[weakref.ref[Unit]] | None) -> None:
+        if explicit is not None:
+            for ref in explicit:
+                target = ref()
+                if target is not None:
+                    target.unshard()
+        elif self._follows_plan and self.plan is not None:
+            for number in self.plan.ahead[len(self._visits) - 1]:
+                self.units[number].unshard()
+
+    def _replan(self) -> None:
+        order = Order(tuple(self._visits))
+        policies = tuple(unit.policy for unit in self.units)
+        if self.plan is None or self.plan.order != order or policies != self._planned_policies:
+            self.plan = plan_step(order, self.facts(), self.depth)
+            self._planned_policies = policies
+
+    def facts(self) -> tuple[UnitFacts, ...]:
+        """Return what planning needs to know of every unit."""
+        numbers = self._numbers
+        return tuple(
+            UnitFacts(
+                name=unit.name,
+                policy=unit.policy,
+                packed_bytes=unit.packed_bytes,
+                full_bytes=unit.full_bytes,
+                reduce_bytes=unit.reduce_bytes,
+                borrows=tuple(numbers[other] for other in unit.borrows),
+                forward_prefetch=_numbers_of(unit.forward_prefetch, numbers),
+                backward_prefetch=_numbers_of(unit.backward_prefetch, numbers),
+            )
+            for unit in self.units
+        )
+
+    def forget_step(self) -> None:
+        """Bring every unit back to its shards and drop all gradients that have not reached ``.grad``."""
+        self._abort_backward()
+        self.reset()
+        for unit in self.units:
+            unit.held, unit.partial = {}, {}
+
+    def reset(self) -> None:
+        """Bring every unit back to its shards; gradients held from earlier backwards stay."""
+        self._stack.clear()
+        for unit in self.units:
+            unit.holders = 0
+            unit.awaited = set()
+            unit.in_backward = False
+            unit.reshard()
+        self._visits = []
+        self._follows_plan = False
+
+
+def _module_frame_id() -> int:
+    """Return the id of the frame that runs the module which is about to start its forward."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name not in ("_call_impl", "forward_method"):
+        frame = frame.f_back
+    return id(frame)
+
+
+def _numbers_of(refs: list[weakref.ref[Unit]] | None, numbers: dict[Unit, int]) -> tuple[int, ...] | None:
+    if refs is None:
+        return None
+    units = [unit for ref in refs if (unit := ref()) is not None]
+    return tuple(numbers[unit] for unit in units if unit in numbers)

@@ -1,0 +1,282 @@
+"""Gradients of a group: packed, reduced over ranks, and set on the sharded parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise import torch_private
+from shardwise.comm.lanes import Lane
+from shardwise.comm.protocol import Pending, Scale
+from shardwise.layout.bucket import Bucket, build_bucket
+from shardwise.plan.policy import UnitPolicy
+from shardwise.runtime.group import ShardGroup
+from shardwise.runtime.param import UnitParam
+from shardwise.runtime.precision import CPUOffloadPolicy
+from shardwise.runtime.shards import full_window, packed_window
+
+Gradients = dict[UnitParam, torch.Tensor]
+
+
+def take_gradients(group: ShardGroup) -> Gradients:
+    """Return the local gradients of the full parameters and clear them there."""
+    taken: Gradients = {}
+    for param in group.params:
+        full = param.full
+        if full is None or full.grad is None:
+            continue
+        gradient, full.grad = full.grad, None
+        taken[param] = _local_gradient(gradient, param)
+    return taken
+
+
+def _local_gradient(gradient: torch.Tensor, param: UnitParam) -> torch.Tensor:
+    gradient = torch_private.wait_tensor(gradient)
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert param.inner_spec is not None
+    placements = param.inner_spec.placements
+    if gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
+    return torch_private.wait_tensor(torch_private.local_of(gradient))
+
+
+def add_gradients(old: Mapping[UnitParam, torch.Tensor], new: Mapping[UnitParam, torch.Tensor]) -> Gradients:
+    """Return the sum per parameter; tensors of one side alone are taken over, neither side is changed."""
+    total: Gradients = dict(old)
+    for param, gradient in new.items():
+        total[param] = total[param] + gradient if param in total else gradient
+    return total
+
+
+def in_reduce_dtype(group: ShardGroup, gradients: Gradients) -> Gradients:
+    """Return ``gradients`` in the dtypes that they are reduced (and held) in."""
+    return {p: g.to(group.precision.dtype_of_reduction(p.dtype)) for p, g in gradients.items()}
+
+
+@dataclass(slots=True, eq=False)
+class _Packing:
+    """The sending and receiving end of a reduce-scatter."""
+
+    layout: Bucket
+    gradients: list[torch.Tensor]
+    dtype: torch.dtype
+    section: torch.Tensor | None = None
+
+    @property
+    def section_numel(self) -> int:
+        return self.layout.section_numel
+
+    def fill(self, packed: torch.Tensor) -> None:
+        if self.layout.has_padding:
+            packed.zero_()
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for index, gradient in enumerate(self.gradients):
+            flat = gradient.reshape(-1)
+            for move in self.layout.moves(index, into_full=False):
+                targets.append(packed_window(packed, move))
+                sources.append(full_window(flat, move, 0))
+        torch_private.copy_all(targets, sources)
+        self.gradients = []
+
+    def deliver(self, section: torch.Tensor) -> None:
+        self.section = section
+
+
+@dataclass(slots=True, eq=False)
+class Reduction:
+    """Gradients of one dtype of one group on their way through the ranks.
+
+    Stages: reduce-scatter in flight, then (with replicas) all-reduce in flight, then a finished section.
+    """
+
+    group: ShardGroup
+    params: list[UnitParam]
+    packing: _Packing
+    pending: Pending | None
+    lane: Lane
+    replica_scale: Scale
+    syncs_replicas: bool
+    partial: Gradients
+    hook: Callable[[torch.Tensor], None] | None
+    _is_scattered: bool = field(default=False)
+
+    def advance(self) -> None:
+        """Wait for the reduce-scatter and launch what follows it; does nothing the second time."""
+        if self._is_scattered:
+            return
+        self._is_scattered = True
+        with self.lane.run():
+            if self.pending is not None:
+                self.pending.wait()
+            section = self._section()
+            for index, param in enumerate(self.params):
+                if param in self.partial:
+                    _window(section, self.packing.layout, index, self._rank).add_(self.partial[param])
+            self.pending = None
+            replicas = self.group.comm.replicas
+            if replicas is not None and self.syncs_replicas:
+                self.pending = replicas.all_reduce(section, self.replica_scale)
+            elif self.hook is not None:
+                self.hook(section)
+
+    def finish(self) -> Gradients:
+        """Return this rank's reduced shards in the reduce dtype; the current stream may read them."""
+        self.advance()
+        with self.lane.run():
+            if self.pending is not None:
+                self.pending.wait()
+                self.pending = None
+                if self.hook is not None:
+                    self.hook(self._section())
+        self.lane.current_waits(self.lane.mark())
+        section = self._section()
+        return {p: _window(section, self.packing.layout, i, self._rank) for i, p in enumerate(self.params)}
+
+    def cancel(self) -> None:
+        """Let the collective end, if it can, and forget its result."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            with contextlib.suppress(RuntimeError):  # a peer may be gone; then the buffers are lost with it
+                pending.wait()
+
+    @property
+    def is_collective(self) -> bool:
+        """True when shards of other ranks are summed."""
+        return self.group.comm.reduce is not None and self.group.comm.reduce.size > 1
+
+    @property
+    def is_partial(self) -> bool:
+        """True when replicas have not been summed: the result is kept for a later backward."""
+        return self.group.comm.replicas is not None and not self.syncs_replicas
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed buffer."""
+        return self.packing.section_numel * self.group.axes.num_shards * self.packing.dtype.itemsize
+
+    @property
+    def _rank(self) -> int:
+        return self.group.axes.shard_rank
+
+    def _section(self) -> torch.Tensor:
+        section = self.packing.section
+        assert section is not None
+        return section
+
+
+def _window(section: torch.Tensor, layout: Bucket, index: int, rank: int) -> torch.Tensor:
+    shard = layout.shards[index]
+    return section.narrow(0, layout.offsets[index], shard.shard_numel(rank)).view(shard.shard_shape(rank))
+
+
+def launch_reductions(
+    group: ShardGroup,
+    gradients: Gradients,
+    policy: UnitPolicy,
+    partial: Gradients,
+    lane: Lane,
+    hook: Callable[[torch.Tensor], None] | None,
+) -> list[Reduction]:
+    """Start the reduction of ``gradients``: one per reduce dtype, parameters in the group's order on every rank."""
+    by_dtype: dict[torch.dtype, list[UnitParam]] = {}
+    for param in group.params:
+        if param in gradients:
+            by_dtype.setdefault(group.precision.dtype_of_reduction(param.dtype), []).append(param)
+    return [
+        _launch(group, params, [gradients[p] for p in params], dtype, policy, partial, lane, hook)
+        for dtype, params in by_dtype.items()
+    ]
+
+
+def _launch(
+    group: ShardGroup,
+    params: list[UnitParam],
+    gradients: list[torch.Tensor],
+    dtype: torch.dtype,
+    policy: UnitPolicy,
+    partial: Gradients,
+    lane: Lane,
+    hook: Callable[[torch.Tensor], None] | None,
+) -> Reduction:
+    alignment = 1 if group.device.type == "cpu" else max(16 // dtype.itemsize, 1)
+    layout = build_bucket([param.shard for param in params], alignment)
+    packing = _Packing(layout, gradients, dtype)
+    scale = _scale(group, dtype, policy)
+    mine = {param: partial[param] for param in params if param in partial}
+    pending: Pending | None = None
+    replica_scale = _replica_scale(scale)
+    comm = group.comm.reduce
+    if comm is None or comm.size == 1:
+        section = torch.empty(layout.section_numel, dtype=dtype, device=group.device)
+        packing.fill(section)
+        packing.deliver(section)
+        replica_scale = scale
+        if group.comm.replicas is None and scale.divisor is not None:
+            section.div_(scale.divisor)
+    else:
+        pending = comm.reduce_scatter(packing, scale)
+    reduction = Reduction(group, params, packing, pending, lane, replica_scale, policy.syncs_replicas, mine, hook)
+    if lane.is_concurrent:
+        reduction.advance()
+    return reduction
+
+
+def _scale(group: ShardGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale:
+    """Return the scale of the reduce-scatter; the all-reduce after it takes :func:`_replica_scale`."""
+    risky = dtype not in (torch.float32, torch.float64, torch.bfloat16)
+    size = group.axes.num_shards * group.axes.num_replicas
+    if policy.divide_factor is not None:
+        return Scale(policy.divide_factor, policy.sum_only, risky)
+    if risky or policy.sum_only:
+        return Scale(float(size), policy.sum_only, risky)
+    return Scale()
+
+
+def _replica_scale(scale: Scale) -> Scale:
+    # Without an explicit divisor both collectives average; with one the reduce-scatter has divided by all of it.
+    return Scale() if scale.divisor is None else Scale(1.0, scale.sum_only)
+
+
+def set_gradients(group: ShardGroup, shards: Gradients) -> None:
+    """Accumulate reduced shards into ``.grad`` of the sharded parameters and run the hooks that wait for that."""
+    casts: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+    olds: list[torch.Tensor] = []
+    news: list[torch.Tensor] = []
+    for param, shard in shards.items():
+        local = _in_storage_form(group, param, shard, casts)
+        existing = param.sharded.grad
+        if existing is None:
+            spec = torch_private.spec_of(param.sharded)
+            param.sharded.grad = torch_private.dtensor_from_local(local, spec)
+        else:
+            olds.append(torch_private.local_of(existing))
+            news.append(local)
+    if olds:
+        torch_private.add_all(olds, news)
+    for param in shards:
+        for hook in torch_private.post_accumulate_hooks(param.sharded):
+            hook(param.sharded)
+
+
+def _in_storage_form(
+    group: ShardGroup, param: UnitParam, shard: torch.Tensor, casts: dict[tuple[int, torch.dtype], torch.Tensor]
+) -> torch.Tensor:
+    # Shards of one reduction are windows of one buffer: cast and move the buffer once, then take the windows again.
+    device = group.storage_device
+    if shard.dtype == param.dtype and shard.device == device:
+        return shard
+    storage = shard.untyped_storage()
+    key = (storage.data_ptr(), param.dtype)
+    if key not in casts:
+        whole = torch.empty(0, dtype=shard.dtype, device=shard.device)
+        whole.set_(storage, 0, (storage.nbytes() // shard.dtype.itemsize,), (1,))
+        pin = isinstance(group.offload, CPUOffloadPolicy) and group.offload.can_pin and shard.device.type != "cpu"
+        moved = torch.empty(whole.shape, dtype=param.dtype, device=device, pin_memory=pin)
+        casts[key] = moved.copy_(whole)
+    return casts[key].as_strided(shard.shape, shard.stride(), shard.storage_offset())

@@ -1,0 +1,299 @@
+"""The parameters of a unit on one mesh: gathered in one collective, reduced in one per dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.comm.buffers import BufferPool
+from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
+from shardwise.comm.protocol import Communicator, Pending
+from shardwise.errors import StateError
+from shardwise.layout.bucket import build_bucket
+from shardwise.layout.shard import ChunkShard
+from shardwise.runtime.axes import MeshAxes
+from shardwise.runtime.extension import ExtensionParams
+from shardwise.runtime.param import UnitParam
+from shardwise.runtime.placement import sub_parameter
+from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.runtime.shards import FlatBucket, FullBuffer, Shards, make_full_parameter
+
+
+@dataclass(slots=True)
+class GroupComm:
+    """How a group talks: along the shard axis, along the replica axis, and along the smaller mesh after forward."""
+
+    shards: Communicator | None
+    reduce: Communicator | None
+    replicas: Communicator | None
+    sub: Communicator | None = None
+
+
+@dataclass(slots=True)
+class _Delivery:
+    """The receiving end of an all-gather from ``shards`` into a group's full buffers."""
+
+    group: ShardGroup
+    shards: Shards
+
+    def shard(self) -> torch.Tensor:
+        return self.shards.section()
+
+    def deliver(self, packed: torch.Tensor) -> None:
+        self.shards.unpack(packed, self.group.hold_fulls())
+
+
+class ShardGroup:
+    """Parameters of one unit that share a mesh.
+
+    Attributes:
+        params: in the order of the modules.
+        axes: the data-parallel mesh.  sub_axes: the smaller one that parameters go to after forward, if any.
+    """
+
+    def __init__(
+        self,
+        params: list[UnitParam],
+        axes: MeshAxes,
+        precision: MixedPrecisionPolicy,
+        offload: OffloadPolicy,
+        device: torch.device,
+    ) -> None:
+        self.params = params
+        self._members = set(params)
+        self.axes = axes
+        self.sub_axes: MeshAxes | None = None
+        self.precision = precision
+        self.offload = offload
+        self.device = device
+        self.extended = ExtensionParams(self)
+        self._main: Shards | None = None
+        self._sub: Shards | None = None
+        self._fulls: list[FullBuffer] = []
+        self.custom_all_gather: AllGatherFunction | None = None
+        self.custom_reduce_scatter: ReduceScatterFunction | None = None
+        self.reduce_process_group: dist.ProcessGroup | None = None
+        self.allocates_from_process_group = False
+        self._pool: BufferPool | None = None
+        self._comm: GroupComm | None = None
+
+    # ---- flat memory ----
+
+    @property
+    def storage_device(self) -> torch.device:
+        """Where the shards live."""
+        return torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.device
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of staging that an all-gather needs; 0 when nothing is gathered."""
+        return self._main.packed_bytes if self._main is not None and self.axes.num_shards > 1 else 0
+
+    @property
+    def members(self) -> set[UnitParam]:
+        """The parameters as a set."""
+        return self._members
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of staging that the reduction of all trainable parameters needs."""
+        if self.axes.num_shards == 1:
+            return 0
+        sections = (
+            param.shard.section_numel * self.precision.dtype_of_reduction(param.dtype).itemsize
+            for param in self.params
+            if param.sharded.requires_grad
+        )
+        return self.axes.num_shards * sum(sections)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full parameters beyond the shards."""
+        return sum(full.num_bytes for full in self._fulls)
+
+    def ensure_packed(self) -> None:
+        """Gather the shards into flat memory again if user code has replaced a parameter or its memory."""
+        if self._main is None or not self._is_packed():
+            self._pack()
+
+    def _is_packed(self) -> bool:
+        assert self._main is not None
+        for bucket in self._main.buckets:
+            base = bucket.local.data_ptr()
+            itemsize = bucket.dtype.itemsize
+            for param, offset in zip(bucket.params, bucket.layout.offsets, strict=True):
+                if not param.is_registered:
+                    return False
+                local = torch_private.local_of(param.sharded)
+                if local.data_ptr() != base + offset * itemsize and local.numel():
+                    return False
+                if local.dtype != bucket.dtype:
+                    return False
+        return self.extended.is_current(self.params)
+
+    def _pack(self) -> None:
+        for param in self.params:
+            param.adopt_registered()
+        plain = [param for param in self.params if not self.extended.wants(param)]
+        self.extended.adopt([param for param in self.params if self.extended.wants(param)])
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[UnitParam]] = {}
+        for param in plain:
+            by_dtype.setdefault((param.dtype, self.precision.dtype_of_full(param.dtype)), []).append(param)
+        buckets = [self._make_bucket(params, *dtypes) for dtypes, params in by_dtype.items()]
+        self._main = Shards(buckets, self.axes.num_shards, self.device)
+        self._sub = None
+        self._fulls = [self._make_full(bucket) for bucket in buckets]
+        for param in plain:
+            param.full = None
+            param.is_hooked = False
+
+    def _make_bucket(self, params: list[UnitParam], dtype: torch.dtype, full_dtype: torch.dtype) -> FlatBucket:
+        layout = build_bucket([param.shard for param in params], self._alignment(dtype), self._alignment(full_dtype))
+        device = params[0].local.device
+        local = torch.zeros(layout.section_numel, dtype=dtype, device=device)
+        if isinstance(self.offload, CPUOffloadPolicy) and self.offload.can_pin and device.type == "cpu":
+            local = local.pin_memory()
+        bucket = FlatBucket(params, layout, dtype, full_dtype, local)
+        rank = self.axes.shard_rank
+        with torch.no_grad():
+            for index, param in enumerate(params):
+                window = Shards.local_view(bucket, index, rank)
+                if device.type != "meta":
+                    window.copy_(param.local)
+                torch_private.set_local(param.sharded, window.requires_grad_(param.local.requires_grad))
+        return bucket
+
+    def _alignment(self, dtype: torch.dtype) -> int:
+        # 16 bytes keep vector loads of an accelerator's kernels possible; on CPU gaps would only cost.
+        return 1 if self.device.type == "cpu" else max(16 // dtype.itemsize, 1)
+
+    def _make_full(self, bucket: FlatBucket) -> FullBuffer:
+        is_same = bucket.dtype == bucket.full_dtype and bucket.local.device == self.device
+        shared = bucket.local if self.axes.num_shards == 1 and is_same else None
+        return FullBuffer(bucket.layout, bucket.full_dtype, self.device, shared)
+
+    # ---- unshard and reshard ----
+
+    def bind(self, pool: BufferPool, comm: GroupComm) -> None:
+        """Use ``pool`` for memory and ``comm`` for collectives from here on."""
+        self._pool = pool
+        self._comm = comm
+
+    @property
+    def pool(self) -> BufferPool:
+        """Where full parameters and staging buffers come from."""
+        if self._pool is None:
+            raise StateError("parameters were asked for before an engine was there; run the root's forward or unshard()")
+        return self._pool
+
+    @property
+    def comm(self) -> GroupComm:
+        """How the group talks."""
+        if self._comm is None:
+            raise StateError("a collective was asked for before an engine was there; run the root's forward or unshard()")
+        return self._comm
+
+    def gather(self, from_sub: bool) -> Pending | None:
+        """Launch the all-gather of the full parameters; None if there is nothing to wait for."""
+        if not from_sub:
+            self.ensure_packed()
+        shards, comm = (self._sub, self.comm.sub) if from_sub else (self._main, self.comm.shards)
+        assert shards is not None
+        delivery = _Delivery(self, shards)
+        if self.extended.params and not from_sub:
+            return self.extended.gather(delivery, len(shards.buckets))
+        if not shards.buckets:
+            return None
+        if comm is None or comm.size == 1:
+            if not all(full.is_shared for full in self._fulls):
+                delivery.deliver(delivery.shard())
+            return None
+        return comm.all_gather(delivery)
+
+    def hold_fulls(self) -> list[torch.Tensor]:
+        """Return the 1-D full buffers, with memory under them."""
+        return [full.hold(self.pool) for full in self._fulls]
+
+    def register_full(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
+        """Hang the full parameters on the modules; return how many of them want gradients.
+
+        ``on_gradient(param)`` makes the hook that a full parameter runs when its gradient has been accumulated.
+        """
+        assert self._main is not None
+        num_trainable = 0
+        for bucket, buffer in zip(self._main.buckets, self._fulls, strict=True):
+            for index, param in enumerate(bucket.params):
+                full = param.full
+                if full is None:
+                    shape, base = param.shard.shape, bucket.layout.full_offsets[index]
+                    full = param.full = make_full_parameter(buffer.hold(self.pool), shape, base, param)
+                num_trainable += self._sync_requires_grad(param, full, on_gradient)
+                param.register(full)
+        for param in self.extended.params:
+            full = param.full
+            assert full is not None
+            num_trainable += self._sync_requires_grad(param, full, on_gradient)
+            param.register(full)
+        return num_trainable
+
+    @staticmethod
+    def _sync_requires_grad(
+        param: UnitParam, full: nn.Parameter, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]
+    ) -> int:
+        wanted = param.sharded.requires_grad
+        if full.requires_grad is not wanted:
+            full.requires_grad_(wanted)
+        if wanted and not param.is_hooked:
+            full.register_post_accumulate_grad_hook(on_gradient(param))
+            param.is_hooked = True
+        return int(wanted)
+
+    def register_sharded(self) -> None:
+        """Hang the sharded parameters on the modules and give the full memory back."""
+        for param in self.params:
+            param.register(param.sharded)
+        self.drop()
+
+    def drop(self) -> None:
+        """Give the memory of the full parameters back."""
+        for full in self._fulls:
+            full.drop()
+        self.extended.drop()
+
+    def drop_sub(self) -> None:
+        """Give the shards of the smaller mesh back."""
+        self._sub = None
+        for param in self.params:
+            param.subsharded = None
+
+    def cut_to_sub(self) -> None:
+        """Keep this rank's shard on the smaller mesh, hang it on the modules, give the full memory back."""
+        assert self._main is not None
+        assert self.sub_axes is not None
+        num_shards, rank = self.sub_axes.num_shards, self.sub_axes.shard_rank
+        buckets: list[FlatBucket] = []
+        for bucket in self._main.buckets:
+            cuts = [ChunkShard(shard.shape, shard.dim, num_shards) for shard in bucket.layout.shards]
+            dtype = bucket.full_dtype
+            layout = build_bucket(cuts, self._alignment(dtype), self._alignment(dtype))
+            local = torch.empty(layout.section_numel, dtype=dtype, device=self.device)
+            buckets.append(FlatBucket(bucket.params, layout, dtype, dtype, local))
+        self._sub = Shards(buckets, num_shards, self.device)
+        self._sub.cut_from(self.hold_fulls(), rank)
+        for bucket in buckets:
+            for index, param in enumerate(bucket.params):
+                window = Shards.local_view(bucket, index, rank)
+                param.subsharded = sub_parameter(param, bucket.layout.shards[index], window, self.sub_axes)
+                param.register(param.subsharded)
+        self.drop()
+
+    def flat_locals(self) -> Sequence[FlatBucket]:
+        """Return the buckets whose ``local`` tensors hold all plain shards."""
+        self.ensure_packed()
+        assert self._main is not None
+        return self._main.buckets

@@ -1,0 +1,155 @@
+"""The hooks that tie modules to an engine: one call each.  The only file that registers hooks on modules and outputs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.nested import cast_floating, map_tensors, tensors_in
+from shardwise.runtime.unit import Unit
+
+logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class Attachment:
+    """What a module carries: its unit, and its engine if it is a root.
+
+    Ownership runs module -> attachment -> (engine ->) unit; every way back is weak.
+
+    Attributes:
+        unit: the parameters.
+        engine: owned here by a root's attachment; None until the first forward, and for non-roots.
+        is_root: None until the first forward of the root.
+        resolve: finds the root's engine; given by the door, because it knows how units become one engine.
+    """
+
+    def __init__(self, unit: Unit, resolve: Callable[[Attachment], Engine]) -> None:
+        self.unit = unit
+        self.engine: Engine | None = None
+        self.is_root: bool | None = None
+        self.resolve = resolve
+
+    def install(self) -> None:
+        """Register the forward hooks on the unit's modules."""
+        for module in self.unit.modules:
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after_forward, prepend=False, always_call=True)
+
+    def live_engine(self) -> Engine:
+        """Return the engine of this unit's root."""
+        engine = self.unit.engine_ref()
+        return self.resolve(self) if engine is None or self.is_root is None else engine
+
+    @torch_private.dynamo_disabled
+    def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Pre-forward hook: full parameters, inputs on the device and in the compute dtype."""
+        engine = self.live_engine()
+        if not engine.is_in_forward and engine.device.type != "cpu":
+            args, kwargs = to_device(args, engine.device), to_device(kwargs, engine.device)
+        self._log("pre_forward")
+        engine.before_forward(self.unit)
+        precision = self.unit.precision
+        if precision.param_dtype is not None and precision.cast_forward_inputs:
+            args, kwargs = cast_floating(args, precision.param_dtype), cast_floating(kwargs, precision.param_dtype)
+        if self.unit.wants_boundary and torch.is_grad_enabled():
+            self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    @torch_private.dynamo_disabled
+    def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+        """Forward hook, also run when forward has raised."""
+        engine = self.unit.engine_ref()
+        if engine is None or not engine.after_forward(self.unit, module):
+            return None
+        self._log("post_forward")
+        if torch.is_grad_enabled():
+            self._watch_outputs(output)
+        dtype = self.unit.precision.output_dtype
+        return output if dtype is None else cast_floating(output, dtype)
+
+    def _watch_outputs(self, output: Any) -> None:
+        def pre_backward(_: Any) -> None:
+            self.before_backward()
+
+        for tensor in tensors_in(output):
+            if not tensor.requires_grad:
+                continue
+            tensor.register_hook(pre_backward)
+            # An in-place op on a view puts a new history in place of the view's and would lose the hook above; the
+            # history of the tensor under it stays.
+            base = torch_private.base_of_view(tensor)
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(pre_backward)
+
+    def _watch_inputs(self, args: Args, kwargs: Kwargs) -> None:
+        watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
+        missing = num_watched = len(watched)
+
+        def on_gradient(_: torch.Tensor) -> None:
+            nonlocal missing
+            missing -= 1
+            if missing == 0:
+                missing = num_watched  # a graph that is kept may run backward again
+                self.inputs_done()
+
+        for tensor in watched:
+            tensor.register_hook(on_gradient)
+
+    @torch_private.dynamo_disabled
+    def before_backward(self) -> None:
+        """Runs when the first gradient of an output is known."""
+        engine = self.unit.engine_ref()
+        if engine is not None:
+            self._log("pre_backward")
+            engine.before_backward(self.unit)
+
+    @torch_private.dynamo_disabled
+    def inputs_done(self) -> None:
+        """Runs when the gradients of all inputs of one forward are known."""
+        engine = self.unit.engine_ref()
+        if engine is not None:
+            engine.inputs_done(self.unit)
+
+    def _log(self, what: str) -> None:
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("FSDP::%s (%s)", what, self.unit.name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        from shardwise.runtime.copying import copy_attachment
+
+        return copy_attachment(self, memo)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return ``value`` with its tensors on ``device``, containers rebuilt."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
+
+
+def wrap_forward_method(module: nn.Module, attachment: Attachment, name: str) -> None:
+    """Let method ``name`` of ``module`` run between the forward hooks, as ``forward`` does."""
+    original: Callable[..., Any] = getattr(module, name)
+    module_ref = weakref.ref(module)
+
+    @functools.wraps(original)
+    def forward_method(*args: Any, **kwargs: Any) -> Any:
+        owner = module_ref()
+        assert owner is not None
+        args, kwargs = attachment.before_forward(owner, args, kwargs)
+        try:
+            output = original(*args, **kwargs)
+        except Exception:
+            attachment.after_forward(owner, args, None)
+            raise
+        return attachment.after_forward(owner, args, output)
+
+    setattr(module, name, forward_method)

@@ -1,0 +1,91 @@
+"""One parameter of a unit: its sharded and its full form, and where it hangs on its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.layout.shard import ChunkShard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    from shardwise.runtime.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place where a parameter hangs: a module's dict of parameters (which does not keep the module alive) and a name."""
+
+    parameters: dict[str, nn.Parameter | None]
+    name: str
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(eq=False)
+class UnitParam:
+    """A parameter that a unit manages.
+
+    Attributes:
+        fqn: its path; from the module it was found in until the first forward, from the root after.
+        slots: every place that uses it; tied weights have several.
+        shard: how the local tensor is cut over the shard axis.
+        spec: the DTensor description of the sharded parameter and its gradients.
+        inner_spec: that of the full parameter if it is itself a DTensor (tensor parallelism), else None.
+        sharded: the registered parameter while sharded; what optimizers hold.
+        full: the registered parameter while unsharded; made at the first unshard and then kept, because autograd's
+            saved tensors and accumulators belong to it.
+        subsharded: the registered parameter while resharded to a smaller mesh.
+        ordinal: its index among the parameters of its unit.
+        is_hooked: the full parameter reports its gradients.
+        module: weak reference to the module of the first slot.
+        owner: weak reference to its unit.
+    """
+
+    fqn: str
+    slots: list[Slot]
+    shard: ChunkShard
+    spec: DTensorSpec
+    inner_spec: DTensorSpec | None
+    sharded: nn.Parameter
+    full: nn.Parameter | None = None
+    subsharded: nn.Parameter | None = None
+    ordinal: int = 0
+    is_hooked: bool = False
+    module: Callable[[], nn.Module | None] = field(default=_nothing)
+    owner: Callable[[], Unit | None] = field(default=_nothing)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameter's own dtype."""
+        return torch_private.local_of(self.sharded).dtype
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard."""
+        return torch_private.local_of(self.sharded)
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Hang ``parameter`` in every slot."""
+        for slot in self.slots:
+            slot.parameters[slot.name] = parameter
+
+    @property
+    def is_registered(self) -> bool:
+        """True if one of this parameter's own forms hangs in its first slot."""
+        current = self.slots[0].parameters[self.slots[0].name]
+        return current is self.sharded or current is self.full or current is self.subsharded
+
+    def adopt_registered(self) -> None:
+        """Take the parameter that hangs in the first slot as the sharded one: user code may have replaced it."""
+        current = self.slots[0].parameters[self.slots[0].name]
+        if current is not None and current is not self.full and current is not self.subsharded:
+            self.sharded = current

@@ -1,0 +1,62 @@
+"""Dtypes of a unit, and where its shards live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """In which dtypes a unit computes, reduces and returns.
+
+    Attributes:
+        param_dtype: dtype of the all-gather and of forward and backward; None: the parameter's own.
+        reduce_dtype: dtype of the gradient reduction and of gradients held back; None: ``param_dtype``.
+        output_dtype: dtype that floating-point outputs of forward are cast to; None: no cast.
+        cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``.
+
+    Sharded parameters, their gradients and optimizer states keep the parameter's own dtype.
+    Source: torch.distributed.fsdp.MixedPrecisionPolicy.
+
+    Example:
+        >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).cast_forward_inputs
+        True
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def dtype_of_full(self, original: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a parameter of dtype ``original`` is all-gathered and used."""
+        if self.param_dtype is None or not original.is_floating_point:
+            return original
+        return self.param_dtype
+
+    def dtype_of_reduction(self, original: torch.dtype) -> torch.dtype:
+        """Return the dtype in which its gradients are reduced."""
+        return self.reduce_dtype if self.reduce_dtype is not None else self.dtype_of_full(original)
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Where sharded parameters, gradients and optimizer states live; this base class: on the mesh's device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keep sharded parameters and gradients, and so optimizer states, in host memory.
+
+    Attributes:
+        pin_memory: page-lock them, so that copies overlap with compute; ignored on a host without an accelerator.
+    """
+
+    pin_memory: bool = True
+
+    @property
+    def can_pin(self) -> bool:
+        """True when page-locking is asked for and possible."""
+        return self.pin_memory and torch.accelerator.is_available()

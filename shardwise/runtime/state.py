@@ -1,0 +1,53 @@
+"""The states of a unit and the moves between them that are legal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.comm.protocol import Pending
+from shardwise.errors import StateError
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """This rank holds its shards alone; the sharded parameters are registered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """All-gather launched; the full parameters may not be read yet."""
+
+    pending: tuple[Pending, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unsharded:
+    """The full parameters are registered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subsharded:
+    """Resharded to a smaller mesh after forward; the parameters on that mesh are registered."""
+
+
+UnitState = Sharded | Gathering | Unsharded | Subsharded
+
+LEGAL_MOVES: frozenset[tuple[type, type]] = frozenset(
+    {
+        (Sharded, Gathering),
+        (Subsharded, Gathering),
+        (Gathering, Unsharded),
+        (Unsharded, Sharded),
+        (Unsharded, Subsharded),
+        (Subsharded, Sharded),
+    }
+)
+
+
+def check_move(unit: str, old: UnitState, new: UnitState) -> None:
+    """Raise StateError if a unit may not go from ``old`` to ``new``."""
+    if (type(old), type(new)) not in LEGAL_MOVES:
+        raise StateError(
+            f"unit '{unit}' is {type(old).__name__} and cannot become {type(new).__name__}; "
+            f"legal next states: {sorted(to.__name__ for start, to in LEGAL_MOVES if start is type(old))}"
+        )

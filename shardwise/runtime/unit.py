@@ -1,0 +1,232 @@
+"""One set of parameters that unshard and reshard together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.events import Call, Event, Op
+from shardwise.plan.policy import UnitPolicy
+from shardwise.runtime.gradients import Gradients, in_reduce_dtype, take_gradients
+from shardwise.runtime.group import ShardGroup
+from shardwise.runtime.param import UnitParam
+from shardwise.runtime.precision import MixedPrecisionPolicy
+from shardwise.runtime.state import Gathering, Sharded, Subsharded, UnitState, Unsharded, check_move
+
+if TYPE_CHECKING:
+    from shardwise.runtime.engine import Engine
+
+
+class Unit:
+    """The parameters of one ``fully_shard`` or ``replicate`` call.
+
+    One arrow of the state machine is one method; :meth:`_enter` checks the arrow and stores the state.
+
+    Attributes:
+        groups: its parameters, one group per mesh.
+        policy: its behaviour; replaced whole.
+        name: paths of its modules in the root, from the first forward on.
+        gradient_arrived: ordinals of the parameters whose gradient has come in the running backward.
+        held: gradients of earlier backwards without sync, per parameter, in the reduce dtype.
+        partial: sums over the shard axis that replicas have not been summed into.
+        borrows: units whose parameters its modules use too.
+        holders: forwards that are using its full parameters now.
+        awaited: ids of the modules that have not run yet in a forward that has begun; only units of several modules wait.
+        uses_default_reshard: ``reshard_after_forward`` was not given, so a root keeps its parameters.
+        max_reductions: reduce-scatter inputs that may live at once; the largest of an engine's units holds.
+        forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
+        ended_late: its last backward ended without some gradient, at the end of the whole backward.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], precision: MixedPrecisionPolicy, policy: UnitPolicy) -> None:
+        self._modules = tuple(weakref.ref(module) for module in modules)
+        self.groups: list[ShardGroup] = []
+        self.precision = precision
+        self.policy = policy
+        self.name = ""
+        self.state: UnitState = Sharded()
+        self.in_backward = False
+        self.gradient_arrived: set[int] = set()
+        self.num_expected = 0
+        self.held: Gradients = {}
+        self.partial: Gradients = {}
+        self.borrows: list[Unit] = []
+        self.holders = 0
+        self.awaited: set[int] = set()
+        self.ended_late = False
+        self.uses_default_reshard = False
+        self.max_reductions = 1
+        self.forward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.backward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.engine_ref: Callable[[], Engine | None] = lambda: None
+        self.emit: Callable[[Event], None] | None = None
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules it was made for, as far as they are alive."""
+        return tuple(module for ref in self._modules if (module := ref()) is not None)
+
+    @property
+    def params(self) -> Iterator[UnitParam]:
+        """All parameters of all groups."""
+        for group in self.groups:
+            yield from group.params
+
+    @property
+    def family(self) -> tuple[Unit, ...]:
+        """The unit and those it borrows parameters from."""
+        return (self, *self.borrows)
+
+    @property
+    def wants_boundary(self) -> bool:
+        """True when counting gradients does not tell the end of its backward: the gradients of its inputs must."""
+        return self.ended_late or self.policy.reduces_unused or not self.num_expected
+
+    @property
+    def is_full(self) -> bool:
+        """True when the full parameters are registered."""
+        return isinstance(self.state, Unsharded)
+
+    @property
+    def is_gathering(self) -> bool:
+        """True while an all-gather is in flight."""
+        return isinstance(self.state, Gathering)
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Staging bytes of the reduction of all trainable parameters."""
+        return sum(group.reduce_bytes for group in self.groups)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Staging bytes of one unshard."""
+        return sum(group.packed_bytes for group in self.groups)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full parameters beyond the shards."""
+        return sum(group.full_bytes for group in self.groups)
+
+    def module_ids(self) -> set[int]:
+        """Return the ids of its modules."""
+        return {id(module) for module in self.modules}
+
+    def number_parameters(self) -> None:
+        """Give every parameter its ordinal."""
+        for ordinal, param in enumerate(self.params):
+            param.ordinal = ordinal
+
+    def _enter(self, new: UnitState) -> None:
+        check_move(self.name, self.state, new)
+        self.state = new
+
+    def note(self, op: Op, num_bytes: int = 0) -> None:
+        """Tell the engine's instruments what this unit has just done."""
+        if self.emit is not None:
+            self.emit(Call(op, self.name, num_bytes))
+
+    # ---- parameters ----
+
+    def unshard(self) -> None:
+        """Launch the all-gather unless the parameters are full or on their way."""
+        if isinstance(self.state, (Gathering, Unsharded)):
+            return
+        from_sub = isinstance(self.state, Subsharded)
+        pending = tuple(p for group in self.groups if (p := group.gather(from_sub)) is not None)
+        self._enter(Gathering(pending))
+        self.note(Op.UNSHARD, self.packed_bytes)
+
+    def wait(self) -> None:
+        """Register the full parameters once the all-gather has delivered them; launches it if nobody has."""
+        if self.is_full:
+            return
+        self.unshard()
+        state = self.state
+        assert isinstance(state, Gathering)
+        for pending in state.pending:
+            pending.wait()
+        self.num_expected = sum(group.register_full(self._gradient_hook) for group in self.groups)
+        for group in self.groups:
+            group.drop_sub()
+        self._enter(Unsharded())
+        self.note(Op.WAIT, self.full_bytes)
+
+    def reshard(self) -> None:
+        """Give the full parameters back and register the shards."""
+        if isinstance(self.state, Sharded):
+            return
+        if isinstance(self.state, Gathering):
+            self.wait()
+        for group in self.groups:
+            group.register_sharded()
+            group.drop_sub()
+        was_full = self.is_full
+        self._enter(Sharded())
+        if was_full:
+            self.note(Op.RESHARD, self.full_bytes)
+
+    def reshard_after_forward(self) -> None:
+        """Do what the policy says at the end of forward."""
+        wanted = self.policy.reshard_after_forward
+        if wanted is False or not self.is_full:
+            return
+        can_subshard = all(group.sub_axes is not None and not group.extended.params for group in self.groups)
+        if wanted is True or not can_subshard or not self.groups:
+            self.reshard()
+            return
+        for group in self.groups:
+            group.cut_to_sub()
+        self._enter(Subsharded())
+        self.note(Op.RESHARD, self.full_bytes)
+
+    # ---- gradients ----
+
+    def _gradient_hook(self, param: UnitParam) -> Callable[[torch.Tensor], None]:
+        # Through weak references alone: the full parameter owns the hook, and the unit owns the full parameter.
+        unit_ref, ordinal = weakref.ref(self), param.ordinal
+
+        def on_accumulated(_: torch.Tensor) -> None:
+            unit = unit_ref()
+            engine = unit.engine_ref() if unit is not None else None
+            if unit is not None and engine is not None:
+                engine.gradient_arrived(unit, ordinal)
+
+        return on_accumulated
+
+    @property
+    def has_all_gradients(self) -> bool:
+        """True when every trainable parameter has its gradient."""
+        return len(self.gradient_arrived) >= self.num_expected > 0
+
+    def take_gradients(self) -> Gradients:
+        """Return the gradients of this backward in their reduce dtypes, zeros for unused ones if the policy says so."""
+        taken: Gradients = {}
+        for group in self.groups:
+            gradients = take_gradients(group)
+            if self.policy.reduces_unused:
+                for param in group.params:
+                    if param.sharded.requires_grad and param not in gradients:
+                        dtype = group.precision.dtype_of_full(param.dtype)
+                        gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
+            taken.update(in_reduce_dtype(group, gradients))
+        self.gradient_arrived.clear()
+        return taken
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of an unfinished backward."""
+        for param in self.params:
+            if param.full is not None:
+                param.full.grad = None
+        self.gradient_arrived.clear()
+        self.in_backward = False
+
+
+def is_in_backward() -> bool:
+    """True while autograd runs a backward on this thread."""
+    return torch_private.graph_task_id() != -1
