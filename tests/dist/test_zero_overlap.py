@@ -1,0 +1,249 @@
+"""Hooks that step in DDP's backward: bitwise the result of stepping after it, and no step lost."""
+
+import copy
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from shardwise.api.zero import ZeroRedundancyOptimizer
+
+NUM_STEPS = 5
+SGD_OPTIONS = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.001}
+
+
+def _model() -> torch.nn.Module:
+    """Three DDP buckets and more: the first holds 1 MiB, the others 0.2 MiB each (see ``_ddp``)."""
+    torch.manual_seed(0)
+    widths = [64, 512, 512, 128, 96, 8]
+    layers: list[torch.nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [torch.nn.Linear(before, after), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers)
+
+
+def _ddp(model: torch.nn.Module, **options: Any) -> DDP:
+    return DDP(model, bucket_cap_mb=0.2, **options)
+
+
+def _inputs() -> list[torch.Tensor]:
+    torch.manual_seed(1 + dist.get_rank())
+    return [torch.randn(4, 64) for _ in range(NUM_STEPS)]
+
+
+def _groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    return [{"params": decayed}, {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 0.02}]
+
+
+def _train(ddp, optim, scheduler=None, steps_itself=True) -> list[torch.Tensor]:
+    for batch in _inputs():
+        ddp.zero_grad()
+        ddp(batch).square().mean().backward()
+        if steps_itself:
+            optim.step()
+        if scheduler is not None:
+            for group in optim.param_groups:
+                group["lr"] *= 0.9
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+def _train_plain(optimizer_class=torch.optim.SGD, ddp_options=None, scheduler=None, **options) -> list[torch.Tensor]:
+    ddp = _ddp(_model(), **(ddp_options or {}))
+    ddp.register_comm_hook(None, allreduce_hook)
+    return _train(ddp, optimizer_class(_groups(ddp.module), **options), scheduler)
+
+
+def _train_overlapped(
+    make_hook, optimizer_class=torch.optim.SGD, ddp_options=None, hook_options=None, scheduler=None, **options
+) -> list[torch.Tensor]:
+    ddp = _ddp(_model(), **(ddp_options or {}))
+    zero = ZeroRedundancyOptimizer(_groups(ddp.module), optimizer_class, overlap_with_ddp=True, **options)
+    ddp.register_comm_hook(None, make_hook(allreduce_hook, ddp, zero, **(hook_options or {})))
+    found = _train(ddp, zero, scheduler, steps_itself=False)
+    assert zero.num_steps == NUM_STEPS
+    return found
+
+
+def _assert_equal(found, expected) -> None:
+    assert [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)] == []
+
+
+def ddp_zero_overlap() -> None:
+    """16 combinations per number of ranks, 32 in all; parity with DDP and a local optimizer from the first step on."""
+    start = list(_model().parameters())
+    for bucket_view, static_graph in product(*[[False, True]] * 2):
+        ddp_options = {"gradient_as_bucket_view": bucket_view, "static_graph": static_graph}
+        expected = _train_plain(ddp_options=ddp_options, **SGD_OPTIONS)
+        assert not any(torch.equal(a, b) for a, b in zip(expected, start, strict=True))
+        for make_hook, shard_buckets in product((hook_with_zero_step, hook_with_zero_step_interleaved), (False, True)):
+            found = _train_overlapped(
+                make_hook, ddp_options=ddp_options, hook_options={"shard_buckets": shard_buckets}, **SGD_OPTIONS
+            )
+            _assert_equal(found, expected)
+
+
+def any_optimizer() -> None:
+    """No functional twin needed: groups, options that change, both partitions."""
+    cases = [
+        (torch.optim.AdamW, {"lr": 1e-3}),
+        (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5}),
+        (torch.optim.Adagrad, {"lr": 1e-2}),
+        (torch.optim.NAdam, {"lr": 1e-3, "foreach": True}),
+        (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
+    ]
+    for optimizer_class, options in cases:
+        expected = _train_plain(optimizer_class, scheduler=True, **options)
+        for make_hook in (hook_with_zero_step, hook_with_zero_step_interleaved):
+            for partition in ("whole", "even"):
+                extra = {"partition": partition, "parameters_as_bucket_view": partition == "even"}
+                found = _train_overlapped(make_hook, optimizer_class, scheduler=True, **extra, **options)
+                _assert_equal(found, expected)
+
+
+def equal_to_no_overlap() -> None:
+    """Bitwise between overlap_with_ddp False and True, with a hook that compresses too."""
+    for hook in (allreduce_hook, fp16_compress_hook):
+        results = []
+        for overlap in (False, True):
+            ddp = _ddp(_model())
+            zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, overlap_with_ddp=overlap, lr=1e-3)
+            ddp.register_comm_hook(None, hook_with_zero_step_interleaved(hook, ddp, zero) if overlap else hook)
+            results.append(_train(ddp, zero, steps_itself=not overlap))
+        _assert_equal(*results)
+
+
+def warmup_skip() -> None:
+    for static_graph in (False, True):
+        ddp = _ddp(_model(), static_graph=static_graph)
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+        ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero, warmup="skip"))
+        changed = []
+        before = [p.detach().clone() for p in ddp.parameters()]
+        for batch in _inputs():
+            ddp(batch).square().mean().backward()
+            changed.append(not all(torch.equal(a, b) for a, b in zip(ddp.parameters(), before, strict=True)))
+        first = changed.index(True)
+        assert first in ((2,) if not static_graph else (2, 3))
+        assert all(changed[first:])
+        assert zero.num_steps == NUM_STEPS - first
+
+
+def reduce_to_owner() -> None:
+    """Gradients only on their owners, the others' freed, the same result."""
+    expected = _train_plain(torch.optim.AdamW, lr=1e-3)
+    for make_hook, partition, bucket_view in product(
+        (hook_with_zero_step, hook_with_zero_step_interleaved), ("whole", "even"), (False, True)
+    ):
+        ddp = _ddp(_model(), gradient_as_bucket_view=bucket_view)
+        zero = ZeroRedundancyOptimizer(
+            _groups(ddp.module), torch.optim.AdamW, overlap_with_ddp=True, partition=partition, lr=1e-3
+        )
+        ddp.register_comm_hook(None, make_hook(None, ddp, zero, reduce="owner"))
+        found = _train(ddp, zero, steps_itself=False)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        own = {id(local.param) for local in zero.local_pieces if local.is_param}
+        assert [p.grad is not None for p in zero.all_params] == [id(p) in own for p in zero.all_params]
+
+
+def unused_and_accumulated() -> None:
+    """A parameter nobody used does not change; gradients of no_sync() are part of the step."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.used, self.unused = torch.nn.Linear(64, 8), torch.nn.Linear(64, 8)
+
+        def forward(self, x, use_all=False):
+            return self.used(x) + (self.unused(x) if use_all else 0)
+
+    results = []
+    for make_hook in (None, hook_with_zero_step, hook_with_zero_step_interleaved):
+        ddp = DDP(Net(), find_unused_parameters=True)
+        options = {"lr": 0.01, "weight_decay": 0.1}
+        if make_hook is None:
+            optim: Any = torch.optim.AdamW(ddp.parameters(), **options)
+            ddp.register_comm_hook(None, allreduce_hook)
+        else:
+            optim = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, **options)
+            ddp.register_comm_hook(None, make_hook(allreduce_hook, ddp, optim))
+        for index, batch in enumerate(_inputs()):
+            optim.zero_grad()
+            with ddp.no_sync():
+                ddp(batch).square().mean().backward()
+            ddp(batch * 2, use_all=index == 3).square().mean().backward()
+            if make_hook is None:
+                optim.step()
+        results.append([p.detach().clone() for p in ddp.parameters()])
+    _assert_equal(results[1], results[0])
+    _assert_equal(results[2], results[0])
+
+
+def join_overlapped() -> None:
+    """A rank that ran out of inputs plays DDP's buckets and steps its share with them."""
+    rank = dist.get_rank()
+    results = []
+    for overlap in (False, True):
+        ddp = _ddp(_model())
+        if overlap:
+            optim: Any = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=1e-3)
+            ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, optim))
+        else:
+            optim = torch.optim.Adam(ddp.parameters(), lr=1e-3)
+            ddp.register_comm_hook(None, allreduce_hook)
+        with Join([ddp, optim] if overlap else [ddp]):
+            for batch in _inputs()[: 2 + rank]:
+                ddp.zero_grad()
+                ddp(batch).square().mean().backward()
+                if not overlap:
+                    optim.step()
+        last = [p.detach().clone() for p in ddp.parameters()]
+        if not overlap:
+            for p in last:
+                dist.broadcast(p, src=dist.get_world_size() - 1)
+        results.append(last)
+    _assert_equal(results[1], results[0])
+
+
+def refused_arguments() -> None:
+    ddp = _ddp(_model())
+    no_overlap = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    zero = ZeroRedundancyOptimizer(list(ddp.parameters())[:2], torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+    before = copy.deepcopy(list(ddp.parameters()))
+    assert zero.step() is None
+    _assert_equal(list(ddp.parameters()), before)
+    for args, match in [
+        ((no_overlap, {}), "overlap_with_ddp=True"),
+        ((zero, {"reduce": "owner"}), "not in the ZeroRedundancyOptimizer"),
+        ((zero, {"warmup": "never"}), "warmup"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            hook_with_zero_step(allreduce_hook, ddp, args[0], **args[1])
+    with pytest.raises(ValueError, match="reduces by itself"):
+        hook_with_zero_step(fp16_compress_hook, ddp, zero, reduce="owner")
+
+
+CHECKS = [
+    ddp_zero_overlap,
+    any_optimizer,
+    equal_to_no_overlap,
+    warmup_skip,
+    reduce_to_owner,
+    unused_and_accumulated,
+    join_overlapped,
+    refused_arguments,
+]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("check", CHECKS)
+def test_overlap(pool, check, num_ranks: int) -> None:
+    pool.run(check, num_ranks=num_ranks)
