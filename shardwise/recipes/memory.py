@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,16 @@ class HeldBytes:
     @property
     def state_bytes(self) -> int:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def fold_held(fold: Callable[[Iterable[int]], int], held: Sequence[HeldBytes]) -> HeldBytes:
+    """Fold each figure over ranks: ``fold_held(max, held)`` is the largest of each."""
+    return HeldBytes(
+        parameter_bytes=fold(item.parameter_bytes for item in held),
+        gradient_bytes=fold(item.gradient_bytes for item in held),
+        optimizer_bytes=fold(item.optimizer_bytes for item in held),
+        peak_bytes=fold(item.peak_bytes for item in held),
+    )
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shardwise.recipes.memory import HeldBytes, format_bytes
+from shardwise.recipes.memory import HeldBytes, fold_held, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +76,18 @@ def memory_table(held: Sequence[HeldBytes], unsharded: HeldBytes, peak_name: str
     num_ranks = len(held)
     table = Table(title=f"What each of {num_ranks} rank(s) held, beside an unsharded run", title_justify="left")
     table.add_column("", no_wrap=True)
-    columns = [(f"rank {i}", [item]) for i, item in enumerate(held)] if num_ranks <= 4 else [("largest rank", held)]
-    for name, _ in columns:
-        table.add_column(name, justify="right")
-    table.add_column("unsharded", justify="right")
-    table.add_column("saved", justify="right")
+    if num_ranks <= 2:
+        columns = {f"rank {rank}": item for rank, item in enumerate(held)}
+    else:
+        columns = {"smallest rank": fold_held(min, held), "largest rank": fold_held(max, held)}
+    for name in (*columns, "unsharded", "saved"):
+        table.add_column(name, justify="right", no_wrap=True)
+    largest = fold_held(max, held)
     rows = ("parameters", "parameter_bytes"), ("gradients", "gradient_bytes"), ("optimizer state", "optimizer_bytes")
     for name, field in (*rows, ("sum", "state_bytes")):
-        cells = [max(int(getattr(item, field)) for item in items) for _, items in columns]
         whole = int(getattr(unsharded, field))
-        saved = f"{max(0.0, 1 - max(cells) / whole):.0%}" if whole else ""
-        table.add_row(
-            name, *map(format_bytes, cells), format_bytes(whole), saved, end_section=name == "optimizer state"
-        )
-    peaks = [format_bytes(max(item.peak_bytes for item in items)) for _, items in columns]
-    table.add_section()
-    table.add_row(peak_name, *peaks, "", "")
+        saved = max(0.0, 1 - int(getattr(largest, field)) / whole)
+        cells = [format_bytes(int(getattr(item, field))) for item in columns.values()]
+        table.add_row(name, *cells, format_bytes(whole), f"{saved:.0%}", end_section=name in ("optimizer state", "sum"))
+    table.add_row(peak_name, *(format_bytes(item.peak_bytes) for item in columns.values()), "", "")
     return table
