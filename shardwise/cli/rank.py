@@ -32,7 +32,7 @@ _LOST_PEER = ("connection closed by peer", "connection reset", "broken pipe", "c
 def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, str]) -> int:
     """Train as one rank; return 0, or end this process at once with 1 or 2 after a failure."""
     warnings.filterwarnings("ignore", module=r"torch\.")
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # failures are reported here, once
+    logging.disable(logging.ERROR)  # torch logs tracebacks of failures that are reported below, once
     if LAUNCHER_VARIABLE in environment:
         _end_with(int(environment[LAUNCHER_VARIABLE]))
     if device_type == "cpu" and "OMP_NUM_THREADS" not in environment:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,6 @@ class Door:
     sync: Callable[[nn.Module, bool], AbstractContextManager[None]]
     precision: Callable[[TrainConfig, torch.device], AbstractContextManager[object]]
     plain: Callable[[nn.Module], nn.Module]
-
-
-class _HasSyncSwitch(Protocol):
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
 
 
 def build_adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
@@ -71,7 +67,7 @@ def _shard_fully(model: GPT, config: TrainConfig) -> nn.Module:
 
 @contextmanager
 def _full_sync(model: nn.Module, on: bool):
-    switch = cast(_HasSyncSwitch, model)
+    switch = cast(FSDPModule, model)
     switch.set_requires_gradient_sync(on)
     try:
         yield
