@@ -1,0 +1,254 @@
+"""State dicts: streamed to one rank, exchanged with torch's class and plain optimizers, and sharded through DCP."""
+
+import copy
+import weakref
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise.api.zero import ZeroRedundancyOptimizer, _broadcast_object
+
+CPU = torch.device("cpu")
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(9, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5), torch.nn.Linear(5, 1))
+
+
+def _groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 3e-3},
+    ]
+
+
+def _step(model: torch.nn.Module, optim: torch.optim.Optimizer, index: int) -> None:
+    """The same batch on all ranks, so that gradients agree without DDP."""
+    batch = torch.rand(6, 9, generator=torch.Generator().manual_seed(index))
+    optim.zero_grad()
+    model(batch).square().sum().backward()
+    optim.step()
+
+
+def _make(kind: str, model: torch.nn.Module) -> Any:
+    if kind == "plain":
+        return torch.optim.AdamW(_groups(model), lr=1e-3)
+    if kind == "torch":
+        return TorchZero(_groups(model), torch.optim.AdamW, lr=1e-3)
+    return ZeroRedundancyOptimizer(_groups(model), torch.optim.AdamW, lr=1e-3, partition=kind)
+
+
+def _full_state(kind: str, optim: Any, to: int) -> Any:
+    if kind != "plain":
+        optim.consolidate_state_dict(to=to)
+        return _broadcast_object(optim.state_dict() if dist.get_rank() == to else None, to, dist.group.WORLD, CPU)
+    return optim.state_dict()
+
+
+def exchange() -> None:
+    """Any of plain, torch's, whole and even loads what any other saves, and goes on as if nothing happened."""
+    reference = _model()
+    plain = _make("plain", reference)
+    for index in range(5):
+        _step(reference, plain, index)
+    last = dist.get_world_size() - 1
+    for saver, loader in product(("plain", "torch", "whole", "even"), repeat=2):
+        if "whole" not in (saver, loader) and "even" not in (saver, loader):
+            continue
+        model = _model()
+        optim = _make(saver, model)
+        for index in range(3):
+            _step(model, optim, index)
+        saved = _full_state(saver, optim, last)
+        assert list(saved["state"]) == sorted(saved["state"])
+        before = copy.deepcopy(saved)
+        resumed = _model()
+        resumed.load_state_dict(model.state_dict())
+        other = _make(loader, resumed)
+        other.param_groups[0]["lr"] = 77.0
+        other.load_state_dict(copy.deepcopy(saved) if loader == "torch" else saved)
+        for index in range(3, 5):
+            _step(resumed, other, index)
+        for a, b in zip(resumed.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(a, b, msg=lambda m, pair=(saver, loader): f"{pair}: {m}")
+        if loader in ("whole", "even"):
+            _assert_same_state(saved, before)  # loading copies: the dict has not changed by later steps
+
+
+def _assert_same_state(found: Any, expected: Any) -> None:
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for key, values in expected["state"].items():
+        for name, value in values.items():
+            assert torch.equal(found["state"][key][name], value), (key, name)
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes of storages that were made inside and lived at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.peak, self.calls = 0, 0, []
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append(func.name())
+        inputs = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in inputs | self._known:
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        size, place = storage.nbytes(), storage.data_ptr()
+        self._known.add(place)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._remove, size, place)
+
+    def _remove(self, size: int, place: int) -> None:
+        self._known.discard(place)
+        self.live -= size
+
+
+def streaming() -> None:
+    """Peak extra memory: the state on the target, one tensor elsewhere; the second time nothing moves."""
+    for partition in ("whole", "even"):
+        params = [torch.ones(256, 256 + 8 * i, requires_grad=True) for i in range(6)]
+        zero = ZeroRedundancyOptimizer(params, torch.optim.Adam, partition=partition, lr=1e-3)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        zero.step()
+        state_bytes = 2 * sum(p.numel() * 4 for p in params)
+        largest = params[-1].numel() * 4
+        slack = 64 * 1024  # pickled descriptions
+        to = 1
+        with PeakBytes() as first:
+            zero.consolidate_state_dict(to=to)
+        allowed = state_bytes + largest if dist.get_rank() == to else largest
+        assert first.peak <= allowed + slack
+        assert dist.get_rank() != to or first.peak >= state_bytes
+        assert any("recv" in call or "send" in call for call in first.calls)
+        with PeakBytes() as second:
+            zero.consolidate_state_dict(to=to)
+        assert not second.calls
+        if dist.get_rank() == to:
+            saved = zero.state_dict()
+            for index, p in enumerate(params):
+                assert saved["state"][index]["exp_avg"].shape == p.shape
+                torch.testing.assert_close(saved["state"][index]["exp_avg"], torch.full_like(p, 0.1))
+                assert saved["state"][index]["step"].item() == 1.0
+        zero.step()
+        with pytest.raises(RuntimeError, match="since the last step"):
+            zero.state_dict()
+
+
+def refused_loads() -> None:
+    model = _model()
+    zero = _make("even", model)
+    good = _make("plain", model).state_dict()
+    one_group = {"state": {}, "param_groups": good["param_groups"][:1]}
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        zero.load_state_dict(one_group)
+    short = {"state": {}, "param_groups": [{**g, "params": g["params"][:1]} for g in good["param_groups"]]}
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        zero.load_state_dict(short)
+    factored = {"state": {i: {"row": torch.zeros(3)} for i in range(6)}, "param_groups": good["param_groups"]}
+    with pytest.raises(ValueError, match="'row' of parameter"):
+        zero.load_state_dict(factored)
+
+
+def strange_memory() -> None:
+    """Channels-last and transposed parameters: states keep shape and values, in whichever partition."""
+    for partition, bucket_view in product(("whole", "even"), (False, True)):
+        torch.manual_seed(0)
+        conv = torch.nn.Conv2d(6, 10, 3).to(memory_format=torch.channels_last)
+        turned = torch.nn.Parameter(torch.rand(7, 40).t())
+        plain_params = [p.detach().clone().requires_grad_() for p in (*conv.parameters(), turned)]
+        params = [*conv.parameters(), turned]
+        zero = ZeroRedundancyOptimizer(
+            params, torch.optim.Adam, lr=0.1, partition=partition, parameters_as_bucket_view=bucket_view
+        )
+        adam = torch.optim.Adam(plain_params, lr=0.1)
+        for ours, optim in ((params, zero), (plain_params, adam)):
+            for index, p in enumerate(ours):
+                p.grad = torch.arange(p.numel(), dtype=torch.float).reshape(p.shape) + index
+            optim.step()
+        zero.consolidate_state_dict(0)
+        for a, b in zip(params, plain_params, strict=True):
+            assert torch.allclose(a, b)
+        if dist.get_rank() == 0:
+            for index, p in enumerate(plain_params):
+                assert torch.allclose(zero.state_dict()["state"][index]["exp_avg"], adam.state[p]["exp_avg"])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("check", [exchange, streaming, refused_loads, strange_memory])
+def test_state(pool, check, num_ranks: int) -> None:
+    pool.run(check, num_ranks=num_ranks)
+
+
+def _save(path: str, kind: str, by_name: bool) -> None:
+    model = _model()
+    optim = _make(kind, model)
+    for index in range(3):
+        _step(model, optim, index)
+    names = dict(model.named_parameters()) if by_name else None
+    state = optim.state_dict() if kind == "plain" else optim.sharded(names)
+    dcp.save({"optim": state, "model": model.state_dict()}, checkpoint_id=path)
+
+
+def _resume(path: str, kind: str, by_name: bool) -> list[torch.Tensor]:
+    model = _model()
+    optim = _make(kind, model)
+    weights = model.state_dict()
+    if kind == "plain":
+        twin = copy.deepcopy(model)
+        scratch = _make("plain", twin)
+        _step(twin, scratch, 0)
+        state: Any = scratch.state_dict()
+    else:
+        state = optim.sharded(dict(model.named_parameters()) if by_name else None, loading=True)
+    content = {"optim": state, "model": weights}
+    dcp.load(content, checkpoint_id=path)
+    model.load_state_dict(content["model"])
+    if kind == "plain":
+        optim.load_state_dict(content["optim"])
+    assert optim.param_groups[1]["lr"] == 3e-3
+    for index in range(3, 5):
+        _step(model, optim, index)
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("saver", "save_ranks", "loader", "load_ranks"),
+    [
+        ("whole", 4, "even", 2),
+        ("even", 2, "whole", 4),
+        ("even", 4, "even", 3),
+        ("even", 4, "plain", 1),
+        ("whole", 2, "plain", 1),
+        ("plain", 1, "even", 4),
+        ("plain", 1, "whole", 2),
+    ],
+)
+def test_dcp_into_any_ranks_and_partition(pool, tmp_path: Path, saver, save_ranks, loader, load_ranks) -> None:
+    reference = _model()
+    plain = _make("plain", reference)
+    for index in range(5):
+        _step(reference, plain, index)
+    by_name = "plain" not in (saver, loader)
+    pool.run(_save, num_ranks=save_ranks, path=str(tmp_path), kind=saver, by_name=by_name)
+    for found in pool.run(_resume, num_ranks=load_ranks, path=str(tmp_path), kind=loader, by_name=by_name):
+        for a, b in zip(found, reference.parameters(), strict=True):
+            torch.testing.assert_close(a, b.detach())
