@@ -86,6 +86,9 @@ class Board:
             return DesyncError(f"{what} cannot finish on rank {self.rank}: {failure}")
         self.store.set(f"{self.prefix}/stuck/{self.rank}", what)
         found = self._collect(f"{self.prefix}/stuck", range(self.size), GRACE_S)
+        failure = self.failure()  # one that was reported meanwhile knows more than this rank
+        if failure is not None:
+            return DesyncError(f"{what} cannot finish on rank {self.rank}: {failure}")
         absent = [rank for rank in range(self.size) if rank not in found]
         elsewhere = {rank: place for rank, place in found.items() if place != what}
         cause = "; ".join(f"rank {rank} was in {place}" for rank, place in elsewhere.items())
@@ -144,6 +147,7 @@ class Board:
             "Every rank must make the same calls in the same order."
         )
         self.report_failure(text)
+        self.store.set(f"{self.prefix}/stuck/{self.rank}", what)
         raise DesyncError(text)
 
     def _read(self, key: str, limit_s: float) -> str | None:

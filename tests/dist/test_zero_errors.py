@@ -1,0 +1,208 @@
+"""Mistakes of one rank become a clear error on every rank, in time, and never a hang."""
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise.errors import DesyncError, ShardwiseError
+
+TIMEOUT_S = 3.0
+
+
+def _group() -> dist.ProcessGroup:
+    """A group with a short timeout, so that a hang would show and an absence is found soon."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    assert group is not None
+    return group
+
+
+def _params() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(n, 5)) for n in (4, 3, 2, 6)]
+
+
+def _zero(group: Any, **options: Any) -> ZeroRedundancyOptimizer:
+    params = _params()
+    for p in params:
+        p.grad = torch.ones_like(p)
+    return ZeroRedundancyOptimizer(params, torch.optim.SGD, process_group=group, lr=0.1, **options)
+
+
+def _raises(call, kind=DesyncError) -> str:
+    start = time.monotonic()
+    with pytest.raises(kind) as caught:
+        call()
+    assert time.monotonic() - start < TIMEOUT_S + 8
+    return str(caught.value)
+
+
+def different_parameters() -> None:
+    group, rank = _group(), dist.get_rank()
+    for params, facts in [
+        ([torch.zeros(3), torch.zeros(2 + (rank == 1))], ["rank 1", "(3,)", "(2,)", "parameter 1"]),
+        ([torch.zeros(2) for _ in range(2 + (rank == 1))], ["rank 1", "3 parameters", "2 parameters"]),
+        ([torch.zeros(2, dtype=torch.double if rank == 1 else torch.float)], ["rank 1", "float64", "float32"]),
+        ([torch.zeros(2, requires_grad=rank == 1)], ["rank 1", "frozen"]),
+    ]:
+        text = _raises(lambda params=params: ZeroRedundancyOptimizer(params, torch.optim.SGD, group, lr=0.1))
+        assert [fact for fact in facts if fact not in text] == []
+    options = {"partition": "even" if rank == 1 else "whole"}
+    assert "partition='even'" in _raises(lambda: _zero(group, **options))
+    _zero(group).step()  # nothing was left behind
+
+
+def one_rank_passes_nonsense() -> None:
+    group, rank = _group(), dist.get_rank()
+    params: Any = _params() if rank != 1 else []
+    kind = ValueError if rank == 1 else DesyncError
+    text = _raises(lambda: ZeroRedundancyOptimizer(params, torch.optim.SGD, group, lr=0.1), kind)
+    assert "empty parameter list" in text
+    assert rank == 1 or "rank 1 raised ConfigError" in text
+    _zero(group).step()
+
+
+def add_param_group_differs() -> None:
+    group, rank = _group(), dist.get_rank()
+    zero = _zero(group)
+    text = _raises(lambda: zero.add_param_group({"params": [torch.zeros(2 + (rank == 1))]}))
+    assert "rank 1: group 1 parameter 0 of shape (3,)" in text
+    assert len(zero.param_groups) == 1
+    zero.step()
+
+
+def add_param_group_on_a_subset() -> None:
+    """Rank 1 steps instead: everybody learns of it, rank 1 included."""
+    group, rank = _group(), dist.get_rank()
+    zero = _zero(group)
+    if rank == 1:
+        text = _raises(zero.step)
+    else:
+        text = _raises(lambda: zero.add_param_group({"params": [torch.zeros(2)]}))
+    assert "add_param_group: rank(s) 1 of" in text
+
+
+def different_calls() -> None:
+    group, rank = _group(), dist.get_rank()
+    zero = _zero(group)
+    if rank == 1:
+        text = _raises(zero.consolidate_state_dict)
+    else:
+        text = _raises(lambda: zero.add_param_group({"params": [torch.zeros(2)]}))
+    assert "rank 1: consolidate_state_dict(to=0)" in text
+    assert "add_param_group" in text
+    zero.step()
+
+
+def step_on_a_subset() -> None:
+    group, rank = _group(), dist.get_rank()
+    zero = _zero(group)
+    zero.step()
+    if rank != 1:
+        text = _raises(zero.step)
+    else:
+        time.sleep(TIMEOUT_S + 1)
+        text = _raises(zero.consolidate_state_dict)
+    assert "rank(s) 1 of" in text
+    assert "step() number 2" in text
+
+
+def one_rank_skipped_a_step() -> None:
+    """Found at the next agreement even where nothing hangs: two ranks may step in turns by chance."""
+    group, rank = _group(), dist.get_rank()
+    zero = _zero(group)
+    if rank == 1:
+        zero.mark_stepped()
+    text = _raises(zero.consolidate_state_dict)
+    assert "rank 1: 1 step(s) so far" in text
+
+
+def closure_raises() -> None:
+    for partition in ("whole", "even"):
+        group, rank = _group(), dist.get_rank()
+        zero = _zero(group, partition=partition)
+        before = [p.detach().clone() for p in zero.all_params]
+
+        def closure(rank=rank) -> float:
+            if rank == 1:
+                raise KeyError("no more data")
+            return 0.0
+
+        text = _raises(lambda zero=zero, closure=closure: zero.step(closure), KeyError if rank == 1 else DesyncError)
+        assert "no more data" in text
+        assert rank == 1 or "rank 1 raised KeyError" in text
+        assert rank != 1 or all(torch.equal(a, b) for a, b in zip(zero.all_params, before, strict=True))
+        zero.step(lambda: 1.0)  # the group is as good as before
+        zero.step()
+
+
+class _FailsOnRankOne(torch.optim.SGD):
+    def step(self, closure=None):
+        if dist.get_rank() == 1:
+            raise MemoryError("out of memory")
+        return super().step(closure)
+
+
+def local_step_raises() -> None:
+    """Nobody waits for the timeout: waiting ranks look at the board every second."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    params = _params()
+    for p in params:
+        p.grad = torch.ones_like(p)
+    zero = ZeroRedundancyOptimizer(params, _FailsOnRankOne, process_group=group, lr=0.1)
+    text = _raises(zero.step, MemoryError if rank == 1 else DesyncError)
+    assert rank == 1 or "rank 1 raised MemoryError in step() number 1: out of memory" in text
+
+
+def thawed_on_one_rank() -> None:
+    group, rank = _group(), dist.get_rank()
+    zero = _zero(group)
+    zero.step()
+    zero.all_params[0].requires_grad_(rank != 1)
+    text = _raises(zero.step)
+    assert "rank" in text
+    assert "requires_grad changed" in text or "step() number 2" in text
+
+
+def not_a_member() -> None:
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        _zero(group).step()
+    else:
+        with pytest.raises(ShardwiseError, match="not a member"):
+            _zero(group)
+
+
+def no_thread_is_left() -> None:
+    before = threading.active_count()
+    zero = _zero(_group())
+    assert zero.board.timeout_s == TIMEOUT_S
+    zero.step()
+    assert threading.active_count() == before
+
+
+CHECKS = [
+    different_parameters,
+    one_rank_passes_nonsense,
+    add_param_group_differs,
+    different_calls,
+    one_rank_skipped_a_step,
+    closure_raises,
+    not_a_member,
+    no_thread_is_left,
+    add_param_group_on_a_subset,
+    step_on_a_subset,
+    local_step_raises,
+    thawed_on_one_rank,
+]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("check", CHECKS)
+def test_errors(pool, check, num_ranks: int) -> None:
+    pool.run(check, num_ranks=num_ranks, timeout_s=40.0)
