@@ -66,7 +66,7 @@ def build_unit(modules: Sequence[nn.Module], recipe: Recipe) -> Attachment:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
     roots = _outermost(modules)
     device = recipe.axes.device
-    managed = _managed_modules(roots, recipe.ignored)
+    managed = _managed_modules(roots)
     _move_buffers(managed, device)
     found = _find_parameters(managed, recipe.ignored)
     for item in found:
@@ -94,18 +94,18 @@ def _outermost(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     return tuple(dict.fromkeys(module for module in modules if module not in inner))
 
 
-def _managed_modules(roots: Sequence[nn.Module], ignored: frozenset[int]) -> list[tuple[str, nn.Module]]:
+def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Return the modules below ``roots`` that no inner unit owns, in module order, with their paths."""
     managed: dict[nn.Module, str] = {}
-
-    def descend(module: nn.Module, path: str) -> None:
-        if module in managed or (module not in roots and attachment_of(module) is not None):
-            return
-        managed[module] = path
-        for name, child in module.named_children():
-            descend(child, f"{path}.{name}" if path else name)
-
     for root in roots:
-        descend(root, "")
+        todo = [("", root)]
+        while todo:
+            path, module = todo.pop()
+            if module in managed or (module not in roots and attachment_of(module) is not None):
+                continue
+            managed[module] = path
+            children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+            todo += reversed(children)
     return [(path, module) for module, path in managed.items()]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from torch import nn
 from shardwise.api.build import attachment_of, bind_units, provisional_engine
 from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
 from shardwise.errors import ConfigError
+from shardwise.runtime.copying import copy_module
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.group import ShardGroup
 from shardwise.runtime.hooks import Attachment, wrap_forward_method
@@ -66,12 +66,7 @@ class FSDPModule:
         return original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        cls = type(self)
-        result = object.__new__(cls)
-        memo[id(self)] = result
-        for key, value in self.__dict__.items():
-            result.__dict__[key] = copy.deepcopy(value, memo)
-        return cast(nn.Module, result)
+        return copy_module(cast(nn.Module, self), self._attachment(), memo)
 
     # ---- parameters ----
 

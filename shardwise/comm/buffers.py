@@ -6,7 +6,18 @@ import torch
 
 from shardwise.errors import StateError
 
-_GRAIN = 512  # bytes; storages are cut to multiples of it so that near sizes share
+_MIN_BYTES = 512
+
+
+def size_class(num_bytes: int) -> int:
+    """Return ``num_bytes`` rounded up to one of eight sizes per doubling, so that near sizes share storages.
+
+    Storages are reused within a class alone: then a step that needed enough of them once finds enough ever after.
+    """
+    if num_bytes <= _MIN_BYTES:
+        return _MIN_BYTES
+    grain = 1 << max((num_bytes - 1).bit_length() - 4, 0)
+    return -(-num_bytes // grain) * grain
 
 
 class Lease:
@@ -46,7 +57,7 @@ class BufferPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._keeps = device.type == "cpu"
-        self._free: list[torch.UntypedStorage] = []
+        self._free: dict[int, list[torch.UntypedStorage]] = {}
         self.leased_bytes = 0
         self.peak_leased_bytes = 0
         self.num_allocations = 0
@@ -54,21 +65,17 @@ class BufferPool:
     @property
     def idle_bytes(self) -> int:
         """Bytes that the pool holds and nobody uses."""
-        return sum(storage.nbytes() for storage in self._free)
+        return sum(size * len(storages) for size, storages in self._free.items())
 
     def lease(self, num_bytes: int) -> Lease:
-        """Lend a storage of at least ``num_bytes``: the smallest idle one that is not over twice as large, or a new one."""
+        """Lend a storage of at least ``num_bytes``: an idle one of its size class, or a new one."""
         self.leased_bytes += num_bytes
         self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
-        best: int | None = None
-        for index, storage in enumerate(self._free):
-            size = storage.nbytes()
-            if num_bytes <= size <= 2 * num_bytes and (best is None or size < self._free[best].nbytes()):
-                best = index
-        if best is not None:
-            return Lease(self, self._free.pop(best), num_bytes)
+        size = size_class(num_bytes)
+        idle = self._free.get(size)
+        if idle:
+            return Lease(self, idle.pop(), num_bytes)
         self.num_allocations += 1
-        size = max(-(-num_bytes // _GRAIN), 1) * _GRAIN
         storage = torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
         return Lease(self, storage, num_bytes)
 
@@ -76,7 +83,7 @@ class BufferPool:
         """End a loan; called by :meth:`Lease.release`."""
         self.leased_bytes -= lease.num_bytes
         if self._keeps:
-            self._free.append(lease.storage)
+            self._free.setdefault(size_class(lease.num_bytes), []).append(lease.storage)
 
     def reset_peak(self) -> None:
         """Start a new measurement of ``peak_leased_bytes``."""

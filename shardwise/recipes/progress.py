@@ -57,7 +57,7 @@ class ProgressDisplay:
         """Show the figures of a step: in the bar, or as one line where there is no terminal."""
         figures = f"loss {report.loss:.4f}  {report.tokens_per_s:,.0f} tokens/s  {format_bytes(report.peak_bytes)}/rank"
         if self._bar.disable:
-            eta = f"{report.eta_s / 60:.0f}m{report.eta_s % 60:02.0f}s"
+            eta = f"{int(report.eta_s) // 60}m{int(report.eta_s) % 60:02d}s"
             self.console.print(f"step {report.step}/{self._steps}  {figures}  ETA {eta}")
         else:
             self._bar.update(self._task, completed=report.step, figures=figures)

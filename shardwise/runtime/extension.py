@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -64,8 +65,14 @@ class ExtensionParams:
     """The parameters of a group that have extensions."""
 
     def __init__(self, group: ShardGroup) -> None:
-        self._group = group
+        self._group_ref = weakref.ref(group)
         self._entries: list[_Extended] = []
+
+    @property
+    def _group(self) -> ShardGroup:
+        group = self._group_ref()
+        assert group is not None
+        return group
 
     @property
     def params(self) -> list[UnitParam]:

@@ -31,6 +31,7 @@ class Attachment:
         engine: owned here by a root's attachment; None until the first forward, and for non-roots.
         is_root: None until the first forward of the root.
         resolve: finds the root's engine; given by the door, because it knows how units become one engine.
+        forward_methods: names of methods that are treated like ``forward``.
     """
 
     def __init__(self, unit: Unit, resolve: Callable[[Attachment], Engine]) -> None:
@@ -38,6 +39,7 @@ class Attachment:
         self.engine: Engine | None = None
         self.is_root: bool | None = None
         self.resolve = resolve
+        self.forward_methods: list[str] = []
 
     def install(self) -> None:
         """Register the forward hooks on the unit's modules."""
@@ -125,7 +127,7 @@ class Attachment:
             logger.debug("FSDP::%s (%s)", what, self.unit.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
-        from shardwise.runtime.copying import copy_attachment
+        from shardwise.runtime.copying import copy_attachment  # it needs this class
 
         return copy_attachment(self, memo)
 
@@ -153,3 +155,5 @@ def wrap_forward_method(module: nn.Module, attachment: Attachment, name: str) ->
         return attachment.after_forward(owner, args, output)
 
     setattr(module, name, forward_method)
+    if name not in attachment.forward_methods:
+        attachment.forward_methods.append(name)

@@ -44,7 +44,7 @@ class Unit:
     """
 
     def __init__(self, modules: Sequence[nn.Module], precision: MixedPrecisionPolicy, policy: UnitPolicy) -> None:
-        self._modules = tuple(weakref.ref(module) for module in modules)
+        self.adopt_modules(modules)
         self.groups: list[ShardGroup] = []
         self.precision = precision
         self.policy = policy
@@ -66,6 +66,10 @@ class Unit:
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.engine_ref: Callable[[], Engine | None] = lambda: None
         self.emit: Callable[[Event], None] | None = None
+
+    def adopt_modules(self, modules: Sequence[nn.Module]) -> None:
+        """Be the unit of ``modules``, which own it."""
+        self._modules = tuple(weakref.ref(module) for module in modules)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

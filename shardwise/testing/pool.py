@@ -143,7 +143,7 @@ class WorkerPool:
         return [results[rank].value for rank in range(num_ranks)]
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes; the pool cannot be used afterwards."""
         for pipe in self._pipes:
             try:
                 pipe.send(None)
@@ -155,6 +155,7 @@ class WorkerPool:
                 process.kill()
                 process.join()
         self._processes, self._pipes = [], []
+        self._directory.cleanup()
 
     def _start(self) -> None:
         if self._processes and all(process.is_alive() for process in self._processes):

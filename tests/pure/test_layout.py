@@ -48,7 +48,7 @@ def test_moves_carry_every_element_there_and_back(data: st.DataObject) -> None:
     packed = torch.full((num_shards * bucket.section_numel,), -1.0)
     for index, shard in enumerate(shards):
         full = torch.arange(shard.numel, dtype=torch.float32).view(shard.shape) + 100 * index
-        for move in bucket.moves(index):
+        for move in bucket.moves(index, into_full=False):
             target = packed.as_strided(move.shape, move.packed_stride, move.packed_offset)
             target.copy_(full.as_strided(move.shape, move.full_stride, move.full_offset))
         for rank in range(num_shards):
@@ -58,7 +58,7 @@ def test_moves_carry_every_element_there_and_back(data: st.DataObject) -> None:
             found = packed[start : start + expected.numel()]
             assert torch.equal(found, expected.reshape(-1))
         back = torch.full((max(shard.numel, 1),), -2.0)
-        for move in bucket.moves(index):
+        for move in bucket.moves(index, into_full=True):
             source = packed.as_strided(move.shape, move.packed_stride, move.packed_offset)
             back.as_strided(move.shape, move.full_stride, move.full_offset).copy_(source)
         assert torch.equal(back[: shard.numel], full.reshape(-1))

@@ -1,0 +1,153 @@
+"""fully_shard against one process on the whole batch, DDP and torch's FSDP2, over every mix of parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise import fully_shard
+from shardwise.testing import WorkerPool
+from shardwise.testing.models import MODELS, batch_for, build, units_of
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "adamw-foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
+    "adamw-fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+}
+
+
+def shard(name: str, model: nn.Module, reshard_after_forward: bool | None) -> nn.Module:
+    for module in units_of(name, model):
+        fully_shard(module, reshard_after_forward=reshard_after_forward)
+    return fully_shard(model, reshard_after_forward=reshard_after_forward)
+
+
+def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(model: nn.Module, reference: nn.Module, exact: bool) -> None:
+    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
+    assert list(ours) == list(theirs)
+    for name, param in ours.items():
+        for mine, other, what in ((param, theirs[name], "value"), (param.grad, theirs[name].grad, "gradient")):
+            mine, other = full(mine), full(other)
+            assert (mine is None) == (other is None), f"{what} of {name}: {mine} against {other}"
+            if mine is not None:
+                tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-5}
+                torch.testing.assert_close(mine, other, **tolerance, msg=lambda text, w=what, n=name: f"{w} of {n}: {text}")
+
+
+def against_one_process(model: str, optimizer: str, reshard: bool | None, steps: int = 10) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reference, sharded = build(model), shard(model, build(model), reshard)
+    optimizers = [OPTIMIZERS[optimizer](list(each.parameters())) for each in (reference, sharded)]
+    for step in range(steps):
+        batch = batch_for(model, step, 4 * size)
+        expected = reference(batch).square().mean()
+        loss = sharded(batch.chunk(size)[rank]).square().mean()
+        expected.backward()
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        torch.testing.assert_close(mean, expected.detach(), rtol=1e-5, atol=1e-6)
+        assert_same(sharded, reference, exact=False)
+        for each in optimizers:
+            each.step()
+            each.zero_grad(set_to_none=step % 2 == 0)
+    assert_same(sharded, reference, exact=False)
+
+
+def run_against_one_process(optimizer: str) -> None:
+    for model in MODELS:
+        for reshard in (None, True, False):
+            against_one_process(model, optimizer, reshard)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw-foreach"])
+def test_equals_one_process_on_the_whole_batch(pool: WorkerPool, optimizer: str, num_ranks: int) -> None:
+    pool.run(run_against_one_process, optimizer=optimizer, num_ranks=num_ranks)
+
+
+def run_against_peers(num_steps: int) -> None:
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for name, optimizer in (("plain", "adamw"), ("plain", "adamw-fused"), ("frozen", "adamw-foreach")):
+        for reshard in (True, False):
+            theirs = build(name)
+            for module in units_of(name, theirs):
+                torch_fully_shard(module, reshard_after_forward=reshard)
+            torch_fully_shard(theirs, reshard_after_forward=reshard)
+            models = [shard(name, build(name), reshard), theirs, DistributedDataParallel(build(name))]
+            optimizers = [OPTIMIZERS[optimizer](list(each.parameters())) for each in models]
+            for step in range(num_steps):
+                batch = batch_for(name, step, 4 * size).chunk(size)[rank]
+                losses = [model(batch).square().mean() for model in models]
+                for loss in losses:
+                    loss.backward()
+                assert torch.equal(losses[0], losses[1]), f"loss of step {step}"
+                torch.testing.assert_close(losses[0], losses[2])
+                assert_same(models[0], models[1], exact=True)
+                assert_same(models[0], models[2].module, exact=False)
+                for each in optimizers:
+                    each.step()
+                    each.zero_grad()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_equals_torch_fsdp2_to_the_bit_and_ddp(pool: WorkerPool, num_ranks: int) -> None:
+    pool.run(run_against_peers, num_steps=10, num_ranks=num_ranks)
+
+
+def run_accumulation() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for name in MODELS:
+        for reshard in (True, False):
+            for sync_each in (True, False):
+                reference, sharded = build(name), shard(name, build(name), reshard)
+                for step in range(2):
+                    for microbatch in range(3):
+                        sharded.set_requires_gradient_sync(sync_each or microbatch == 2)
+                        batch = batch_for(name, 10 * step + microbatch, 4 * size)
+                        reference(batch).square().mean().backward()
+                        sharded(batch.chunk(size)[rank]).square().mean().backward()
+                    assert_same(sharded, reference, exact=False)
+                    for model in (reference, sharded):
+                        model.zero_grad()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_accumulates_with_and_without_sync(pool: WorkerPool, num_ranks: int) -> None:
+    pool.run(run_accumulation, num_ranks=num_ranks)
+
+
+def run_deepcopy() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for name in MODELS:
+        model = shard(name, build(name), None)
+        batch = batch_for(name, 0, 4 * size).chunk(size)[rank]
+        before = model(batch).detach()
+        twin = copy.deepcopy(model)
+        assert type(twin) is type(model)
+        assert [n for n, _ in twin.named_parameters()] == [n for n, _ in model.named_parameters()]
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        assert torch.equal(twin(batch), before)
+        twin(batch).sum().backward()
+        assert all(param.grad is None for param in model.parameters())
+        assert any(param.grad is not None for param in twin.parameters())
+
+
+def test_deepcopy_is_independent(pool: WorkerPool) -> None:
+    pool.run(run_deepcopy, num_ranks=2)

@@ -1,0 +1,345 @@
+"""What a step does: calls as planned, memory as planned, collectives as torch counts them, a clean state after exceptions."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from shardwise import FSDPModule, StateError, fully_shard
+from shardwise.api.build import attachment_of
+from shardwise.events import Call, Event, Op, OrderChanged
+from shardwise.plan.memory import peak_bytes
+from shardwise.runtime.engine import Engine
+from shardwise.testing import WorkerPool
+from shardwise.testing.models import Block, batch_for, build, units_of
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def on_event(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def sharded(name: str = "plain", reshard: bool | int | None = None) -> nn.Module:
+    model = build(name)
+    for module in units_of(name, model):
+        fully_shard(module, reshard_after_forward=reshard)
+    return fully_shard(model, reshard_after_forward=reshard)
+
+
+def engine_of(model: nn.Module) -> Engine:
+    attachment = attachment_of(model)
+    assert attachment is not None
+    engine = attachment.unit.engine_ref()
+    assert engine is not None
+    return engine
+
+
+def step(model: nn.Module, name: str = "plain", seed: int = 0) -> None:
+    batch = batch_for(name, seed, 4 * dist.get_world_size()).chunk(dist.get_world_size())[dist.get_rank()]
+    model(batch).square().mean().backward()
+
+
+def run_trace_equals_plan() -> None:
+    for name in ("plain", "tied"):
+        for reshard in (None, True, False):
+            model = sharded(name, reshard)
+            step(model, name)
+            step(model, name)
+            engine, recorder = engine_of(model), Recorder()
+            plan = engine.plan
+            assert plan is not None
+            engine.instruments.append(recorder)
+            engine.pool.reset_peak()
+            before = engine.pool.num_allocations
+            step(model, name)
+            assert tuple(recorder.events) == plan.calls, (name, reshard)
+            assert engine.plan is plan
+            assert engine.pool.peak_leased_bytes == peak_bytes(plan.calls)
+            assert engine.pool.num_allocations == before, "a warm step allocated"
+            assert engine.pool.leased_bytes == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_trace_and_memory_equal_the_plan(pool: WorkerPool, num_ranks: int) -> None:
+    pool.run(run_trace_equals_plan, num_ranks=num_ranks)
+
+
+def run_two_units_at_peak() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    batch = torch.randn(2, 64)
+    for _ in range(3):
+        model(batch).sum().backward()
+    with torch.no_grad():
+        model(batch)
+        engine_of(model).pool.reset_peak()
+        model(batch)
+    assert engine_of(model).pool.peak_leased_bytes == 2 * 64 * 64 * 4
+
+
+def test_forward_holds_two_units_with_prefetch(pool: WorkerPool) -> None:
+    pool.run(run_two_units_at_peak, num_ranks=2)
+
+
+def run_counts() -> None:
+    ops = torch.ops.c10d
+    blocks = 3
+    for reshard, gathers_in_backward in ((None, blocks), (True, blocks + 1), (False, 0)):
+        model = nn.Sequential(*(Block(8, 12) for _ in range(blocks)), nn.Linear(8, 4))
+        for layer in list(model)[:blocks]:
+            fully_shard(layer, reshard_after_forward=reshard)
+        fully_shard(model, reshard_after_forward=reshard)
+        for _ in range(3):
+            with CommDebugMode() as forward:
+                loss = model(torch.randn(2, 8)).sum()
+            with CommDebugMode() as backward:
+                loss.backward()
+            assert dict(forward.get_comm_counts()) == {ops._allgather_base_: blocks + 1}
+            expected = {ops._reduce_scatter_base_: blocks + 1, ops._allgather_base_: gathers_in_backward}
+            assert {k: v for k, v in backward.get_comm_counts().items() if v} == {k: v for k, v in expected.items() if v}
+
+
+def test_collective_counts(pool: WorkerPool) -> None:
+    pool.run(run_counts, num_ranks=2)
+
+
+def run_no_collective_alone() -> None:
+    model = sharded()
+    with CommDebugMode() as counts:
+        step(model)
+    assert counts.get_total_counts() == 0
+
+
+def test_one_rank_makes_no_collective(pool: WorkerPool) -> None:
+    pool.run(run_no_collective_alone, num_ranks=1)
+
+
+def run_without_launcher() -> None:
+    model = nn.Linear(3, 3)
+    fully_shard(model)
+    model(torch.randn(2, 3)).sum().backward()
+    assert dist.get_world_size() == 1
+
+
+def test_works_without_a_process_group(pool: WorkerPool) -> None:
+    pool.run(run_without_launcher, num_ranks=1, backend="none")
+
+
+def registered(module: nn.Module) -> bool:
+    (kind,) = {isinstance(param, DTensor) for param in module.parameters(recurse=False)}
+    return kind
+
+
+def run_registration() -> None:
+    for reshard in (True, False, 2):
+        model = sharded(reshard=reshard)
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        with torch.no_grad():
+            model(torch.randn(2, 7))
+        assert registered(model[0].up) == (reshard is not False)
+        if reshard == 2 and dist.get_world_size() == 4:
+            assert model[0].up.weight.device_mesh.shape == (2, 2)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        assert all(isinstance(param, DTensor) and param.device_mesh.ndim == 1 for param in model.parameters())
+        step(model)
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert type(model).__name__ == "FSDPSequential"
+    assert type(model[:2]).__name__ == "Sequential"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_registered_parameters(pool: WorkerPool, num_ranks: int) -> None:
+    pool.run(run_registration, num_ranks=num_ranks)
+
+
+class Bomb(torch.autograd.Function):
+    armed = False
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        if Bomb.armed:
+            raise ArithmeticError("boom in backward")
+        return grad
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Block(7, 15), Block(7, 9), Block(7, 3)
+        self.fails_forward = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = Bomb.apply(self.second(self.first(x)))
+        if self.fails_forward:
+            raise ArithmeticError("boom in forward")
+        return self.third(x)
+
+
+def fragile() -> Fragile:
+    torch.manual_seed(3)
+    model = Fragile()
+    for block in model.children():
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def assert_clean(model: nn.Module) -> None:
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert engine_of(model).pool.leased_bytes == 0
+
+
+def run_exceptions(sync_first: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    models = [fragile(), fragile()]
+    for index, model in enumerate(models):
+        for number in range(4):
+            batch = batch_for("plain", number, 4 * size).chunk(size)[rank]
+            model.set_requires_gradient_sync(sync_first or number == 3)
+            if index == 0 and number in (1, 2):
+                for fails_forward in (True, False):
+                    model.fails_forward, Bomb.armed = fails_forward, not fails_forward
+                    with pytest.raises(ArithmeticError, match="boom"):
+                        model(batch).square().mean().backward()
+                    model.fails_forward = Bomb.armed = False
+                    assert_clean(model)
+            model(batch).square().mean().backward()
+        assert_clean(model)
+    for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(left.grad.to_local(), right.grad.to_local())
+
+
+@pytest.mark.parametrize("sync_first", [True, False])
+def test_an_exception_leaves_nothing_behind(pool: WorkerPool, sync_first: bool) -> None:
+    pool.run(run_exceptions, sync_first=sync_first, num_ranks=2)
+
+
+def run_interrupt() -> None:
+    model = fragile()
+    step(model)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.second.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step(model)
+    handle.remove()
+    step(model)
+    assert_clean(model)
+
+
+def test_an_interrupt_leaves_nothing_behind(pool: WorkerPool) -> None:
+    pool.run(run_interrupt, num_ranks=2)
+
+
+def run_order_change() -> None:
+    model, recorder = sharded(), Recorder()
+    step(model)
+    step(model)
+    engine_of(model).instruments.append(recorder)
+    x = torch.randn(2, 7)
+    model[1](x).sum().backward()
+    assert any(isinstance(event, OrderChanged) for event in recorder.events)
+    model[0](x)
+    step(model)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    recorder.events.clear()
+    step(model)
+    step(model)
+    calls = [event for event in recorder.events[-len(engine_of(model).plan.calls) :] if isinstance(event, Call)]
+    assert tuple(calls) == engine_of(model).plan.calls
+    assert any(call.op is Op.UNSHARD for call in calls)
+
+
+def test_another_order_unshards_on_demand_and_plans_again(pool: WorkerPool) -> None:
+    pool.run(run_order_change, num_ranks=2)
+
+
+def run_del_frees() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = sharded()
+        step(model)
+        step(model)
+        probes = [weakref.ref(module) for module in model.modules()]
+        probes.append(weakref.ref(engine_of(model)))
+        probes += [weakref.ref(param) for param in model.parameters()]
+        probes += [weakref.ref(unit) for unit in engine_of(model).units]
+        del model
+        assert [probe() for probe in probes] == [None] * len(probes)
+    finally:
+        gc.enable()
+
+
+def test_deleting_the_model_frees_it_at_once(pool: WorkerPool) -> None:
+    pool.run(run_del_frees, num_ranks=2)
+
+
+def run_steady_memory() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    num_params = sum(param.numel() for param in model.parameters())
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(2, 512)).sum().backward()
+        optimizer.step()
+    storages = {}
+    for param in model.parameters():
+        for tensor in (param, param.grad, optimizer.state[param]["exp_avg"], optimizer.state[param]["exp_avg_sq"]):
+            storage = tensor.to_local().untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    assert sum(storages.values()) <= 1.02 * 16 * num_params / size, (rank, sum(storages.values()), num_params)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_steady_state_is_a_rank_s_share(pool: WorkerPool, num_ranks: int) -> None:
+    pool.run(run_steady_memory, num_ranks=num_ranks)
+
+
+def run_errors() -> None:
+    with pytest.raises(ValueError, match="does not support containers that do not implement forward"):
+        fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
+    model = sharded()
+    with pytest.raises(AssertionError, match="can only be applied to a module once"):
+        fully_shard(model)
+    with pytest.raises(ValueError, match="should be a factor of 2, not 3"):
+        fully_shard(nn.Linear(2, 2), reshard_after_forward=3)
+    inner = nn.Linear(2, 2)
+    outer = nn.Sequential(inner)
+    fully_shard(inner)
+    fully_shard(outer)
+    inner(torch.randn(1, 2))
+    with pytest.raises(RuntimeError, match="already been lazily initialized"):
+        outer(torch.randn(1, 2))
+    with torch.device("meta"):
+        on_meta = nn.Linear(2, 2)
+    fully_shard(on_meta)
+    with pytest.raises(StateError, match=r"still on meta device: \['weight', 'bias'\]"):
+        on_meta(torch.randn(1, 2))
+
+
+def test_wrong_use_is_told(pool: WorkerPool) -> None:
+    pool.run(run_errors, num_ranks=2)
