@@ -119,14 +119,18 @@ class WorkerPool:
         num_ranks: int = 2,
         backend: str = "gloo",
         timeout_s: float | None = None,
+        fresh: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
         """Call ``function(**kwargs)`` on every rank; return the results in rank order.
 
         ``function`` must be importable (a module-level function) and everything picklable.  ``backend="none"`` makes
-        no process group.  Raises: RankFailure with every rank's traceback (or stack, if it hung).
+        no process group.  ``fresh`` starts new processes: DTensor caches meshes with the names of their groups, which a
+        new group of the same shape may not have.  Raises: RankFailure with every rank's traceback (or stack, if it hung).
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
+        if fresh:
+            self._kill()
         self._start()
         self._num_calls += 1
         payload = pickle.dumps((function, kwargs))
