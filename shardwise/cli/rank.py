@@ -35,6 +35,8 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
     logging.disable(logging.ERROR)  # torch logs tracebacks of failures that are reported below, once
     if LAUNCHER_VARIABLE in environment:
         _end_with(int(environment[LAUNCHER_VARIABLE]))
+    elif request.launched_ranks is None:
+        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # as Ctrl-C: leave in order
     if device_type == "cpu" and "OMP_NUM_THREADS" not in environment:
         torch.set_num_threads(1)
     claim: Callable[[], bool] = lambda: environment.get("RANK", "0") == "0"  # noqa: E731  replaced below

@@ -78,6 +78,7 @@ def save_checkpoint(
     except CheckpointException as error:
         if ranks.is_first:
             remove_unfinished(folder)
+        _raise_interrupt(error)
         raise StateError(
             f"{final} could not be written: {_first_reason(error)}. Earlier checkpoints are whole: "
             f"free space or fix the folder, then continue with --resume {folder.parent}."
@@ -107,6 +108,7 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) ->
     try:
         dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint))
     except CheckpointException as error:
+        _raise_interrupt(error)
         raise ConfigError(
             f"{checkpoint} is damaged or of another model: {_first_reason(error)}. "
             f"Delete it to resume from the one before, if there is one."
@@ -121,6 +123,13 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) ->
     random_state = state["random"]["cpu"]
     assert isinstance(random_state, Tensor)
     torch.set_rng_state(random_state)
+
+
+def _raise_interrupt(error: CheckpointException) -> None:
+    """Go on with a Ctrl-C or an exit that DCP has wrapped as a failure of this rank."""
+    for failure, _stack in error.failures.values():
+        if isinstance(failure, KeyboardInterrupt | SystemExit):
+            raise failure
 
 
 def _first_reason(error: CheckpointException) -> str:

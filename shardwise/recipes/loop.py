@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.recipes.checkpoints import Progress, checkpoint_path, load_checkpoint, save_checkpoint
+from shardwise.recipes.checkpoints import Progress, load_checkpoint, save_checkpoint
 from shardwise.recipes.config import TrainConfig, learning_rate
 from shardwise.recipes.doors import DOORS, Door
 from shardwise.recipes.gpt import build_gpt, next_byte_loss
@@ -69,30 +69,28 @@ def train_steps(trainer: Trainer, journal: Journal) -> Finished:
         journal.validated(0, validate(trainer))
     pending: list[tuple[TrainedStep, Tensor]] = []
     held = HeldBytes(0, 0, 0)
-    began = window_began = time.perf_counter()
-    outside_s = 0.0  # validation and checkpoints: not part of the training speed
+    tokens_per_step = config.batch * config.model.context
+    trained_s, window_began = 0.0, time.perf_counter()
     for step in range(start, config.steps):
         figures, loss, held = _train_step(trainer, step, measure=step == config.steps - 1)
         done = step + 1
         pending.append((figures, loss))
         journal.advance(done)
-        if _is_due(done, config.log_every, config) or _is_due(done, config.save_every, config):
-            tokens = len(pending) * config.batch * config.model.context
-            speed = tokens / (time.perf_counter() - window_began)
-            eta_s = (config.steps - done) * config.batch * config.model.context / speed
-            _record(trainer, journal, pending, speed, eta_s)
-            pending, window_began = [], time.perf_counter()
+        if not any(_is_due(done, every, config) for every in (config.log_every, config.eval_every, config.save_every)):
+            continue
+        window_s = time.perf_counter() - window_began  # validation and checkpoints do not count as training
+        trained_s += window_s
+        step_s = window_s / len(pending)
+        _record(trainer, journal, pending, tokens_per_step / step_s, (config.steps - done) * step_s)
+        pending = []
         if _is_due(done, config.eval_every, config):
             journal.validated(done, validate(trainer))
         if _is_due(done, config.save_every, config):
             journal.flush()
             save(trainer, done)
-        outside_s += time.perf_counter() - window_began if not pending else 0.0
-        window_began = time.perf_counter() if not pending else window_began
-    elapsed_s = time.perf_counter() - began - outside_s
+        window_began = time.perf_counter()
     held = replace(held, peak_bytes=peak_bytes(trainer.ranks.device))
-    tokens = (config.steps - start) * config.batch * config.model.context
-    return Finished(tuple(trainer.ranks.gather(held)), tokens / max(elapsed_s, 1e-9))
+    return Finished(tuple(trainer.ranks.gather(held)), (config.steps - start) * tokens_per_step / trained_s)
 
 
 def _is_due(done: int, every: int, config: TrainConfig) -> bool:
@@ -164,8 +162,3 @@ def save(trainer: Trainer, done: int) -> None:
     save_checkpoint(
         trainer.run.checkpoints, progress, trainer.model, trainer.optimizer, trainer.ranks, keep=config.keep
     )
-
-
-def last_checkpoint(trainer: Trainer) -> str:
-    """Return where the run's last checkpoint lies."""
-    return str(checkpoint_path(trainer.run.checkpoints, trainer.config.steps))

@@ -34,6 +34,7 @@ class ProgressDisplay:
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[figures]}"),
+            TextColumn("ETA"),
             TimeRemainingColumn(),
             console=self.console,
             disable=not (is_shown and self.console.is_terminal),
