@@ -135,7 +135,7 @@ def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
-# --- ZeroRedundancyOptimizer (comm/board.py, api/ddp_hooks.py) ---
+# --- ZeroRedundancyOptimizer (comm/board.py) ---
 
 
 def process_group_store(group: dist.ProcessGroup) -> dist.Store:
@@ -153,11 +153,6 @@ def process_group_timeout_s(group: dist.ProcessGroup) -> float:
         except (RuntimeError, AttributeError):
             continue
     return 1800.0
-
-
-def has_rebuilt_buckets(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Return whether DDP has laid out its gradient buckets for good, in the order that backward fills them."""
-    return bool(ddp._has_rebuilt_buckets)
 
 
 def add_all(targets: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]) -> None:

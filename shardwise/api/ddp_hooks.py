@@ -17,10 +17,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.api.zero import ZeroRedundancyOptimizer
-from shardwise.api.zero_pieces import LocalPiece, gradient_for, view_of
+from shardwise.api.zero_gradients import piece_gradient
+from shardwise.api.zero_pieces import LocalPiece, gradient_for
 from shardwise.comm.owners import Owned, PendingBroadcast, PendingReduce, launch_broadcasts, reduce_to_owners
 from shardwise.errors import ConfigError
-from shardwise.torch_private import call_after_backward, graph_task_id, has_rebuilt_buckets
+from shardwise.torch_private import call_after_backward, graph_task_id
 
 DDPHook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
 Reduce = Literal["all", "owner"]
@@ -68,8 +69,8 @@ def hook_with_zero_step_interleaved(
     """Return a hook that updates a bucket's parameters in backward, as soon as the next bucket is ready.
 
     Arguments as for :func:`hook_with_zero_step`.  Parameters change while backward runs, so a parameter must not be
-    read in backward after its gradient is complete (autograd raises if a saved one was changed).  Before DDP has
-    settled its buckets, and with ``find_unused_parameters``, it steps at the end of backward.
+    read in backward after its gradient is complete (autograd raises if a saved one was changed).  With
+    ``find_unused_parameters`` it steps at the end of backward, when it is known what was used.
     """
     return _make(hook, ddp, zero, reduce, warmup, interleaved=True)
 
@@ -101,7 +102,7 @@ class _Bucket:
 class _Backward:
     """What is under way in one backward."""
 
-    is_settled: bool = False
+    num_begun: int = 0
     has_step: bool = True
     has_unused: bool = False
     buckets: list[_Bucket] = field(default_factory=list[_Bucket])
@@ -122,6 +123,11 @@ def _make(
         raise ConfigError(f"found reduce={reduce!r} and warmup={warmup!r}, expected 'all'|'owner' and 'update'|'skip'")
     if reduce == "owner" and hook not in (None, allreduce_hook):
         raise ConfigError("reduce='owner' reduces by itself: pass hook=None or allreduce_hook")
+    if reduce == "owner" and ddp.find_unused_parameters and not ddp.static_graph:
+        raise ConfigError(
+            "reduce='owner' cannot tell unused parameters from zero gradients: use reduce='all' or a DDP without "
+            "find_unused_parameters"
+        )
     indices = {param: index for index, param in enumerate(zero.all_params)}
     strangers = sum(param.requires_grad and param not in indices for param in ddp.parameters())
     if strangers and reduce == "owner":
@@ -143,13 +149,14 @@ def _make(
 def _begin(overlap: _Overlap, running: _Backward) -> None:
     for pending in running.broadcasts:  # left by a backward that raised
         pending.wait()
-    was_settled = running.is_settled
     running.buckets, running.broadcasts = [], []
     ddp = overlap.ddp()
     assert ddp is not None  # it runs this backward
-    running.is_settled = has_rebuilt_buckets(ddp)
-    running.has_unused = ddp.find_unused_parameters
-    running.has_step = was_settled or overlap.warmup == "update"
+    # Counted, not read from DDP: a rank that joined early (Join) does not notice that DDP has settled its buckets.
+    num_skipped = 0 if overlap.warmup == "update" else 3 if ddp.static_graph else 2
+    running.has_step = running.num_begun >= num_skipped
+    running.has_unused = ddp.find_unused_parameters and not ddp.static_graph
+    running.num_begun += 1
     if running.has_step:
         if len(overlap.index_of) < len(overlap.zero.all_params):
             overlap.index_of.update({param: index for index, param in enumerate(overlap.zero.all_params)})
@@ -160,8 +167,7 @@ def _on_bucket(overlap: _Overlap, running: _Backward, state: object, bucket: dis
     if not running.has_step:
         return overlap.hook(state, bucket)
     future = _launch(overlap, running, state, bucket)
-    in_backward = overlap.interleaved and running.is_settled and not running.has_unused
-    if in_backward and len(running.buckets) > 1:
+    if overlap.interleaved and not running.has_unused and len(running.buckets) > 1:
         _step_bucket(overlap, running, running.buckets.pop(0))
     if bucket.is_last():
         if graph_task_id() == -1:  # DDP in Join: a rank without inputs plays the buckets outside of any backward
@@ -182,9 +188,8 @@ def _launch(overlap: _Overlap, running: _Backward, state: object, bucket: dist.G
     place = dict(zip(indices, gradients, strict=True))
     owned: list[Owned] = []
     for piece in zero.pieces_of(indices):
-        param = zero.all_params[piece.tensor]
-        local = LocalPiece(piece, param, view_of(piece, param))
-        owned.append(Owned(piece.owner, gradient_for(local, place[piece.tensor]).reshape(-1)))
+        gradient = piece_gradient(piece, zero.all_params[piece.tensor], place[piece.tensor])
+        owned.append(Owned(piece.owner, gradient))
     reduced = reduce_to_owners(owned, zero.board, _what(zero))
     running.buckets.append(_Bucket(indices, gradients, reduced, bucket.buffer()))
     done: Future[torch.Tensor] = Future()

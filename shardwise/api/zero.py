@@ -7,8 +7,7 @@ Design: docs/design/004-zero.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +25,13 @@ from shardwise.api.zero_checks import (
     describe_params,
     flatten_groups,
 )
+from shardwise.api.zero_gradients import reduce_to_pieces
 from shardwise.api.zero_pieces import (
     LocalPiece,
+    copy_options,
     gradient_for,
     make_local,
+    narrowed,
     owned_views,
     pack_params,
     partition_groups,
@@ -38,7 +40,7 @@ from shardwise.api.zero_pieces import (
 from shardwise.api.zero_sharded import ShardedState
 from shardwise.api.zero_state import Consolidated, consolidate, load_local
 from shardwise.comm.board import open_board
-from shardwise.comm.owners import Broadcast, Owned, launch_broadcasts, plan_broadcasts, reduce_to_owners
+from shardwise.comm.owners import Broadcast, launch_broadcasts, plan_broadcasts
 from shardwise.comm.owners import broadcast_object as _broadcast_object
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.owners import Piece
@@ -134,7 +136,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         super().add_param_group(param_group)
         self._partition()
         self.optim.add_param_group(self._local_group(len(self.param_groups) - 1))
-        _copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
         self._adopt_layout()
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:  # pyright: ignore
@@ -185,23 +187,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         For loops without DDP: one unit of volume instead of an all-reduce's two.  Collective: the same parameters must
         have gradients on all ranks.  Call :meth:`zero_grad` before the next backward.
         """
-        what = f"reduce_gradients() for step {self._num_steps + 1}"
-        kinds: dict[tuple[torch.dtype, torch.device], list[Piece]] = {}
-        for piece in self.pieces:
-            gradient = self._all_params[piece.tensor].grad
-            if gradient is not None:
-                kinds.setdefault((gradient.dtype, gradient.device), []).append(piece)
-        mine = {(local.piece.tensor, local.piece.start): local for local in self.local_pieces}
-        for pieces in kinds.values():
-            views = [Owned(piece.owner, self._piece_gradient(piece)) for piece in pieces]
-            averages = reduce_to_owners(views, self.board, what)
-            del views
-            for piece in pieces:
-                self._all_params[piece.tensor].grad = None
-            own = [piece for piece in pieces if piece.owner == self.rank]
-            for piece, average in zip(own, averages.wait(), strict=True):
-                local = mine[piece.tensor, piece.start]
-                local.tensor.grad = average.clone().as_strided(local.tensor.shape, local.tensor.stride())
+        reduce_to_pieces(self)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the whole state to group rank ``to``, tensor by tensor, for :meth:`state_dict` there.  Collective.
@@ -302,16 +288,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         try:
             for local, gradient in gradients:
                 local.tensor.grad = gradient
-            with _narrowed(self.optim.param_groups, chosen):
+            with narrowed(self.optim.param_groups, chosen):
                 self.optim.step()
         finally:
             for tensor, gradient in before:
                 tensor.grad = gradient
-        _copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
 
     def adopt_options(self) -> None:
         """Take the options of the local optimizer after it has loaded a state."""
-        _copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
 
     def mark_stepped(self) -> None:
@@ -340,7 +326,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             loss = self.optim.step(closure=wrapped, **kwargs)
         for local in attached:
             local.tensor.grad = None
-        _copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
         return loss
 
     def _attach_gradients(self) -> list[LocalPiece]:
@@ -350,16 +336,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             local.tensor.grad = gradient_for(local, local.param.grad)
         return attached
 
-    def _piece_gradient(self, piece: Piece) -> torch.Tensor:
-        param = self._all_params[piece.tensor]
-        assert param.grad is not None
-        return gradient_for(LocalPiece(piece, param, view_of(piece, param)), param.grad).reshape(-1)
-
     def _build(self, optimizer_class: type[Optimizer], defaults: dict[str, Any]) -> None:
         self._partition()
         groups = [self._local_group(number) for number in range(len(self.param_groups))]
         self.optim = optimizer_class(groups, **defaults)
-        _copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
 
     def _check_options(
         self, optimizer_class: type[Optimizer], given: Sequence[Any], defaults: Mapping[str, Any]
@@ -376,6 +357,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._all_params = flatten_groups(self.param_groups)
         self._pieces_of_groups = partition_groups(self.param_groups, self.partition, self.world_size)
         self.pieces = [piece for pieces in self._pieces_of_groups for piece in pieces]
+        self.pieces_by_param: list[list[Piece]] = [[] for _ in self._all_params]
+        for piece in self.pieces:
+            self.pieces_by_param[piece.tensor].append(piece)
         known = {local.piece: local for local in getattr(self, "local_pieces", ())}
         self.local_pieces = [
             known.get(piece) or make_local(piece, self._all_params[piece.tensor], self.partition)
@@ -402,7 +386,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated = None
 
     def _push_options(self) -> None:
-        _copy_options(self.param_groups, self.optim.param_groups)
+        copy_options(self.param_groups, self.optim.param_groups)
 
 
 def _default_group() -> dist.ProcessGroup:
@@ -410,20 +394,3 @@ def _default_group() -> dist.ProcessGroup:
     if group is None:
         raise StateError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group() first")
     return group
-
-
-def _copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.update((key, value) for key, value in source.items() if key != "params")
-
-
-@contextmanager
-def _narrowed(groups: Sequence[dict[str, Any]], chosen: set[int]) -> Generator[None, None, None]:
-    full = [group["params"] for group in groups]
-    try:
-        for group in groups:
-            group["params"] = [tensor for tensor in group["params"] if id(tensor) in chosen]
-        yield
-    finally:
-        for group, tensors in zip(groups, full, strict=True):
-            group["params"] = tensors

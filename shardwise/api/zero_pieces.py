@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +101,25 @@ def owned_views(pieces: Iterable[Piece], params: Sequence[torch.Tensor]) -> list
         if params[piece.tensor].requires_grad
     ]
     return sorted(found, key=lambda item: (item.owner, str(item.tensor.dtype), str(item.tensor.device)))
+
+
+def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> None:
+    """Copy all options of parameter groups but the parameters, group by group."""
+    for source, target in zip(sources, targets, strict=True):
+        target.update((key, value) for key, value in source.items() if key != "params")
+
+
+@contextmanager
+def narrowed(groups: Sequence[dict[str, Any]], chosen: set[int]) -> Generator[None, None, None]:
+    """Leave only the tensors with these ids in ``groups`` for a while; the dicts stay the same objects."""
+    full = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            group["params"] = [tensor for tensor in group["params"] if id(tensor) in chosen]
+        yield
+    finally:
+        for group, tensors in zip(groups, full, strict=True):
+            group["params"] = tensors
 
 
 def pack_params(pieces_of_groups: Sequence[Sequence[Piece]], params: Sequence[torch.Tensor], kind: Partition) -> None:

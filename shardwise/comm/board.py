@@ -28,7 +28,8 @@ DETAIL_LIMIT = 400  # characters of one rank's fact that an error quotes
 class Board:
     """One rank's view of the board of one object (``topic``); all ranks must open their boards in the same order.
 
-    ``rank`` and ``size`` are those of ``group``.  Keys are removed again, so that long runs do not fill the store.
+    ``rank`` and ``size`` are those of ``group``; ``has_peers`` is False where nobody else could answer (one rank, or
+    torch's "fake" backend).  Keys are removed again, so that long runs do not fill the store.
     """
 
     group: dist.ProcessGroup
@@ -37,6 +38,7 @@ class Board:
     store: dist.Store
     prefix: str
     timeout_s: float
+    has_peers: bool
     num_agreements: int = field(default=0)
 
     def agree(self, what: str, facts: Sequence[str] = (), error: BaseException | None = None) -> None:
@@ -46,7 +48,7 @@ class Board:
         DesyncError that names this rank and quotes it.  Cost: about four store operations.
         Raises: DesyncError naming the ranks and the first fact that differs, or the ranks that did not come in time.
         """
-        if self.size == 1:
+        if not self.has_peers:
             if error is not None:
                 raise error
             return
@@ -71,7 +73,7 @@ class Board:
 
     def report_failure(self, text: str) -> None:
         """Tell ranks that wait for this one why it will not come; the first report stays."""
-        if self.size > 1 and self.failure() is None:
+        if self.has_peers and self.failure() is None:
             self.store.set(f"{self.prefix}/failure", text)
 
     def failure(self) -> str | None:
@@ -191,7 +193,8 @@ def open_board(group: dist.ProcessGroup, topic: str) -> Board:
         raise StateError(f"this process is not a member of the process group given to {topic}")
     store = process_group_store(group)
     number = store.add(f"shardwise/{topic}/opened/{rank}", 1)
-    return Board(group, rank, size, store, f"shardwise/{topic}/{number}", process_group_timeout_s(group))
+    has_peers = size > 1 and dist.get_backend(group) != "fake"
+    return Board(group, rank, size, store, f"shardwise/{topic}/{number}", process_group_timeout_s(group), has_peers)
 
 
 def first_difference(facts: dict[int, list[str]]) -> str:
