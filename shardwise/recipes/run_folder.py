@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -145,7 +146,13 @@ def prepare_run(start: Start, config: TrainConfig) -> Run:
         return _reopen(start.resume, config)
     description, sources = find_sources(config.data)
     folder = _create(start.out)
-    return Run(folder, config, write_cache(folder / "text", description, split_sources(sources)), None, None)
+    try:
+        facts = write_cache(folder / "text", description, split_sources(sources))
+    except OSError:
+        shutil.rmtree(folder / "text", ignore_errors=True)
+        folder.rmdir()  # it was new or empty: leave it so that the same command can be tried again
+        raise
+    return Run(folder, config, facts, None, None)
 
 
 def _reopen(folder: Path, config: TrainConfig) -> Run:

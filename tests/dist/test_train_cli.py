@@ -198,24 +198,33 @@ def _is_alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the process tree from /proc")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_outlives_the_command(text: Path, tmp_path: Path, how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("target", "how", "code", "words"),
+    [
+        ("command", signal.SIGINT, 130, "ended by SIGINT; every rank has ended too"),
+        ("command", signal.SIGKILL, -9, ""),
+        ("rank", signal.SIGKILL, 1, "was ended by SIGKILL"),
+    ],
+)
+def test_no_rank_outlives_the_others(
+    text: Path, tmp_path: Path, target: str, how: signal.Signals, code: int, words: str
+) -> None:
     run = tmp_path / "endless"
-    words = [*COMMAND, *_options(data=text, out=run, nproc=2, steps=1_000_000, eval_every=1_000_000, save_every=50)]
+    command = [*COMMAND, *_options(data=text, out=run, nproc=2, steps=1_000_000, eval_every=1_000_000, save_every=50)]
     with subprocess.Popen(
-        words, env=_clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command, env=_clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         ranks = _wait_for_training(process, run)
         assert len(ranks) >= 2
-        process.send_signal(how)
+        os.kill(process.pid if target == "command" else ranks[-1], how)
         _, err = process.communicate(timeout=30)
     deadline = time.monotonic() + 10
     while any(map(_is_alive, ranks)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [pid for pid in ranks if _is_alive(pid)]
-    if how == signal.SIGINT:
-        assert process.returncode == 130
-        assert err == "shardwise: ended by SIGINT; every rank has ended too\n"
+    assert process.returncode == code
+    assert err.count("\n") == bool(words), err
+    assert words in err
     for checkpoint in (run / "checkpoints").glob("step-*"):
         assert (checkpoint / "state.json").is_file()
         assert (checkpoint / ".metadata").is_file()
