@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ SHUTDOWN_S = 5  # between asking a rank to end and killing it
 
 def run_train(request: TrainRequest, words: Sequence[str]) -> int:
     """Check what can be checked in one process, then train; return the exit code.  Raises: ConfigError."""
+    check_extras(("rich", "tensorboard", "matplotlib"))
     device_type = choose_device(request.device)
     if request.launched_ranks is not None:
         return _run_here(request, device_type)
@@ -48,6 +50,15 @@ def _run_here(request: TrainRequest, device_type: str) -> int:
     from shardwise.cli.rank import run_rank  # the launching process does without the trainer and its imports
 
     return run_rank(request, device_type, os.environ)
+
+
+def check_extras(names: Sequence[str]) -> None:
+    """Refuse to start without the packages that only training needs.  Raises: ConfigError."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"shardwise train needs {', '.join(missing)}, not installed here. Install with: pip install 'shardwise[train]'"
+        )
 
 
 def choose_device(asked: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.cli.launch import check_extras
 from shardwise.cli.main import build_parser, main
 from shardwise.cli.train_args import read_train_request
 from shardwise.errors import ConfigError
@@ -91,6 +92,12 @@ def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: 
         port = str(server.getsockname()[1])
         words = ["--device", "cpu", "--nproc", "2", "--data", text, "--out", str(tmp_path / "o"), "--master-port", port]
         _fails(capsys, [*SMALL, *words], f"--master-port {port} cannot be used")
+
+
+def test_a_missing_extra_is_named() -> None:
+    check_extras(("json",))
+    with pytest.raises(ConfigError, match=r"needs no_such_package.*shardwise\[train\]"):
+        check_extras(("json", "no_such_package"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without GPUs")
