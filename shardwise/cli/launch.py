@@ -57,7 +57,8 @@ def check_extras(names: Sequence[str]) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"shardwise train needs {', '.join(missing)}, not installed here. Install with: pip install 'shardwise[train]'"
+            f"shardwise train needs {', '.join(missing)}, which is not installed here. "
+            f"Install with: pip install 'shardwise[train]'"
         )
 
 
