@@ -9,7 +9,10 @@ from shardwise.api.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from shardwise.api.policy import policy
+from shardwise.api.replicate import ReplicateModule, replicate
 from shardwise.errors import ConfigError, DesyncError, LayoutError, ShardwiseError, StateError
+from shardwise.optim.clip import clip_grad_norm_
 from shardwise.runtime.axes import DataParallelMeshDims
 from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -25,12 +28,16 @@ __all__ = [
     "LayoutError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ReplicateModule",
     "ShardPlacementResult",
     "ShardwiseError",
     "StateError",
     "UnshardHandle",
+    "clip_grad_norm_",
     "fully_shard",
     "get_cls_to_fsdp_cls",
+    "policy",
     "register_fsdp_forward_method",
+    "replicate",
     "share_comm_ctx",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -72,13 +72,16 @@ def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bo
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor itself (``to_local`` makes a new one through autograd)."""
-    return cast(DTensor, tensor)._local_tensor
+    """Return the local tensor of a DTensor itself (``to_local`` makes a new one through autograd); else ``tensor``."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Make ``local`` the memory of a DTensor; shape and dtype must be as before."""
-    cast(DTensor, tensor)._local_tensor = local
+    """Make ``local`` the memory of a DTensor, or of a plain tensor; shape and dtype must be as before."""
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = local
+    else:
+        tensor.data = local
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

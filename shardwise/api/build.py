@@ -37,7 +37,7 @@ _sharded_from: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a door asks for: the arguments of ``fully_shard``, checked."""
+    """What a door asks for: the arguments of ``fully_shard``, checked; ``keeps_plain``: parameters stay plain tensors."""
 
     axes: MeshAxes
     reshard_after_forward: bool | int | None
@@ -45,6 +45,7 @@ class Recipe:
     offload: OffloadPolicy
     placement_fn: ShardPlacementFn | None = None
     ignored: frozenset[int] = frozenset()
+    keeps_plain: bool = False
 
 
 @dataclass(slots=True)
@@ -213,14 +214,18 @@ def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, recipe: 
         local = local.clone(memory_format=torch.contiguous_format) if type(local) is torch.Tensor else local.clone()
         if isinstance(recipe.offload, CPUOffloadPolicy) and local.device.type != "meta":
             local = local.cpu()
-        sharded = nn.Parameter(
-            torch_private.dtensor_from_local(local, placed.spec), requires_grad=item.param.requires_grad
-        )
+        if recipe.keeps_plain:
+            sharded = item.param
+        else:
+            sharded = nn.Parameter(
+                torch_private.dtensor_from_local(local, placed.spec), requires_grad=item.param.requires_grad
+            )
     result = UnitParam(item.fqn, item.slots, cut, placed.spec, placed.inner_spec, sharded)
     result.module = weakref.ref(item.module)
     result.owner = weakref.ref(unit)
     result.register(sharded)
-    _sharded_from[item.param] = weakref.ref(result)
+    if not recipe.keeps_plain:
+        _sharded_from[item.param] = weakref.ref(result)
     return result
 
 
@@ -344,7 +349,7 @@ def communicators(group: ShardGroup, engine: Engine) -> GroupComm:
     """Return how ``group`` talks, on the lanes and with the memory of ``engine``, as its settings say."""
     axes, lanes, pool = group.axes, engine.lanes, engine.pool
     shards = reduce = replicas = sub = None
-    if axes.shard_mesh_dim is not None and axes.num_shards > 1:
+    if group.is_collective and axes.shard_mesh_dim is not None:
         process_group = axes.mesh.get_group(axes.shard_mesh_dim)
         shards = C10dCommunicator(process_group, lanes.gather, pool)
         shards.custom_all_gather = group.custom_all_gather

@@ -107,7 +107,7 @@ class ExtensionParams:
             metadata.append(extra)
         pieces = _MixedPieces(self, plain if plain_numel else None, inputs, metadata)
         comm = self._group.comm.shards
-        if comm is None or comm.size == 1:
+        if comm is None:
             pieces.deliver(pieces.shard())
             return None
         return comm.all_gather(pieces)

@@ -148,7 +148,7 @@ class Reduction:
     @property
     def is_collective(self) -> bool:
         """True when shards of other ranks are summed."""
-        return self.group.comm.reduce is not None and self.group.comm.reduce.size > 1
+        return self.group.comm.reduce is not None
 
     @property
     def is_partial(self) -> bool:
@@ -212,7 +212,7 @@ def _launch(
     pending: Pending | None = None
     replica_scale = _replica_scale(scale)
     comm = group.comm.reduce
-    if comm is None or comm.size == 1:
+    if comm is None:
         section = torch.empty(layout.section_numel, dtype=dtype, device=group.device)
         packing.fill(section)
         packing.deliver(section)
@@ -252,8 +252,10 @@ def set_gradients(group: ShardGroup, shards: Gradients) -> None:
         local = _in_storage_form(group, param, shard, casts)
         existing = param.sharded.grad
         if existing is None:
-            spec = torch_private.spec_of(param.sharded)
-            param.sharded.grad = torch_private.dtensor_from_local(local, spec)
+            is_plain = not isinstance(param.sharded, DTensor)
+            param.sharded.grad = local if is_plain else torch_private.dtensor_from_local(
+                local, torch_private.spec_of(param.sharded)
+            )
         else:
             olds.append(torch_private.local_of(existing))
             news.append(local)

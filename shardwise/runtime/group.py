@@ -53,6 +53,7 @@ class ShardGroup:
 
     Attributes:
         params: in the order of the modules.
+        is_collective: gathering and reducing take a collective.
         axes: the data-parallel mesh.  sub_axes: the smaller one that parameters go to after forward, if any.
     """
 
@@ -71,6 +72,10 @@ class ShardGroup:
         self.precision = precision
         self.offload = offload
         self.device = device
+        # Beside tensor parallelism the collectives of a shard axis of one rank are issued too, as torch's tests count
+        # them; alone it has none.
+        has_tensor_parallelism = any(param.inner_spec is not None for param in params)
+        self.is_collective = axes.shard_mesh_dim is not None and (axes.num_shards > 1 or has_tensor_parallelism)
         self.extended = ExtensionParams(self)
         self._main: Shards | None = None
         self._sub: Shards | None = None
@@ -92,7 +97,7 @@ class ShardGroup:
     @property
     def packed_bytes(self) -> int:
         """Bytes of staging that an all-gather needs; 0 when nothing is gathered."""
-        return self._main.packed_bytes if self._main is not None and self.axes.num_shards > 1 else 0
+        return self._main.packed_bytes if self._main is not None and self.is_collective else 0
 
     @property
     def members(self) -> set[UnitParam]:
@@ -102,7 +107,7 @@ class ShardGroup:
     @property
     def reduce_bytes(self) -> int:
         """Bytes of staging that the reduction of all trainable parameters needs."""
-        if self.axes.num_shards == 1:
+        if not self.is_collective:
             return 0
         sections = (
             param.shard.section_numel * self.precision.dtype_of_reduction(param.dtype).itemsize
@@ -174,7 +179,7 @@ class ShardGroup:
 
     def _make_full(self, bucket: FlatBucket) -> FullBuffer:
         is_same = bucket.dtype == bucket.full_dtype and bucket.local.device == self.device
-        shared = bucket.local if self.axes.num_shards == 1 and is_same else None
+        shared = bucket.local if not self.is_collective and is_same else None
         return FullBuffer(bucket.layout, bucket.full_dtype, self.device, shared)
 
     # ---- unshard and reshard ----
@@ -209,7 +214,7 @@ class ShardGroup:
             return self.extended.gather(delivery, len(shards.buckets))
         if not shards.buckets:
             return None
-        if comm is None or comm.size == 1:
+        if comm is None:
             if not all(full.is_shared for full in self._fulls):
                 delivery.deliver(delivery.shard())
             return None

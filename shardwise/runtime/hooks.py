@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise import torch_private
+from shardwise.comm.sync import broadcast_from_first
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.nested import cast_floating, map_tensors, tensors_in
 from shardwise.runtime.unit import Unit
@@ -130,6 +132,16 @@ class Attachment:
         from shardwise.runtime.copying import copy_attachment  # it needs this class
 
         return copy_attachment(self, memo)
+
+
+def keep_buffers_equal(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Before every forward in training, overwrite the buffers of ``module`` with those of the group's first rank."""
+
+    def before_forward(module: nn.Module, _: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            broadcast_from_first(list(module.buffers()), group)
+
+    module.register_forward_pre_hook(before_forward)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

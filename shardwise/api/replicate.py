@@ -1,0 +1,120 @@
+"""``replicate``: data parallelism with whole parameters on every rank (DDP), by the engine that shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DeviceMesh
+
+from shardwise import torch_private
+from shardwise.api.build import Recipe, attachment_of, build_unit
+from shardwise.api.fully_shard import check_modules
+from shardwise.api.mesh import DDPMeshInfo, axes_of, default_mesh
+from shardwise.api.module import FSDPModule, mix_in
+from shardwise.comm.sync import broadcast_from_first
+from shardwise.errors import ConfigError
+from shardwise.runtime.axes import DataParallelMeshDims, MeshAxes
+from shardwise.runtime.hooks import Attachment, keep_buffers_equal
+from shardwise.runtime.precision import MixedPrecisionPolicy, OffloadPolicy
+
+
+class ReplicateModule(FSDPModule):
+    """Mixed into the class of every module that ``replicate`` was called on; the methods of :class:`FSDPModule`."""
+
+
+def replicate(
+    module: nn.Module | list[nn.Module],
+    ignored_modules: Iterable[nn.Module] | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    **ddp: Any,
+) -> nn.Module | list[nn.Module]:
+    """Average gradients over ranks that all hold the whole parameters.
+
+    Parameters and gradients become DTensors with ``Replicate()`` on a 1-D mesh; every call makes one unit, whose gradients
+    are all-reduced together.  Called the older way, with any argument of ``DistributedDataParallel`` (``device_ids``,
+    ``process_group``, ...) or ``ignored_modules``, it behaves as that: parameters stay plain tensors, and parameters and
+    buffers are made equal to rank 0's.
+
+    Args:
+        module: the module, or several that form one unit.
+        ignored_modules: modules whose parameters are left alone (older way).
+        mesh: the 1-D mesh of replicas; None: all ranks, its axis called "replicate".
+        mp_policy, offload_policy, ignored_params: as for :func:`shardwise.fully_shard`.
+        dp_mesh_dims: names the replicate axes of a full SPMD mesh; shard axes are refused.
+        ddp: the older way's ``process_group``, ``device_ids``, ``device_id``, ``broadcast_buffers`` (default True); the
+            tuning arguments of DDP (bucket sizes, ``static_graph``, ``find_unused_parameters``, ``gradient_as_bucket_view``)
+            have nothing to tune here and are taken as they are.
+
+    Returns: ``module``, its class mixed with :class:`ReplicateModule`.
+
+    Raises: RuntimeError for a module that ``fully_shard`` manages, or a ``device_id`` of a wrong type; ValueError for a mesh
+        that is not 1-D.
+
+    Example:
+        >>> from shardwise import replicate
+        >>> replicate(model)  # doctest: +SKIP
+    """
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    for each in modules:
+        if attachment_of(each) is not None and not isinstance(each, ReplicateModule):
+            raise RuntimeError("Cannot apply `replicate()` on a Module already managed by `fully_shard`")
+    check_modules(modules, "replicate")
+    is_plain = bool(ddp) or ignored_modules is not None
+    axes = _plain_axes(ddp) if is_plain and mesh is None else _mesh_axes(mesh, dp_mesh_dims)
+    ignored = {id(param) for param in ignored_params or ()}
+    ignored |= {id(param) for each in ignored_modules or () for param in each.parameters()}
+    recipe = Recipe(axes, False, mp_policy, offload_policy, None, frozenset(ignored), keeps_plain=is_plain)
+    if is_plain:
+        tensors = [t for each in modules for t in (*each.parameters(), *each.buffers()) if id(t) not in ignored]
+        broadcast_from_first([tensor.detach() for tensor in tensors], axes.mesh.get_group(0))
+    attachment = build_unit(modules, recipe)
+    for each in attachment.unit.modules:
+        if is_plain and ddp.get("broadcast_buffers", True):
+            keep_buffers_equal(each, axes.mesh.get_group(0))
+        mix_in(each, ReplicateModule, "Replicate")
+    return module
+
+
+def _mesh_axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> MeshAxes:
+    mesh = mesh if mesh is not None else default_mesh(("replicate",))
+    if dims is not None:
+        axes = axes_of(mesh, dims)
+        if axes.shard_mesh_dim is not None:
+            raise ConfigError(
+                "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). "
+                "Use fully_shard() for sharding."
+            )
+        return axes
+    if mesh.ndim != 1:
+        raise ConfigError(f"replicate expects a 1D DeviceMesh but got {mesh}")
+    return DDPMeshInfo(mesh, replicate_mesh_dim=0)
+
+
+def _plain_axes(ddp: dict[str, Any]) -> MeshAxes:
+    device_id = ddp.get("device_id")
+    if device_id is not None and not isinstance(device_id, (int, torch.device)):
+        raise RuntimeError(f"Expected device_id to be int or torch.device, but got {type(device_id)}")
+    mesh: DeviceMesh | None = ddp.get("device_mesh")
+    group: dist.ProcessGroup | None = ddp.get("process_group")
+    if mesh is None and group is None:
+        return DDPMeshInfo(default_mesh(("replicate",)), replicate_mesh_dim=0)
+    if mesh is None:
+        device_type = torch_private.accelerator_type()
+        mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("replicate",))
+    return DDPMeshInfo(mesh, replicate_mesh_dim=0)
+
+
+def _state(module: nn.Module) -> Attachment | None:
+    return attachment_of(module)
+
+
+replicate.state = _state  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,0 +1,40 @@
+"""Make tensors equal on all ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+_MAX_BYTES = 32 * 2**20  # per broadcast: large enough for bandwidth, small enough for memory
+
+
+def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite ``tensors`` with those of the group's first rank; shapes and dtypes agree on all ranks."""
+    if group.size() == 1:
+        return
+    source = dist.get_global_rank(group, 0)
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        for batch in (batch for kind in by_kind.values() for batch in _batches(kind)):
+            flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+            dist.broadcast(flat, source, group=group)
+            for tensor, part in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    batches: list[list[torch.Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if not batches or num_bytes > room:
+            batches.append([])
+            room = _MAX_BYTES
+        batches[-1].append(tensor)
+        room -= num_bytes
+    return batches
