@@ -113,6 +113,20 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
+def default_store() -> torch.distributed.Store | None:
+    """Return the store that the default process group was made with, None if it cannot serve (a fake group's)."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return None if "Fake" in type(store).__name__ else store
+
+
+def timeout_s_of(group: torch.distributed.ProcessGroup, device: torch.device) -> float:
+    """Return after how many seconds a collective of ``group`` gives up."""
+    try:
+        return group._get_backend(device).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):  # backends without options, threads as ranks
+        return 300.0
+
+
 def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
     """Return the backend that serves ``device`` in ``group``."""
     return group._get_backend(device)

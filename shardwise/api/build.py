@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
 from shardwise.api.mesh import ShardPlacementResult, smaller_axes
+from shardwise.comm.agree import Bulletin
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import C10dCommunicator
 from shardwise.errors import ConfigError, StateError
@@ -340,9 +342,23 @@ def _new_engine(units: list[Unit]) -> Engine:
     device = next((group.device for unit in units for group in unit.groups), torch.device("cpu"))
     engine = Engine(device, Lanes.on(device), BufferPool(device))
     engine.adopt(units)
+    engine.bulletin = _bulletin(units, device)
     engine.max_reductions = max((unit.max_reductions for unit in units), default=1)
     bind_units(engine)
     return engine
+
+
+def _bulletin(units: list[Unit], device: torch.device) -> Bulletin | None:
+    meshes = [group.axes.mesh for unit in units for group in unit.groups]
+    store = torch_private.default_store() if meshes else None
+    if store is None:
+        return None
+    largest = max(meshes, key=lambda mesh: mesh.size())
+    ranks = largest.mesh.flatten().tolist()
+    if len(ranks) == 1:
+        return None
+    timeout_s = torch_private.timeout_s_of(largest.get_group(0), device)
+    return Bulletin(store, ranks, dist.get_rank(), timeout_s)
 
 
 def communicators(group: ShardGroup, engine: Engine) -> GroupComm:

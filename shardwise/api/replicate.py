@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DeviceMesh
+from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise import torch_private
 from shardwise.api.build import Recipe, attachment_of, build_unit
@@ -75,7 +75,8 @@ def replicate(
     recipe = Recipe(axes, False, mp_policy, offload_policy, None, frozenset(ignored), keeps_plain=is_plain)
     if is_plain:
         tensors = [t for each in modules for t in (*each.parameters(), *each.buffers()) if id(t) not in ignored]
-        broadcast_from_first([tensor.detach() for tensor in tensors], axes.mesh.get_group(0))
+        plain = [tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)]
+        broadcast_from_first(plain, axes.mesh.get_group(0))
     attachment = build_unit(modules, recipe)
     for each in attachment.unit.modules:
         if is_plain and ddp.get("broadcast_buffers", True):

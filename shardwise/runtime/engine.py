@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 import torch
@@ -12,7 +13,9 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.lanes import Lane
-from shardwise.events import Event, Instrument, Op, OrderChanged
+from shardwise.comm.agree import Bulletin, Position
+from shardwise.errors import DesyncError
+from shardwise.events import Call, Event, Instrument, Op, OrderChanged
 from shardwise.plan.order import Edge, Order, Visit
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.prefetch import StepPlan, UnitFacts, plan_step
@@ -77,6 +80,7 @@ class Engine:
         is_last_backward: False defers waiting for reductions to a later backward.
         max_reductions: reduce-scatter inputs that may live at once.
         instruments: hear every event.
+        bulletin: where ranks compare plans and say where they are when a collective fails; None without other ranks.
     """
 
     def __init__(self, device: torch.device, lanes: Lanes, pool: BufferPool) -> None:
@@ -97,6 +101,10 @@ class Engine:
         self._in_flight: list[Reduction] = []
         self._launched: list[_Launch] = []
         self._numbers: dict[Unit, int] = {}
+        self.bulletin: Bulletin | None = None
+        self._recent: deque[Call] = deque(maxlen=4)
+        self._num_calls = 0
+        self._left_order = ""
         self._planned_policies: tuple[UnitPolicy, ...] = ()
         self._fresh_held: list[tuple[Unit, Gradients]] = []
 
@@ -122,8 +130,24 @@ class Engine:
 
     def emit(self, event: Event) -> None:
         """Tell every instrument."""
+        if isinstance(event, Call):
+            self._num_calls += 1
+            self._recent.append(event)
+        else:
+            self._left_order = f"expected unit '{event.expected}', found unit '{event.found}'"
         for instrument in self.instruments:
             instrument.on_event(event)
+
+    def position(self, note: str = "") -> Position:
+        """Return where this rank is, for the others to read."""
+        recent = tuple(f"{call.op.value} of unit '{call.unit}'" for call in self._recent)
+        return Position(self._num_calls, recent, note or self._left_order)
+
+    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
+        """Return ``error`` with the position of every rank, as far as they can be known."""
+        if self.bulletin is None or isinstance(error, DesyncError):
+            return error
+        return self.bulletin.explain(error, self.position(f"waiting for {where}"))
 
     # ---- forward ----
 
@@ -344,7 +368,10 @@ class Engine:
         self._in_flight.clear()
         for launch in launched:
             for reduction in launch.reductions:
-                shards = reduction.finish()
+                try:
+                    shards = reduction.finish()
+                except RuntimeError as error:
+                    raise self.explain(error, f"gradients of unit '{launch.unit.name}'") from error
                 if reduction.is_partial:
                     launch.unit.partial.update(shards)
                 else:
@@ -396,8 +423,11 @@ class Engine:
         order = Order(tuple(self._visits))
         policies = tuple(unit.policy for unit in self.units)
         if self.plan is None or self.plan.order != order or policies != self._planned_policies:
-            self.plan = plan_step(order, self.facts(), self.depth)
-            self._planned_policies = policies
+            plan = plan_step(order, self.facts(), self.depth)
+            if self.bulletin is not None:
+                calls = [f"{c.op.value} of unit '{c.unit}'" for c in plan.calls if c.op in (Op.UNSHARD, Op.REDUCE)]
+                self.bulletin.check_plan(calls, self.position())
+            self.plan, self._planned_policies, self._left_order = plan, policies, ""
 
     def facts(self) -> tuple[UnitFacts, ...]:
         """Return what planning needs to know of every unit."""

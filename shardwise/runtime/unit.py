@@ -135,6 +135,10 @@ class Unit:
         if self.emit is not None:
             self.emit(Call(op, self.name, num_bytes))
 
+    def _explained(self, error: RuntimeError) -> RuntimeError:
+        engine = self.engine_ref()
+        return error if engine is None else engine.explain(error, f"all-gather of unit '{self.name}'")
+
     # ---- parameters ----
 
     def unshard(self) -> None:
@@ -153,8 +157,11 @@ class Unit:
         self.unshard()
         state = self.state
         assert isinstance(state, Gathering)
-        for pending in state.pending:
-            pending.wait()
+        try:
+            for pending in state.pending:
+                pending.wait()
+        except RuntimeError as error:
+            raise self._explained(error) from error
         self.num_expected = sum(group.register_full(self._gradient_hook) for group in self.groups)
         for group in self.groups:
             group.drop_sub()

@@ -537,12 +537,18 @@ def run_tp_with_fsdp_offloading() -> None:
         optim.zero_grad()
         with CommDebugMode() as forward:
             loss = model(inp).sum()
-        check.assertEqual({k: v for k, v in forward.get_comm_counts().items() if v}[funcol.all_reduce], num_mlps)
-        check.assertEqual(loss, reference(inp).sum())
+        expected = {funcol.all_reduce: num_mlps, c10d_ops._allgather_base_: num_mlps}
+        check.assertEqual(dict(forward.get_comm_counts()), expected)
+        ref_loss = reference(inp).sum()
+        check.assertEqual(loss, ref_loss)
+        ref_loss.backward()
         with CommDebugMode() as backward:
             loss.backward()
-        check.assertEqual(backward.get_comm_counts()[funcol.all_reduce], num_mlps - 1)
+        expected = {funcol.all_reduce: num_mlps - 1, c10d_ops._allgather_base_: num_mlps}
+        expected[c10d_ops._reduce_scatter_base_] = num_mlps
+        check.assertEqual(dict(backward.get_comm_counts()), expected)
         optim.step()
+        ref_optim.step()
 
 
 def test_tp_with_fsdp_offloading(pool: WorkerPool) -> None:
@@ -551,7 +557,7 @@ def test_tp_with_fsdp_offloading(pool: WorkerPool) -> None:
 
 def parallel_transformer(args: ModelArgs, mesh: DeviceMesh, sequence_parallel: bool) -> Transformer:
     torch.manual_seed(42)
-    model = Transformer.parallelize(Transformer(args), mesh["tp"], sequence_parallel)
+    model = Transformer.parallelize(Transformer(args), mesh["tp"], sequence_parallel, local_output_for_attn=True)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     return fully_shard(model, mesh=mesh["dp"])
