@@ -89,6 +89,7 @@ def build_unit(modules: Sequence[nn.Module], recipe: Recipe) -> Attachment:
     for module in roots:
         module.__dict__[ATTACHMENT] = attachment
     attachment.install()
+    attachment.install_state_dict_hooks()
     return attachment
 
 
@@ -157,6 +158,9 @@ def _lend(lender: UnitParam, item: _Found, unit: Unit) -> bool:
     lender.slots += item.slots
     for slot in item.slots:
         slot.parameters[slot.name] = lender.sharded
+    lending = next((each for module in owner.modules if (each := attachment_of(module)) is not None), None)
+    if lending is not None:
+        lending.reshard_for_state_dict(item.module)
     if owner not in unit.borrows:
         unit.borrows.append(owner)
     return True

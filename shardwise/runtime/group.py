@@ -137,7 +137,7 @@ class ShardGroup:
                 local = torch_private.local_of(param.sharded)
                 if local.data_ptr() != base + offset * itemsize and local.numel():
                     return False
-                if local.dtype != bucket.dtype:
+                if local.dtype != bucket.dtype or local.device != bucket.local.device:
                     return False
         return self.extended.is_current(self.params)
 

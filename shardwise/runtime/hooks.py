@@ -49,6 +49,21 @@ class Attachment:
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.after_forward, prepend=False, always_call=True)
 
+    def install_state_dict_hooks(self) -> None:
+        """Let state dicts be taken from, and loaded into, the shards: on every module that holds a parameter of the unit."""
+        holders = {id(module): module for param in self.unit.params if (module := param.module()) is not None}
+        for module in holders.values():
+            self.reshard_for_state_dict(module)
+
+    def reshard_for_state_dict(self, module: nn.Module) -> None:
+        """Give full parameters back before ``module``'s state dict is taken or loaded."""
+        module.register_state_dict_pre_hook(self.before_state_dict)
+        module.register_load_state_dict_pre_hook(self.before_state_dict)
+
+    def before_state_dict(self, *_: Any) -> None:
+        """State-dict hook, for both ways."""
+        self.unit.reshard()
+
     def live_engine(self) -> Engine:
         """Return the engine of this unit's root."""
         engine = self.unit.engine_ref()

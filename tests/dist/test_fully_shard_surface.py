@@ -1,0 +1,589 @@
+"""The rest of FSDP2's surface: precision, placement, communication settings, state dicts, prefetch, errors."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+import shardwise
+from shardwise import (
+    FSDPMeshInfo,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ShardPlacementResult,
+    clip_grad_norm_,
+    fully_shard,
+    replicate,
+)
+from shardwise.testing import WorkerPool
+from shardwise.testing.models import Block, batch_for, build, units_of
+
+ops = torch.ops.c10d
+
+
+def shard_all(model: nn.Module, name: str = "plain", **kwargs: Any) -> nn.Module:
+    for module in units_of(name, model):
+        fully_shard(module, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def mine(seed: int = 0, name: str = "plain") -> torch.Tensor:
+    return batch_for(name, seed, 4 * dist.get_world_size()).chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def mean_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+
+
+def assert_gradients(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), name
+        if param.grad is not None:
+            torch.testing.assert_close(param.grad.full_tensor(), other.grad, **tolerance, msg=lambda m, n=name: n + m)
+
+
+def run_mixed_precision() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    model = shard_all(build("plain"), mp_policy=policy)
+    reference = build("plain").to(torch.bfloat16)
+    seen: list[torch.dtype] = []
+    model[1].up.register_forward_pre_hook(lambda module, args: seen.extend((module.weight.dtype, args[0].dtype)))
+    out = model(mine())
+    assert out.dtype == torch.float32
+    assert seen == [torch.bfloat16, torch.bfloat16]
+    out.square().sum().backward()
+    reference(mine().to(torch.bfloat16)).float().square().sum().backward()
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        gradient = other.grad.float()
+        dist.all_reduce(gradient, op=dist.ReduceOp.AVG)
+        assert param.dtype == param.grad.dtype == torch.float32
+        assert torch.equal(param.grad.full_tensor(), gradient)
+
+
+def run_held_in_reduce_dtype() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = shard_all(build("plain"), mp_policy=policy)
+    reference = build("plain").to(torch.bfloat16)
+    total = {name: 0.0 for name, _ in reference.named_parameters()}
+    for number in range(4):
+        with shardwise.policy(model, sync=number == 3):
+            model(mine(number)).float().sum().backward()
+        reference(mine(number).to(torch.bfloat16)).float().sum().backward()
+        for name, param in reference.named_parameters():
+            total[name] = total[name] + param.grad.float()
+            param.grad = None
+    for name, param in model.named_parameters():
+        dist.all_reduce(total[name], op=dist.ReduceOp.AVG)
+        torch.testing.assert_close(param.grad.full_tensor(), total[name])
+
+
+def test_mixed_precision(pool: WorkerPool) -> None:
+    pool.run(run_mixed_precision)
+    pool.run(run_held_in_reduce_dtype)
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.lin = nn.Conv2d(3, 5, 2), nn.Linear(5, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(self.conv(x).flatten(2).mean(-1))
+
+
+def run_placement() -> None:
+    size = dist.get_world_size()
+    for dim in (1, -1):
+        torch.manual_seed(0)
+        model = Conv()
+        reference = copy.deepcopy(model)
+        fully_shard(model, shard_placement_fn=lambda p, dim=dim: Shard(dim) if p.ndim > 1 else None)
+        weight = model.conv.weight
+        assert weight.placements == (Shard(dim % 4),)
+        expected = distribute_tensor(reference.conv.weight, weight.device_mesh, weight.placements)
+        assert torch.equal(weight.to_local(), expected.to_local())
+        x = torch.randn(2 * size, 3, 4, 4, generator=torch.Generator().manual_seed(1)).chunk(size)[dist.get_rank()]
+        assert torch.equal(model(x), reference(x))
+        model(x).square().sum().backward()
+        reference(x).square().sum().backward()
+        mean_gradients(reference)
+        assert_gradients(model, reference)
+    with pytest.raises(AssertionError, match="Shard dim 1 is invalid for 1D tensor"):
+        fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p: Shard(1))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_any_dim_can_be_cut_unevenly(pool: WorkerPool, num_ranks: int) -> None:
+    pool.run(run_placement, num_ranks=num_ranks)
+
+
+def run_mesh_per_parameter() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    everyone = FSDPMeshInfo(init_device_mesh("cpu", (4,)), 0)
+    inner = FSDPMeshInfo(mesh["inner"], 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    reference = copy.deepcopy(model)
+    experts = set(model[1].parameters())
+    fully_shard(
+        model,
+        mesh=everyone.mesh,
+        shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), inner if p in experts else everyone),
+    )
+    assert model[0].weight.device_mesh.size() == 4
+    assert model[1].weight.device_mesh.size() == 2
+    with pytest.raises(ValueError, match="not supported with multiple param groups"):
+        model.set_custom_all_gather(None)
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+    inputs = x.chunk(4)[dist.get_rank()]
+    for each in (model, reference):
+        each(inputs).square().sum().backward()
+    for index, group in ((0, None), (1, mesh["inner"].get_group())):
+        for param in reference[index].parameters():
+            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=group)
+    assert_gradients(model, reference)
+    norm = clip_grad_norm_(model.parameters(), 0.01)
+    if dist.get_rank() in (0, 1):
+        total = torch.zeros(())
+        for param in reference[0].parameters():
+            total += param.grad.square().sum()
+        assert norm > total.sqrt() * 0.99
+
+
+def test_parameters_of_one_unit_on_two_meshes(pool: WorkerPool) -> None:
+    pool.run(run_mesh_per_parameter, num_ranks=4)
+
+
+def run_divide_factor() -> None:
+    reference = build("plain")
+    for factor, force_sum in ((None, True), (3.0, False), (3.0, True), (float(dist.get_world_size()), False)):
+        model = shard_all(build("plain"))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(force_sum)
+                if factor is not None:
+                    module.set_gradient_divide_factor(factor)
+        model(mine()).square().sum().backward()
+        reference.zero_grad()
+        reference(mine()).square().sum().backward()
+        for param in reference.parameters():
+            dist.all_reduce(param.grad)
+            param.grad.div_(factor or dist.get_world_size())
+        assert_gradients(model, reference)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(build("plain"), mesh=mesh)
+    model.set_gradient_divide_factor(3.0)
+    model(mine()).square().sum().backward()
+    reference.zero_grad()
+    reference(mine()).square().sum().backward()
+    for param in reference.parameters():
+        dist.all_reduce(param.grad)
+        param.grad.div_(3.0)
+    assert_gradients(model, reference)
+
+
+def test_gradient_divide_factor(pool: WorkerPool) -> None:
+    pool.run(run_divide_factor)
+
+
+class CountingAllGather:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+        self.calls += 1
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class CountingReduceScatter(CountingAllGather):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        self.calls += 1
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def run_communication_settings() -> None:
+    model, reference = shard_all(build("plain")), build("plain")
+    gather, scatter = CountingAllGather(), CountingReduceScatter()
+    model[0].set_custom_all_gather(gather)
+    model[0].set_custom_reduce_scatter(scatter)
+    seen: list[torch.Tensor] = []
+    model[1].set_all_reduce_hook(seen.append)
+    model.set_separate_reduce_scatter_group()
+    model.set_reduce_scatter_max_input_buffers(3)
+    model[2].set_allocate_memory_from_process_group_for_comm(True)
+    model._set_unshard_async_op(True)
+    for each in (model, reference):
+        each(mine()).square().sum().backward()
+    mean_gradients(reference)
+    assert_gradients(model, reference)
+    assert (gather.calls, scatter.calls, len(seen)) == (2, 1, 1)
+    assert seen[0].numel() >= sum(param.to_local().numel() for param in model[1].parameters())
+    with pytest.raises(AssertionError, match="custom"):
+        model[0].set_allocate_memory_from_process_group_for_comm(True)
+    for wrong, error in ((0, ValueError), (2.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="max_input_buffers must be"):
+            model.set_reduce_scatter_max_input_buffers(wrong)
+    with pytest.raises(ValueError, match="Expects FSDPModule"):
+        model.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
+    with pytest.raises(ValueError, match="should be a bool"):
+        model.set_reshard_after_forward(2)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    hybrid = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with pytest.raises(ValueError, match="stream cannot be set when using native HSDP"):
+        hybrid.set_all_reduce_hook(print, stream=object())
+
+
+def test_communication_settings(pool: WorkerPool) -> None:
+    pool.run(run_communication_settings)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.end = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return self.end(self.left(x) if left else self.right(x))
+
+
+def run_unused_differ_by_rank() -> None:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model = Branches()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    for step in range(3):
+        x = torch.randn(2, 4, requires_grad=True)
+        is_left = (dist.get_rank() + step) % 2 == 0
+        for each in (model, reference):
+            each(x, is_left).sum().backward()
+        for param in reference.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        mean_gradients(reference)
+        assert_gradients(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+def test_ranks_may_use_different_parameters(pool: WorkerPool) -> None:
+    pool.run(run_unused_differ_by_rank)
+
+
+def run_state_dicts() -> None:
+    model, other = shard_all(build("plain", 1)), shard_all(build("plain", 2))
+    reference = build("plain", 1)
+    optims = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, other, reference)]
+    for each in (model, other):
+        each(mine()).sum().backward()
+    for optim in optims[:2]:
+        optim.step()
+    with CommDebugMode() as counts:
+        state = model.state_dict()
+    assert counts.get_total_counts() == 0
+    assert all(isinstance(value, DTensor) for value in state.values())
+    name = "0.up.weight"
+    pointer = state[name].to_local().untyped_storage().data_ptr()
+    assert pointer == dict(model.named_parameters())[name].to_local().untyped_storage().data_ptr()
+    model.unshard()
+    assert isinstance(model.state_dict()[name], DTensor)
+    model.reshard()
+    with torch.no_grad():
+        model(mine())
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    model.set_reshard_after_forward(False)
+    with torch.no_grad():
+        model(mine())
+    assert not isinstance(model[0].up.weight, DTensor)
+    model.load_state_dict({key: value.clone() for key, value in state.items()})
+    assert isinstance(model[0].up.weight, DTensor)
+    model.set_reshard_after_forward(True)
+    for assign in (False, True):
+        fresh = shard_all(build("plain", 3))
+        fresh.load_state_dict({key: value.clone() for key, value in state.items()}, assign=assign)
+        with torch.no_grad():
+            assert torch.equal(fresh(mine()), model(mine()))
+        fresh(mine()).sum().backward()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({key: value for key, value in state.items() if key != name})
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full_model = get_model_state_dict(model, options=options)
+    full_optim = get_optimizer_state_dict(model, optims[0], options=options)
+    assert bool(full_model) == (dist.get_rank() == 0)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, full_model, options=options)
+    set_optimizer_state_dict(other, optims[1], full_optim, options=options)
+    for left, right in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(left.to_local(), right.to_local())
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            values = [o.state[p][key] for o, p in ((optims[0], left), (optims[1], right))]
+            values = [v.to_local() if isinstance(v, DTensor) else v for v in values]
+            assert torch.equal(*values), key
+
+
+def test_state_dicts(pool: WorkerPool) -> None:
+    pool.run(run_state_dicts)
+
+
+def run_meta_init() -> None:
+    for width in (7, 1):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(5, width), nn.Linear(width, 4))
+        for module in (*model, model):
+            fully_shard(module)
+        assert all(param.device.type == "meta" for param in model.parameters())
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        source = nn.Sequential(nn.Linear(5, width), nn.Linear(width, 4))
+        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        for param, value in zip(model.parameters(), source.parameters(), strict=True):
+            with torch.no_grad():
+                param.copy_(distribute_tensor(value.detach(), param.device_mesh, param.placements))
+        x = torch.randn(2, 5)
+        assert torch.equal(model(x), source(x))
+        model(x).sum().backward()
+        before = model[0].weight.full_tensor()
+        optim.step()
+        assert not torch.equal(model[0].weight.full_tensor(), before)
+        model[0].reset_parameters()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_meta_initialisation(pool: WorkerPool, num_ranks: int) -> None:
+    pool.run(run_meta_init, num_ranks=num_ranks)
+
+
+def run_replicate() -> None:
+    for how in ("mesh", "list", "older"):
+        torch.manual_seed(0 if how != "older" else dist.get_rank())
+        model = nn.Sequential(Block(7, 15), Block(7, 9), nn.BatchNorm1d(7))
+        if how == "older":
+            before = torch.optim.SGD(model.parameters(), lr=0.1)
+            assert replicate(model, process_group=dist.group.WORLD) is model
+            values = [param.detach().clone() for param in model.parameters()]
+            for value in values:
+                dist.broadcast(value, 0)
+            assert all(torch.equal(left, right) for left, right in zip(model.parameters(), values, strict=True))
+            reference = nn.Sequential(Block(7, 15), Block(7, 9), nn.BatchNorm1d(7))
+            reference.load_state_dict(model.state_dict())
+            optims = [torch.optim.SGD(reference.parameters(), lr=0.1), before]
+        else:
+            reference = copy.deepcopy(model)
+            for block in list(model)[:2] if how == "mesh" else []:
+                replicate(block)
+            replicate([model]) if how == "list" else replicate(model)
+            optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
+        assert isinstance(model, shardwise.ReplicateModule)
+        for step in range(4):
+            for microbatch in range(2):
+                model.set_requires_gradient_sync(microbatch == 1)
+                loss = model(mine(2 * step + microbatch)).square().sum()
+                with CommDebugMode() as counts:
+                    loss.backward()
+                expected = (3 if how == "mesh" else 1) if microbatch else 0
+                assert counts.get_comm_counts()[ops.allreduce_] == expected
+            for microbatch in range(2):
+                reference(mine(2 * step + microbatch)).square().sum().backward()
+            mean_gradients(reference)
+            for left, right in zip(model.parameters(), reference.parameters(), strict=True):
+                if how != "older":
+                    assert left.placements == left.grad.placements == (Replicate(),)
+                    assert left.device_mesh.mesh_dim_names == ("replicate",)
+                ours = left.grad.to_local() if how != "older" else left.grad
+                torch.testing.assert_close(ours, right.grad)
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+    with pytest.raises(RuntimeError, match="Expected device_id to be int or torch.device"):
+        replicate(nn.Linear(2, 2), device_id="cpu")
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(fully_shard(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="expects a 1D DeviceMesh"):
+        replicate(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")))
+    mixed = nn.Sequential(Block(7, 15), Block(7, 9))
+    fully_shard(mixed[0])
+    replicate(mixed)
+    mixed(mine()).sum().backward()
+    assert mixed[0].up.weight.grad.placements == (Shard(0),)
+    assert mixed[1].up.weight.grad.placements == (Replicate(),)
+
+
+def test_replicate(pool: WorkerPool) -> None:
+    pool.run(run_replicate)
+
+
+def run_policy() -> None:
+    model = shard_all(build("plain"))
+    with pytest.raises(ArithmeticError), shardwise.policy(model, sync=False):
+        model(mine()).sum().backward()
+        assert all(param.grad is None for param in model.parameters())
+        raise ArithmeticError
+    model(mine()).sum().backward()
+    reference = build("plain")
+    for _ in range(2):
+        reference(mine()).sum().backward()
+    mean_gradients(reference)
+    assert_gradients(model, reference)
+    with pytest.raises(ValueError, match="has no field"), shardwise.policy(model, synch=False):
+        pass
+    with pytest.raises(ValueError, match="contains no sharded module"), shardwise.policy(nn.Linear(1, 1), sync=False):
+        pass
+
+
+def test_policy_is_restored(pool: WorkerPool) -> None:
+    pool.run(run_policy)
+
+
+def run_clip() -> None:
+    for norm_type in (1.0, 2.0, math.inf):
+        for shards in (1, 2):
+            mesh = init_device_mesh("cpu", (2 // shards, shards), mesh_dim_names=("replicate", "shard"))
+            model, reference = build("plain"), build("plain")
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model[1])
+            replicate(model[2])
+            x = batch_for("plain", 0, 4)
+            head = nn.Parameter(torch.ones(7))
+            ref_head = nn.Parameter(torch.ones(7))
+            (model[2](model[1](model[0](x))) * head).square().sum().backward()
+            (reference(x) * ref_head).square().sum().backward()
+            params, ref_params = [*model.parameters(), head], [*reference.parameters(), ref_head]
+            with CommDebugMode() as counts:
+                norm = clip_grad_norm_(params, 0.3, norm_type)
+            assert counts.get_total_counts() == 1
+            expected = torch.nn.utils.clip_grad_norm_(ref_params, 0.3, norm_type)
+            torch.testing.assert_close(norm, expected)
+            for left, right in zip(params, ref_params, strict=True):
+                mine_ = left.grad.full_tensor() if isinstance(left.grad, DTensor) else left.grad
+                torch.testing.assert_close(mine_, right.grad)
+    head.grad.fill_(math.nan)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_([head], 1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="norm_type"):
+        clip_grad_norm_([head], 1.0, norm_type=-1.0)
+
+
+def test_clip_over_meshes_in_one_all_reduce(pool: WorkerPool) -> None:
+    pool.run(run_clip)
+
+
+def run_scaler() -> None:
+    model = shard_all(build("plain"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(mine()).sum()).backward()
+    scaler.unscale_(optim)
+    reference = build("plain")
+    reference(mine()).sum().backward()
+    mean_gradients(reference)
+    assert_gradients(model, reference)
+    if dist.get_rank() == 0:
+        model[0].up.weight.grad.to_local().fill_(math.inf)
+    before = model[0].up.weight.full_tensor()
+    optim2 = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.step(optim2)
+    scaler.update()
+    assert torch.equal(model[0].up.weight.full_tensor(), before)
+
+
+def test_grad_scaler(pool: WorkerPool) -> None:
+    pool.run(run_scaler)
+
+
+def run_changing_requires_grad() -> None:
+    model, reference = shard_all(build("plain")), build("plain")
+    for step in range(4):
+        for each in (model, reference):
+            each[1].requires_grad_(step % 2 == 0)
+            each.zero_grad()
+            each(mine(step)).sum().backward()
+        mean_gradients(reference)
+        assert_gradients(model, reference)
+
+
+def test_requires_grad_may_change_between_steps(pool: WorkerPool) -> None:
+    pool.run(run_changing_requires_grad)
+
+
+def run_groups_and_two_graphs() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(7, 15), Block(7, 9), Block(7, 3))
+    reference = copy.deepcopy(model)
+    fully_shard([model[0], model[1]])
+    fully_shard(model)
+    assert fully_shard.state(model[0]) is fully_shard.state(model[1])
+    assert fully_shard.state(model[0]) is not fully_shard.state(model)
+    for each in (model, reference):
+        losses = [each(mine(seed)).square().sum() for seed in range(2)]
+        losses[1].backward(retain_graph=True)
+        losses[0].backward()
+        losses[1].backward()
+    mean_gradients(reference)
+    assert_gradients(model, reference)
+    partial = nn.Sequential(Block(7, 15), Block(7, 9), Block(7, 3))
+    fully_shard([partial[1], partial[2]])
+    fully_shard(partial)
+    handle = partial[0].unshard if isinstance(partial[0], FSDPModule) else None
+    assert handle is None
+    group_root = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    fully_shard(group_root)
+    with pytest.raises(RuntimeError, match="FSDP requires a single root module but got"):
+        group_root[0](torch.randn(1, 2))
+
+
+def test_units_of_several_modules_and_several_graphs(pool: WorkerPool) -> None:
+    pool.run(run_groups_and_two_graphs)
+
+
+def run_tied_units() -> None:
+    for order in ("siblings", "nested"):
+        model, reference = build("tied"), build("tied")
+        if order == "siblings":
+            fully_shard(model.embed)
+            fully_shard(model.head)
+        else:
+            fully_shard(model.embed)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        assert model.head.weight is model.embed.weight
+        optims = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, reference)]
+        for step in range(4):
+            tokens = mine(step, "tied")
+            for each in (model, reference):
+                each(tokens).square().sum().backward()
+            mean_gradients(reference)
+            assert_gradients(model, reference, rtol=1e-4, atol=1e-5)
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+        twin = copy.deepcopy(model)
+        assert twin.head.weight is twin.embed.weight
+        with torch.no_grad():
+            assert torch.equal(twin(tokens), model(tokens))
+
+
+def test_weights_tied_across_units(pool: WorkerPool) -> None:
+    pool.run(run_tied_units)
