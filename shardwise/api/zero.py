@@ -111,7 +111,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             facts = [f"partition={partition!r}, {optimizer_class.__name__}", *describe_params(self.param_groups)]
         except Exception as found:
             error = found
-        self.board.agree("ZeroRedundancyOptimizer(...)", facts, error)
+        try:
+            self.board.agree("ZeroRedundancyOptimizer(...)", facts, error)
+        finally:
+            del error  # an error and the frame it was raised in would keep each other, and the group, alive
         self._adopt_layout()
         self.initialized = True
 
@@ -132,7 +135,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             facts = describe_params([*self.param_groups, *[item for item in given if isinstance(item, dict)]])
         except Exception as found:
             error = found
-        self.board.agree("add_param_group", facts, error)
+        try:
+            self.board.agree("add_param_group", facts, error)
+        finally:
+            del error
         super().add_param_group(param_group)
         self._partition()
         self.optim.add_param_group(self._local_group(len(self.param_groups) - 1))
@@ -164,11 +170,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             loss = self._local_step(closure, kwargs)
         except Exception as found:
             error = found
-        if closure is not None:
-            self.board.agree(f"the closure of {what}", error=error)
-        elif error is not None:
-            self.board.report_failure(f"rank {self.rank} raised {type(error).__name__} in {what}: {error}")
-            raise error
+        try:
+            if closure is not None:
+                self.board.agree(f"the closure of {what}", error=error)
+            elif error is not None:
+                self.board.report_failure(f"rank {self.rank} raised {type(error).__name__} in {what}: {error}")
+                raise error
+        finally:
+            del error
         for pending in launch_broadcasts(self._broadcasts, self.board, what):
             pending.wait()
         self.mark_stepped()

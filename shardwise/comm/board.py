@@ -48,28 +48,13 @@ class Board:
         DesyncError that names this rank and quotes it.  Cost: about four store operations.
         Raises: DesyncError naming the ranks and the first fact that differs, or the ranks that did not come in time.
         """
-        if not self.has_peers:
+        try:
+            if self.has_peers:
+                self._compare(what, facts, error)
             if error is not None:
                 raise error
-            return
-        number = self.num_agreements
-        self.num_agreements += 1
-        place = f"{self.prefix}/agree/{number}"
-        note = _Note(what, _digest(facts), f"{type(error).__name__}: {error}" if error is not None else "")
-        self.store.set(f"{place}/{self.rank}", json.dumps([note.what, note.digest, note.error]))
-        if self.rank == 0:
-            self._judge(place, what)
-        verdict = self._read(f"{place}/verdict", self.timeout_s + GRACE_S)
-        if verdict is None:
-            self._explain_absence(place, what, range(self.size))
-        elif verdict != "ok":
-            self._raise_disagreement(place, json.loads(verdict), facts, what, error)
-        if error is not None:
-            raise error
-        if number >= 1:
-            self._delete(f"{self.prefix}/agree/{number - 1}/{self.rank}")
-        if number >= 2 and self.rank == 0:
-            self._delete(f"{self.prefix}/agree/{number - 2}/verdict")
+        finally:
+            del error  # the error refers to this frame: without this each would keep the other alive
 
     def report_failure(self, text: str) -> None:
         """Tell ranks that wait for this one why it will not come; the first report stays."""
@@ -105,6 +90,24 @@ class Board:
         self.report_failure(text)
         return DesyncError(text)
 
+    def _compare(self, what: str, facts: Sequence[str], error: BaseException | None) -> None:
+        number = self.num_agreements
+        self.num_agreements += 1
+        place = f"{self.prefix}/agree/{number}"
+        text = f"{type(error).__name__}: {error}" if error is not None else ""
+        self.store.set(f"{place}/{self.rank}", json.dumps([what, _digest(facts), text]))
+        if self.rank == 0:
+            self._judge(place, what)
+        verdict = self._read(f"{place}/verdict", self.timeout_s + GRACE_S)
+        if verdict is None:
+            self._explain_absence(place, what, range(self.size))
+        elif verdict != "ok" and error is None:
+            self._raise_disagreement(place, json.loads(verdict), facts, what)
+        if number >= 1:
+            self._delete(f"{self.prefix}/agree/{number - 1}/{self.rank}")
+        if number >= 2 and self.rank == 0:
+            self._delete(f"{self.prefix}/agree/{number - 2}/verdict")
+
     def _judge(self, place: str, what: str) -> None:
         notes = self._collect(place, range(self.size), self.timeout_s)
         if len(notes) < self.size:
@@ -117,11 +120,7 @@ class Board:
             rows = [[rank, note.what, note.digest, note.error] for rank, note in sorted(parsed.items())]
             self.store.set(f"{place}/verdict", json.dumps(rows))
 
-    def _raise_disagreement(
-        self, place: str, rows: list[list[str]], facts: Sequence[str], what: str, error: BaseException | None
-    ) -> None:
-        if error is not None:
-            raise error
+    def _raise_disagreement(self, place: str, rows: list[list[str]], facts: Sequence[str], what: str) -> None:
         failed = [(rank, text) for rank, _, _, text in rows if text]
         if failed:
             causes = "; ".join(f"rank {rank} raised {_short(str(text))}" for rank, text in failed)
