@@ -37,7 +37,9 @@ def policy(module: nn.Module, *, recurse: bool = True, **changes: bool | int | f
         raise ConfigError(f"a unit policy has no field {unknown}; it has {known}")
     units = _units_in(module, recurse)
     if not units:
-        raise ConfigError(f"{type(module).__name__} contains no sharded module; call fully_shard or replicate on it first")
+        raise ConfigError(
+            f"{type(module).__name__} contains no sharded module; call fully_shard or replicate on it first"
+        )
     before = [unit.policy for unit in units]
     for unit in units:
         unit.policy = replace(unit.policy, **changes)  # pyright: ignore[reportArgumentType]

@@ -98,8 +98,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.is_joining = False
         self.optimizer_defaults = dict(defaults)
         self._mixed_dtypes = mixed_dtypes
-        self._num_steps = 0
+        self.num_steps = 0
         self._consolidated: Consolidated | None = None
+        self._local_of: dict[Piece, LocalPiece] = {}
         facts: list[str] = []
         error: Exception | None = None
         try:
@@ -160,7 +161,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def step_as(self, is_active: bool, closure: Callable[[], float] | None, kwargs: Mapping[str, Any]) -> Any:
         """Do one step; ``is_active`` is False on a rank that has run out of inputs (in ``Join``)."""
-        what = f"step() number {self._num_steps + 1}"
+        what = f"step() number {self.num_steps + 1}"
         if self.is_joining:
             share_gradients(self, is_active, what)
         self.refresh()
@@ -204,10 +205,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Extra memory: the state itself on ``to``, the largest tensor elsewhere.  Without a step since the last call for
         the same rank it moves nothing.
         """
-        steps = f"{self._num_steps} step(s) so far"
+        steps = f"{self.num_steps} step(s) so far"
         self.board.agree(f"consolidate_state_dict(to={to})", [steps, *describe_params(self.param_groups)])
         if self._consolidated is None or self._consolidated.to != to:
-            self._push_options()
+            copy_options(self.param_groups, self.optim.param_groups)
             self._consolidated = consolidate(self, to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -271,7 +272,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._adopt_layout()
         elif [param.data_ptr() for param in self._all_params] != self._addresses:
             self._adopt_layout()
-        self._push_options()
+        copy_options(self.param_groups, self.optim.param_groups)
 
     def plan_broadcasts_of(self, indices: Sequence[int]) -> tuple[Broadcast, ...]:
         """Return the broadcasts of these parameters; planned once per layout."""
@@ -282,13 +283,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def pieces_of(self, indices: Sequence[int]) -> list[Piece]:
         """Return all ranks' pieces of these parameters, in the order of :attr:`pieces`."""
-        wanted = set(indices)
-        return [piece for piece in self.pieces if piece.tensor in wanted]
+        return [piece for index in sorted(indices) for piece in self.pieces_by_param[index]]
 
     def local_pieces_of(self, indices: Sequence[int]) -> list[LocalPiece]:
         """Return this rank's pieces of these parameters, in the order of :attr:`pieces`."""
-        wanted = set(indices)
-        return [local for local in self.local_pieces if local.piece.tensor in wanted]
+        return [self._local_of[piece] for piece in self.pieces_of(indices) if piece.owner == self.rank]
 
     def step_pieces(self, gradients: Sequence[tuple[LocalPiece, torch.Tensor]]) -> None:
         """Let the local optimizer update these pieces only, with these gradients; options are pulled back after it."""
@@ -311,13 +310,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def mark_stepped(self) -> None:
         """Count a step: consolidated state is stale from here."""
-        self._num_steps += 1
+        self.num_steps += 1
         self._consolidated = None
-
-    @property
-    def num_steps(self) -> int:
-        """Steps made by this object."""
-        return self._num_steps
 
     def _local_step(self, closure: Callable[[], float] | None, kwargs: Mapping[str, Any]) -> Any:
         if closure is None:
@@ -369,12 +363,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.pieces_by_param: list[list[Piece]] = [[] for _ in self._all_params]
         for piece in self.pieces:
             self.pieces_by_param[piece.tensor].append(piece)
-        known = {local.piece: local for local in getattr(self, "local_pieces", ())}
         self.local_pieces = [
-            known.get(piece) or make_local(piece, self._all_params[piece.tensor], self.partition)
+            self._local_of.get(piece) or make_local(piece, self._all_params[piece.tensor], self.partition)
             for piece in self.pieces
             if piece.owner == self.rank
         ]
+        self._local_of = {local.piece: local for local in self.local_pieces}
 
     def _local_group(self, number: int) -> dict[str, Any]:
         in_group = set(self._pieces_of_groups[number])
@@ -393,9 +387,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._broadcasts = plan_broadcasts(owned_views(self.pieces, self._all_params)) if self.world_size > 1 else ()
         self._broadcasts_of: dict[tuple[int, ...], tuple[Broadcast, ...]] = {}
         self._consolidated = None
-
-    def _push_options(self) -> None:
-        copy_options(self.param_groups, self.optim.param_groups)
 
 
 def _default_group() -> dist.ProcessGroup:

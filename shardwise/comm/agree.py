@@ -56,6 +56,7 @@ class Bulletin:
         number = store.add(f"shardwise/{digest}/engines/{rank}", 1)
         self._prefix = f"shardwise/{digest}/{number}"
         self._num_plans = 0
+        self._num_deviations = 0
         self._agreed: set[str] = set()
 
     def check_plan(self, calls: Sequence[str], position: Position) -> None:
@@ -69,8 +70,7 @@ class Bulletin:
             return
         self._num_plans += 1
         self._post(f"plan/{self._num_plans}", text)
-        first = self._ranks[0]
-        for other in self._ranks[1:] if self._rank == first else (first,):
+        for other in self._peers():
             theirs = self._read(f"plan/{self._num_plans}", other, self._timeout_s)
             if theirs is None:
                 self._fail(
@@ -79,6 +79,28 @@ class Bulletin:
             elif theirs != text:
                 self._fail(_first_difference(calls, json.loads(theirs), self._rank, other), position)
         self._agreed.add(text)
+
+    def check_deviation(self, what: str, position: Position) -> None:
+        """Raise DesyncError unless all ranks leave their plan here, in the way that ``what`` says.
+
+        To be called before the first collective that is not as planned: sizes may not fit, and a backend given other sizes
+        than its peers may overwrite memory.
+        """
+        self._num_deviations += 1
+        self._post(f"deviation/{self._num_deviations}", what)
+        for other in self._peers():
+            theirs = self._read(f"deviation/{self._num_deviations}", other, self._timeout_s)
+            if theirs is None:
+                self._fail(f"rank {self._rank} left the order of units, rank {other} has not: {what}", position)
+            elif theirs != what:
+                self._fail(
+                    f"ranks left the order of units differently: rank {self._rank}: {what}; rank {other}: {theirs}",
+                    position,
+                )
+
+    def _peers(self) -> tuple[int, ...]:
+        first = self._ranks[0]
+        return self._ranks[1:] if self._rank == first else (first,)
 
     def explain(self, error: BaseException, position: Position) -> DesyncError:
         """Return an error that says where every rank was when a collective failed on this one."""

@@ -42,7 +42,9 @@ class ChunkShard:
         if self.num_shards < 1:
             raise LayoutError(f"num_shards is {self.num_shards}; expected at least 1")
         if self.shape and not 0 <= self.dim < len(self.shape):
-            raise LayoutError(f"dim {self.dim} is outside a tensor of shape {self.shape}; expected 0..{len(self.shape) - 1}")
+            raise LayoutError(
+                f"dim {self.dim} is outside a tensor of shape {self.shape}; expected 0..{len(self.shape) - 1}"
+            )
 
     @property
     def is_whole(self) -> bool:

@@ -162,12 +162,13 @@ class Engine:
             self._begin_forward()
         self._stack.append(_Frame(unit, sys.exc_info()[1], _module_frame_id()))
         starts = not unit.awaited and not unit.holders
+        if starts:
+            unit.awaited = unit.module_ids()
+            self._visit(unit, Edge.ENTER_FORWARD)
         for member in unit.family:
             member.holders += 1
             member.wait()
         if starts:
-            unit.awaited = unit.module_ids()
-            self._visit(unit, Edge.ENTER_FORWARD)
             self._run_ahead(unit.forward_prefetch)
 
     def after_forward(self, unit: Unit, module: nn.Module) -> bool:
@@ -258,10 +259,10 @@ class Engine:
         if unit.in_backward and (unit.is_full or not unit.policy.unshard_in_backward):
             return
         unit.in_backward = True
+        self._visit(unit, Edge.ENTER_BACKWARD)
         if unit.policy.unshard_in_backward:
             for member in unit.family:
                 member.wait()
-        self._visit(unit, Edge.ENTER_BACKWARD)
         self._run_ahead(unit.backward_prefetch)
 
     def gradient_arrived(self, unit: Unit, ordinal: int) -> None:
@@ -293,8 +294,8 @@ class Engine:
             self._visit(unit, Edge.EXIT_BACKWARD if gradients else Edge.RELEASE_BACKWARD)
             return
         if gradients or unit.held:
-            self._reduce(unit, gradients)
             self._visit(unit, Edge.EXIT_BACKWARD)
+            self._reduce(unit, gradients)
         else:
             self._visit(unit, Edge.RELEASE_BACKWARD)
 
@@ -408,6 +409,8 @@ class Engine:
                 self._follows_plan = False
                 name = self.units[expected[position].unit].name if position < len(expected) else "end of step"
                 self.emit(OrderChanged(name, unit.name))
+                if self.bulletin is not None:
+                    self.bulletin.check_deviation(f"{self._left_order} to {edge.value}", self.position())
 
     def _run_ahead(self, explicit: list[weakref.ref[Unit]] | None) -> None:
         if explicit is not None:

@@ -145,7 +145,9 @@ class ExtensionParams:
                 for storage, num_bytes in entry.inner:
                     storage.resize_(num_bytes)
                 target = entry.param.full
-                function(outputs, metadata, dtype, out=torch_private.local_of(target) if entry.param.inner_spec else target)
+                function(
+                    outputs, metadata, dtype, out=torch_private.local_of(target) if entry.param.inner_spec else target
+                )
                 return
             full, inner = function(outputs, metadata, dtype)
             own = {output.tensor.untyped_storage().data_ptr() for output in entry.outputs}

@@ -253,8 +253,8 @@ def set_gradients(group: ShardGroup, shards: Gradients) -> None:
         existing = param.sharded.grad
         if existing is None:
             is_plain = not isinstance(param.sharded, DTensor)
-            param.sharded.grad = local if is_plain else torch_private.dtensor_from_local(
-                local, torch_private.spec_of(param.sharded)
+            param.sharded.grad = (
+                local if is_plain else torch_private.dtensor_from_local(local, torch_private.spec_of(param.sharded))
             )
         else:
             olds.append(torch_private.local_of(existing))

@@ -193,14 +193,18 @@ class ShardGroup:
     def pool(self) -> BufferPool:
         """Where full parameters and staging buffers come from."""
         if self._pool is None:
-            raise StateError("parameters were asked for before an engine was there; run the root's forward or unshard()")
+            raise StateError(
+                "parameters were asked for before an engine was there; run the root's forward or unshard()"
+            )
         return self._pool
 
     @property
     def comm(self) -> GroupComm:
         """How the group talks."""
         if self._comm is None:
-            raise StateError("a collective was asked for before an engine was there; run the root's forward or unshard()")
+            raise StateError(
+                "a collective was asked for before an engine was there; run the root's forward or unshard()"
+            )
         return self._comm
 
     def gather(self, from_sub: bool) -> Pending | None:

@@ -123,9 +123,7 @@ def _spmd_shard(inner: DTensorSpec, index: int, dim: int) -> Placement:
     return torch_private.strided_shard(dim, factor) if factor > 1 else Shard(dim)
 
 
-def _flattened_spec(
-    param: DTensor, axes: MeshAxes, names: tuple[str, ...], placements: list[Placement]
-) -> DTensorSpec:
+def _flattened_spec(param: DTensor, axes: MeshAxes, names: tuple[str, ...], placements: list[Placement]) -> DTensorSpec:
     # Several shard axes act as one: the parameter's mesh shows them flattened, where the first of them was.
     dims, mesh = axes.dims, torch_private.spec_of(param).mesh
     assert dims is not None

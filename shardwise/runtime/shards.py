@@ -97,9 +97,7 @@ class FullBuffer:
             lease.release()
 
 
-def make_full_parameter(
-    flat: torch.Tensor, shape: tuple[int, ...], offset: int, param: UnitParam
-) -> nn.Parameter:
+def make_full_parameter(flat: torch.Tensor, shape: tuple[int, ...], offset: int, param: UnitParam) -> nn.Parameter:
     """Return the parameter that modules compute with: a window of ``flat`` with a version counter of its own."""
     stride = torch.empty(shape, device="meta").stride()
     with torch.inference_mode(False), torch.no_grad():

@@ -119,13 +119,15 @@ class WorkerPool:
         num_ranks: int = 2,
         backend: str = "gloo",
         timeout_s: float | None = None,
+        group_timeout_s: float | None = None,
         fresh: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
         """Call ``function(**kwargs)`` on every rank; return the results in rank order.
 
         ``function`` must be importable (a module-level function) and everything picklable.  ``backend="none"`` makes
-        no process group.  ``fresh`` starts new processes: DTensor caches meshes with the names of their groups, which a
+        no process group.  ``group_timeout_s`` is
+        after what a collective gives up, ``timeout_s`` after what the pool does.  ``fresh`` starts new processes: DTensor caches meshes with the names of their groups, which a
         new group of the same shape may not have.  Raises: RankFailure with every rank's traceback (or stack, if it hung).
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -136,7 +138,7 @@ class WorkerPool:
         payload = pickle.dumps((function, kwargs))
         store_path = str(Path(self._directory.name) / f"store-{self._num_calls}")
         for rank in range(num_ranks):
-            self._pipes[rank].send(_Task(payload, rank, num_ranks, store_path, backend, limit_s))
+            self._pipes[rank].send(_Task(payload, rank, num_ranks, store_path, backend, group_timeout_s or limit_s))
         results = self._collect(num_ranks, limit_s)
         failures = {rank: result.error for rank, result in results.items() if result.error is not None}
         if failures:
