@@ -252,3 +252,40 @@ def test_dcp_into_any_ranks_and_partition(pool, tmp_path: Path, saver, save_rank
     for found in pool.run(_resume, num_ranks=load_ranks, path=str(tmp_path), kind=loader, by_name=by_name):
         for a, b in zip(found, reference.parameters(), strict=True):
             torch.testing.assert_close(a, b.detach())
+
+
+def _save_fsdp2(path: str) -> None:
+    """Torch's own fully sharded model and state-dict functions: an independent writer of the same format."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(_model())
+    optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for index in range(3):
+        _step(model, optim, index)
+    weights, state = get_state_dict(model, optim)
+    dcp.save({"optim": state, "model": weights}, checkpoint_id=path)
+
+
+def _resume_fsdp2(path: str, partition: str) -> list[torch.Tensor]:
+    model = _model()
+    optim = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition=partition, lr=1.0)
+    weights = model.state_dict()
+    state = optim.sharded(dict(model.named_parameters()), loading=True)
+    dcp.load({"optim": state, "model": weights}, checkpoint_id=path)
+    model.load_state_dict(weights)
+    for index in range(3, 5):
+        _step(model, optim, index)
+    return [p.detach() for p in model.parameters()]
+
+
+def test_a_fully_sharded_run_goes_on_with_sharded_state_only(pool, tmp_path: Path) -> None:
+    reference = _model()
+    plain = torch.optim.AdamW(reference.parameters(), lr=3e-3)
+    for index in range(5):
+        _step(reference, plain, index)
+    pool.run(_save_fsdp2, num_ranks=2, path=str(tmp_path))
+    for partition in ("whole", "even"):
+        for found in pool.run(_resume_fsdp2, num_ranks=4, path=str(tmp_path), partition=partition):
+            for a, b in zip(found, reference.parameters(), strict=True):
+                torch.testing.assert_close(a, b.detach())
