@@ -1,5 +1,7 @@
 """Every private torch name that shardwise relies on: one function each, one test each (tests/inproc/test_torch_private.py)."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -116,7 +118,10 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def default_store() -> torch.distributed.Store | None:
     """Return the store that the default process group was made with, None if it cannot serve (a fake group's)."""
     store = torch.distributed.distributed_c10d._get_default_store()
-    return None if "Fake" in type(store).__name__ else store
+    inner = store
+    while isinstance(inner, torch.distributed.PrefixStore):
+        inner = inner.underlying_store
+    return None if "Fake" in type(inner).__name__ else store
 
 
 def timeout_s_of(group: torch.distributed.ProcessGroup, device: torch.device) -> float:
@@ -174,4 +179,4 @@ def process_group_timeout_s(group: dist.ProcessGroup) -> float:
 
 def add_all(targets: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]) -> None:
     """Add each addend to its target, in place, in one call."""
-    torch._foreach_add_(targets, addends)  # pyright: ignore[reportArgumentType]
+    torch._foreach_add_(list(targets), list(addends))

@@ -189,7 +189,7 @@ def _resolve_placement(item: _Found, recipe: Recipe) -> tuple[MeshAxes, Shard | 
         return recipe.axes, None
     if isinstance(wanted, Shard):
         return recipe.axes, wanted
-    if isinstance(wanted, ShardPlacementResult):
+    if isinstance(wanted, ShardPlacementResult):  # pyright: ignore[reportUnnecessaryIsInstance]  user code returns it
         return wanted.mesh_info, wanted.placement
     raise ConfigError(
         f"Invalid shard_placement_fn result: {wanted} for parameter '{item.fqn}'; "
@@ -259,9 +259,9 @@ def provisional_engine(attachment: Attachment) -> Engine:
 
 
 def _become_root(attachment: Attachment) -> Engine:
-    modules = attachment.unit.modules
+    modules = list(attachment.unit.modules)
     if len(modules) > 1:
-        raise StateError(f"FSDP requires a single root module but got {modules}")
+        raise StateError(f"FSDP requires a single root module but got {tuple(modules)}")
     root = modules[0]
     attachments = _attachments_in(root, attachment)
     for inner in attachments[1:]:

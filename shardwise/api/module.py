@@ -117,7 +117,7 @@ class FSDPModule:
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Replace the ``reshard_after_forward`` argument.  Raises: ValueError if it is not a bool."""
-        if not isinstance(reshard_after_forward, bool):
+        if not isinstance(reshard_after_forward, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in self._units(recurse):
             unit.uses_default_reshard = False
@@ -152,7 +152,8 @@ class FSDPModule:
 
         Raises: TypeError if it is no int, ValueError if it is below 1.
         """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+        is_int = isinstance(max_input_buffers, int)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(max_input_buffers, bool) or not is_int:
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
@@ -221,7 +222,9 @@ class FSDPModule:
                     continue
                 ranks = tuple(dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.shard_mesh_dim)))
                 if enable and ranks not in made:
-                    made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                    new = dist.new_group(list(ranks), use_local_synchronization=True)
+                    assert isinstance(new, dist.ProcessGroup)
+                    made[ranks] = new
                 group.reduce_process_group = made[ranks] if enable else None
         bind_units(self._engine())
 
@@ -292,7 +295,7 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[t
 
 def _unit_refs(modules: Sequence[FSDPModule]) -> list[weakref.ref[Unit]]:
     for module in modules:
-        if not isinstance(module, FSDPModule):
+        if not isinstance(module, FSDPModule):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
     return [weakref.ref(module._unit()) for module in modules]  # pyright: ignore[reportPrivateUsage]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 
@@ -15,7 +15,9 @@ from shardwise.runtime.unit import Unit
 
 
 @contextmanager
-def policy(module: nn.Module, *, recurse: bool = True, **changes: bool | int | float | None) -> Iterator[None]:
+def policy(
+    module: nn.Module, *, recurse: bool = True, **changes: bool | int | float | None
+) -> Generator[None, None, None]:
     """Replace parts of the policy of ``module``'s units; put the old ones back at the end, also after an exception.
 
     Args:

@@ -107,10 +107,11 @@ def _plain_axes(ddp: dict[str, Any]) -> MeshAxes:
     mesh: DeviceMesh | None = ddp.get("device_mesh")
     group: dist.ProcessGroup | None = ddp.get("process_group")
     if mesh is None and group is None:
-        return DDPMeshInfo(default_mesh(("replicate",)), replicate_mesh_dim=0)
-    if mesh is None:
+        mesh = default_mesh(("replicate",))
+    elif mesh is None and group is not None:
         device_type = torch_private.accelerator_type()
         mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("replicate",))
+    assert mesh is not None
     return DDPMeshInfo(mesh, replicate_mesh_dim=0)
 
 

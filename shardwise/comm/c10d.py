@@ -3,6 +3,9 @@
 Collectives are looked up on ``torch.distributed`` at every call, so tools and tests may wrap them.
 """
 
+# pyright: reportDeprecated=false
+# torch renamed the collectives in 2.13; older versions have the old names alone.
+
 from __future__ import annotations
 
 from collections.abc import Callable

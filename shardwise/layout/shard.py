@@ -94,7 +94,7 @@ class ChunkShard:
         if not 0 <= rank < self.num_shards:
             raise LayoutError(f"rank {rank} is outside 0..{self.num_shards - 1}")
         if self.is_whole:
-            return range(0, 1)
+            return range(1)
         start = min(rank * self.chunk, self.size)
         return range(start, min(start + self.chunk, self.size))
 

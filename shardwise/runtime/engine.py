@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import FrameType
+
 import torch
 from torch import nn
 
 from shardwise import torch_private
+from shardwise.comm.agree import Bulletin, Position
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.lanes import Lane
-from shardwise.comm.agree import Bulletin, Position
 from shardwise.errors import DesyncError
 from shardwise.events import Call, Event, Instrument, Op, OrderChanged
 from shardwise.plan.order import Edge, Order, Visit
@@ -210,7 +213,7 @@ class Engine:
         # Python stack any more when the same root starts again.
         if unit is not self._stack[0].unit:
             return False
-        frame = sys._getframe(1)
+        frame: FrameType | None = inspect.currentframe()
         wanted = self._stack[0].frame_id
         while frame is not None:
             if id(frame) == wanted:
@@ -470,7 +473,8 @@ class Engine:
 
 def _module_frame_id() -> int:
     """Return the id of the frame that runs the module which is about to start its forward."""
-    frame = sys._getframe(2)
+    frame = inspect.currentframe()
+    assert frame is not None
     while frame.f_back is not None and frame.f_code.co_name not in ("_call_impl", "forward_method"):
         frame = frame.f_back
     return id(frame)

@@ -252,10 +252,9 @@ def set_gradients(group: ShardGroup, shards: Gradients) -> None:
         local = _in_storage_form(group, param, shard, casts)
         existing = param.sharded.grad
         if existing is None:
-            is_plain = not isinstance(param.sharded, DTensor)
-            param.sharded.grad = (
-                local if is_plain else torch_private.dtensor_from_local(local, torch_private.spec_of(param.sharded))
-            )
+            if isinstance(param.sharded, DTensor):
+                local = torch_private.dtensor_from_local(local, torch_private.spec_of(param.sharded))
+            param.sharded.grad = local
         else:
             olds.append(torch_private.local_of(existing))
             news.append(local)

@@ -95,7 +95,7 @@ def _spmd_spec(param: DTensor, fqn: str, axes: MeshAxes, dim: int) -> DTensorSpe
     inner = torch_private.spec_of(param)
     dims, names = axes.dims, inner.mesh.mesh_dim_names
     assert dims is not None
-    if axes.spmd_mesh is not None and inner.mesh != axes.spmd_mesh or names is None:
+    if (axes.spmd_mesh is not None and inner.mesh != axes.spmd_mesh) or names is None:
         raise ConfigError(
             f"Expected param's DTensor mesh to be the same mesh passed to fully_shard, but '{fqn}' is on {inner.mesh}"
         )

@@ -125,10 +125,14 @@ class WorkerPool:
     ) -> list[Any]:
         """Call ``function(**kwargs)`` on every rank; return the results in rank order.
 
-        ``function`` must be importable (a module-level function) and everything picklable.  ``backend="none"`` makes
-        no process group.  ``group_timeout_s`` is
-        after what a collective gives up, ``timeout_s`` after what the pool does.  ``fresh`` starts new processes: DTensor caches meshes with the names of their groups, which a
-        new group of the same shape may not have.  Raises: RankFailure with every rank's traceback (or stack, if it hung).
+        Args:
+            function: importable (module-level); it and its arguments picklable.
+            backend: of the group; "none" makes no process group.
+            timeout_s: after how many seconds the pool gives up.  group_timeout_s: after how many a collective does.
+            fresh: start new processes: DTensor caches meshes with the names of their groups, and a later group of the same
+                shape may have other names.
+
+        Raises: RankFailure with every rank's traceback (or stack, if it hung).
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         if fresh:

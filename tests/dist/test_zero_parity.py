@@ -54,6 +54,14 @@ class Net(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
+def _average(gradients: list[torch.Tensor]) -> None:
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
 def parity(optimizer_class, options: dict[str, Any], partitions: tuple[str, ...]) -> None:
     matrices_only = partitions == ("whole",)
     tokens = torch.randint(0, 11, (NUM_STEPS, 4 * dist.get_world_size(), 3), generator=torch.Generator().manual_seed(1))
@@ -72,9 +80,7 @@ def parity(optimizer_class, options: dict[str, Any], partitions: tuple[str, ...]
                 model(batch).backward()
             else:
                 model(batch.chunk(dist.get_world_size())[dist.get_rank()]).backward()
-                for p in optim.all_params:
-                    dist.all_reduce(p.grad)
-                    p.grad /= dist.get_world_size()
+                _average([p.grad for p in optim.all_params])
             optim.step()
     for model, _ in runs[1:]:
         for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):

@@ -1,0 +1,146 @@
+"""Every private torch name that the package relies on does what the package thinks it does."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardwise import torch_private as private
+
+
+@pytest.fixture
+def fake_ranks() -> object:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield None
+    dist.destroy_process_group()
+
+
+def test_swapped_storages_exchange_bytes_under_their_tensors() -> None:
+    left, right = torch.zeros(4), torch.ones(8)
+    empty = torch.empty(0, dtype=torch.uint8).untyped_storage()
+    private.swap_storage(empty, right.untyped_storage())
+    assert (empty.nbytes(), right.untyped_storage().nbytes()) == (32, 0)
+    private.swap_storage(empty, right.untyped_storage())
+    assert right.tolist() == [1.0] * 8
+    private.swap_storage(left.untyped_storage(), torch.full((4,), 2.0).untyped_storage())
+    assert left.tolist() == [2.0] * 4
+
+
+def test_copy_all_and_add_all() -> None:
+    targets = [torch.zeros(2), torch.zeros(3, dtype=torch.float64)]
+    private.copy_all(targets, [torch.ones(2), torch.ones(3)])
+    private.add_all(targets[:1], [torch.ones(2)])
+    assert [t.tolist() for t in targets] == [[2.0, 2.0], [1.0, 1.0, 1.0]]
+
+
+def test_graph_task_and_end_of_backward() -> None:
+    seen: list[object] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append(private.graph_task_id()))
+    y.register_hook(lambda _: private.call_after_backward(lambda: seen.append("end")))
+    assert private.graph_task_id() == -1
+    y.sum().backward()
+    assert seen[0] != -1
+    assert seen[1] == "end"
+
+
+def test_a_failed_backward_drops_its_callback() -> None:
+    import weakref
+
+    class End:
+        ran = False
+
+        def __call__(self) -> None:
+            End.ran = True
+
+    refs: list[weakref.ref[End]] = []
+
+    def queue(_: torch.Tensor) -> None:
+        end = End()
+        refs.append(weakref.ref(end))
+        private.call_after_backward(end)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    z = y * 3
+    z.register_hook(queue)
+    y.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        z.sum().backward()
+    assert refs[0]() is None
+    assert not End.ran
+
+
+def test_views_know_their_base() -> None:
+    x = torch.ones(4)
+    assert private.base_of_view(x.view(2, 2)) is x
+    assert private.base_of_view(x) is None
+
+
+def test_module_parameters_and_hooks() -> None:
+    layer = nn.Linear(2, 2)
+    assert private.parameters_of(layer)["weight"] is layer.weight
+    assert private.post_accumulate_hooks(layer.weight) == []
+    layer.weight.register_post_accumulate_grad_hook(print)
+    assert private.post_accumulate_hooks(layer.weight) == [print]
+
+
+def test_dtensors(fake_ranks: object) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    spec = private.make_spec(mesh["a"], (Shard(0),), torch.Size((6, 2)), (2, 1), torch.float32)
+    local = torch.ones(3, 2)
+    tensor = private.dtensor_from_local(local, spec, requires_grad=False)
+    assert isinstance(tensor, DTensor)
+    assert tuple(tensor.shape) == (6, 2)
+    assert private.local_of(tensor) is local
+    assert private.local_of(local) is local
+    assert private.spec_of(tensor) is spec
+    other = torch.zeros(3, 2)
+    private.set_local(tensor, other)
+    assert tensor.to_local().data_ptr() == other.data_ptr()
+    private.set_local(local, other)
+    assert local.data_ptr() == other.data_ptr()
+    assert private.num_shards_of_dim(spec, 0) == 2
+    assert private.strided_shard(0, 2).split_factor == 2
+    assert private.join_meshes([mesh["a"], mesh["b"]]).mesh_dim_names == ("a", "b")
+    assert private.flatten_mesh(mesh, "flat").size() == 4
+    assert private.wait_tensor(local) is local
+    assert private.default_store() is None
+    assert Replicate() != Shard(0)
+
+
+def test_process_groups() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        assert private.default_store() is not None
+        assert private.timeout_s_of(group, torch.device("cpu")) > 0
+        assert private.backend_of(group, torch.device("cpu")) is not None
+    finally:
+        dist.destroy_process_group()
+
+
+def test_accelerator_type() -> None:
+    expected = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    assert private.accelerator_type() == expected
+
+
+def test_dynamo_disabled_keeps_signature_and_result() -> None:
+    def double(x: int) -> int:
+        return 2 * x
+
+    wrapped = private.dynamo_disabled(double)
+    assert wrapped(3) == 6
+    assert inspect.signature(wrapped) == inspect.signature(double)

@@ -1,0 +1,130 @@
+"""Layers import downwards only, private names live in one file, and pure layers know the standard library alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwise
+
+ROOT = Path(shardwise.__file__).parent
+LINES: tuple[tuple[str, ...], ...] = (
+    ("events", "errors", "torch_private"),
+    ("layout",),
+    ("plan", "comm"),
+    ("runtime", "optim", "checkpoint", "observe"),
+    ("api",),
+    ("recipes", "testing"),
+    ("cli",),
+)
+LEVEL = {name: level for level, names in enumerate(LINES) for name in names}
+FILES = sorted(ROOT.rglob("*.py"))
+PURE = ("layout", "plan", "events", "errors")
+
+
+def owner(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[0]
+
+
+def imports(path: Path) -> list[str]:
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_down(path: Path) -> None:
+    mine = owner(path)
+    if mine == "__init__":
+        return
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] != "shardwise" or len(parts) == 1:
+            continue
+        target = parts[1]
+        if target == mine or target not in LEVEL:
+            assert target in LEVEL or mine in ("cli", "recipes", "testing"), f"{path.name} imports {name}"
+            continue
+        assert LEVEL[target] < LEVEL[mine], f"{mine} ({path.name}) imports {target}, which is not below it"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if owner(p) in PURE], ids=lambda path: path.name)
+def test_pure_layers_use_the_standard_library_alone(path: Path) -> None:
+    for name in imports(path):
+        top = name.split(".")[0]
+        assert top == "shardwise" or top in sys.stdlib_module_names, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if owner(p) == "plan"], ids=lambda path: path.name)
+def test_no_function_of_plan_takes_a_rank(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            names = [arg.arg for arg in (*node.args.args, *node.args.kwonlyargs)]
+            assert "rank" not in names, f"{path.name}: {node.name} takes a rank"
+
+
+def test_every_layer_has_a_line() -> None:
+    found = {owner(path) for path in FILES} - {"__init__"}
+    assert found == set(LEVEL)
+
+
+PRIVATE = re.compile(r"(?<![\w.])(?:torch|dist|nn|param|tensor|module|group|mesh)(?:\.\w+)*\._(?!_)\w+")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_torch_names_live_in_one_file(path: Path) -> None:
+    if path.name == "torch_private.py":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            private = [part for part in (node.module or "").split(".") if part.startswith("_")]
+            private += [alias.name for alias in node.names if alias.name.startswith("_") and not node.level]
+            allowed = node.module in (
+                "torch.distributed.tensor._dtensor_spec",
+                "torch.distributed._shard.sharded_tensor",
+            )
+            assert not private or allowed, f"{path.name} imports {node.module}.{[a.name for a in node.names]}"
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+            assert not (is_private and node.value.id in ("torch", "dist", "nn")), (
+                f"{path.name}: {node.value.id}.{node.attr}"
+            )
+
+
+def test_the_package_does_not_use_what_it_replaces() -> None:
+    replaced = re.compile(r"torch\.distributed\.(fsdp|_composable|optim\b)|ddp_zero_hook|_shard\.sharded_optim")
+    for path in FILES:
+        for name in imports(path):
+            assert not replaced.search(name), f"{path.name} imports {name}"
+
+
+def test_hooks_are_registered_in_one_file_of_the_runtime() -> None:
+    for path in (ROOT / "runtime").glob("*.py"):
+        if path.name != "hooks.py":
+            assert "register_forward" not in path.read_text(), path.name
+
+
+def test_public_names_have_docstrings() -> None:
+    for name in shardwise.__all__:
+        doc = getattr(shardwise, name).__doc__
+        assert doc, f"shardwise.{name} has no docstring"
+    assert list(shardwise.__all__) == sorted(shardwise.__all__)
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if owner(p) not in ("cli", "testing", "recipes")], ids=lambda p: p.name
+)
+def test_no_environment_reads_outside_the_edges(path: Path) -> None:
+    if path.name == "mesh.py":  # the process group that a launcher describes is joined here
+        return
+    assert "os.environ" not in path.read_text()
+    assert "getenv" not in path.read_text()
