@@ -89,8 +89,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         Joinable.__init__(self)
         self.initialized = False
-        self.process_group = process_group if process_group is not None else _default_group()
-        self.board = open_board(self.process_group, "ZeroRedundancyOptimizer")
+        self.board = open_board(process_group, "ZeroRedundancyOptimizer")
+        self.process_group = self.board.group
         self.rank, self.world_size = self.board.rank, self.board.size
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
@@ -387,10 +387,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._broadcasts = plan_broadcasts(owned_views(self.pieces, self._all_params)) if self.world_size > 1 else ()
         self._broadcasts_of: dict[tuple[int, ...], tuple[Broadcast, ...]] = {}
         self._consolidated = None
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    if group is None:
-        raise StateError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group() first")
-    return group

@@ -185,8 +185,14 @@ class Board:
             return  # a store that cannot forget keeps a few hundred bytes more
 
 
-def open_board(group: dist.ProcessGroup, topic: str) -> Board:
-    """Return the board of the next object about ``topic`` in ``group``: the n-th call on each rank opens the same."""
+def open_board(group: dist.ProcessGroup | None, topic: str) -> Board:
+    """Return the board of the next object about ``topic`` in ``group``: the n-th call on each rank opens the same.
+
+    None stands for the default group.  Raises: StateError without a process group, or outside of ``group``.
+    """
+    group = group if group is not None else dist.group.WORLD
+    if group is None:
+        raise StateError(f"{topic} needs torch.distributed.init_process_group() first")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise StateError(f"this process is not a member of the process group given to {topic}")

@@ -165,7 +165,10 @@ def wait_for(work: dist.Work, board: Board, what: str, device: torch.device) -> 
         return
     while True:
         try:
-            work.wait(timedelta(seconds=PATIENCE_S))
+            if work.is_completed():  # threads as ranks: their works cannot wait with a limit
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=PATIENCE_S))
             return
         except RuntimeError as error:
             if work.is_completed():

@@ -429,6 +429,16 @@ def model_parallel() -> None:
             assert isinstance(zero.join_device, torch.device)
 
 
+def _without_group() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        ZeroRedundancyOptimizer([torch.zeros(1)], SGD, lr=0.1)
+    return str(caught.value)
+
+
+def test_without_a_process_group_it_says_what_to_call(pool) -> None:
+    assert all("init_process_group()" in text for text in pool.run(_without_group, num_ranks=1, backend="none"))
+
+
 SEVERAL_RANKS = [
     step,
     step_with_closure,
