@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,11 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor that ``tensor`` is a view of, None if it is none."""
     return tensor._base
+
+
+def same_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Return a context in which writes to ``tensor`` do not count as changes for autograd's checks."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -121,7 +127,7 @@ def default_store() -> torch.distributed.Store | None:
     inner = store
     while isinstance(inner, torch.distributed.PrefixStore):
         inner = inner.underlying_store
-    return None if "Fake" in type(inner).__name__ else store
+    return None if type(inner) is torch.distributed.Store or "Fake" in type(inner).__name__ else store
 
 
 def timeout_s_of(group: torch.distributed.ProcessGroup, device: torch.device) -> float:
@@ -180,3 +186,46 @@ def process_group_timeout_s(group: dist.ProcessGroup) -> float:
 def add_all(targets: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]) -> None:
     """Add each addend to its target, in place, in one call."""
     torch._foreach_add_(list(targets), list(addends))
+
+
+# --- ShardedOptimizer (optim/, api/sharded_optimizer.py) ---
+
+
+def chunks_of(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return (offsets, sizes) in the global shape of what this rank holds of ``tensor``, as checkpoints see it."""
+    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
+
+
+def process_group_of(tensor: Any) -> dist.ProcessGroup:
+    """Return the process group over which a ShardedTensor is sharded."""
+    return tensor._process_group
+
+
+def sharded_tensor_like(reference: Any, values: Sequence[torch.Tensor]) -> Any:
+    """Return a ShardedTensor cut as ``reference`` whose local shards are ``values``; no communication."""
+    import dataclasses
+
+    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+
+    shards = [Shard(value, old.metadata) for value, old in zip(values, reference.local_shards(), strict=True)]
+    metadata = reference.metadata()
+    dtype = values[0].dtype if values else metadata.tensor_properties.dtype
+    properties = dataclasses.replace(metadata.tensor_properties, dtype=dtype, requires_grad=False)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, dataclasses.replace(metadata, tensor_properties=properties), process_group=reference._process_group
+    )
+
+
+def step_inside(optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer that works inside of another: global step hooks run for the outer one only."""
+    step = type(optimizer).step
+    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if has_hooks or not getattr(step, "hooked", False):
+        optimizer.step()
+    else:
+        step.__wrapped__(optimizer)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def state_dict_hooks(optimizer: torch.optim.Optimizer, when: str) -> list[Callable[..., Any]]:
+    """Return the hooks registered on ``optimizer``: ``when`` is state_dict_pre, load_state_dict_post, ..."""
+    return list(getattr(optimizer, f"_optimizer_{when}_hooks").values())
