@@ -145,9 +145,9 @@ class ExtensionParams:
                 for storage, num_bytes in entry.inner:
                     storage.resize_(num_bytes)
                 target = entry.param.full
-                function(
-                    outputs, metadata, dtype, out=torch_private.local_of(target) if entry.param.inner_spec else target
-                )
+                out = torch_private.local_of(target) if entry.param.inner_spec else target
+                with torch_private.same_version(out):
+                    function(outputs, metadata, dtype, out=out)
                 return
             full, inner = function(outputs, metadata, dtype)
             own = {output.tensor.untyped_storage().data_ptr() for output in entry.outputs}
@@ -235,7 +235,8 @@ class _MixedPieces:
             for tensor, output in zip(tensors, outputs, strict=True):
                 num_bytes = tensor.numel() * tensor.element_size()
                 raw = output.view(-1).view(torch.uint8).view(sections.shape[0], num_bytes)
-                raw.copy_(sections[:, start : start + num_bytes])
+                with torch_private.same_version(output):  # refilled, not changed, as far as autograd is concerned
+                    raw.copy_(sections[:, start : start + num_bytes])
                 start += align(num_bytes, _ALIGNMENT)
             self._owner.complete(entry, outputs, metadata)
 

@@ -53,6 +53,7 @@ class Unit:
         self.in_backward = False
         self.gradient_arrived: set[int] = set()
         self.num_expected = 0
+        self.num_frozen = 0
         self.held: Gradients = {}
         self.partial: Gradients = {}
         self.borrows: list[Unit] = []
@@ -90,7 +91,7 @@ class Unit:
     @property
     def wants_boundary(self) -> bool:
         """True when counting gradients does not tell the end of its backward: the gradients of its inputs must."""
-        return self.ended_late or self.policy.reduces_unused or not self.num_expected
+        return self.ended_late or self.policy.reduces_unused or self.num_frozen > 0
 
     @property
     def is_full(self) -> bool:
@@ -163,6 +164,7 @@ class Unit:
         except RuntimeError as error:
             raise self._explained(error) from error
         self.num_expected = sum(group.register_full(self._gradient_hook) for group in self.groups)
+        self.num_frozen = sum(len(group.params) for group in self.groups) - self.num_expected
         for group in self.groups:
             group.drop_sub()
         self._enter(Unsharded())
@@ -212,8 +214,11 @@ class Unit:
 
     @property
     def has_all_gradients(self) -> bool:
-        """True when every trainable parameter has its gradient."""
-        return len(self.gradient_arrived) >= self.num_expected > 0
+        """True when every parameter has its gradient: then backward reads none of them any more.
+
+        A frozen parameter may still be read after the last gradient has come; its unit ends at its inputs.
+        """
+        return len(self.gradient_arrived) >= self.num_expected > 0 and not self.num_frozen
 
     def take_gradients(self) -> Gradients:
         """Return the gradients of this backward in their reduce dtypes, zeros for unused ones if the policy says so."""

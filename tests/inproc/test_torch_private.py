@@ -144,3 +144,13 @@ def test_dynamo_disabled_keeps_signature_and_result() -> None:
     wrapped = private.dynamo_disabled(double)
     assert wrapped(3) == 6
     assert inspect.signature(wrapped) == inspect.signature(double)
+
+
+def test_same_version_hides_a_refill_from_autograd() -> None:
+    x = torch.ones(2, requires_grad=True)
+    full = x.detach().clone()
+    y = x * full
+    with private.same_version(full):
+        full.copy_(torch.ones(2))
+    y.sum().backward()
+    assert x.grad is not None
