@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -150,15 +151,16 @@ def accelerator_type() -> str:
 
 
 def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` so that torch.compile runs it outside of graphs; costs nothing until dynamo is imported."""
-    import functools
-    import sys
+    """Return ``function`` so that torch.compile leaves it out of its graphs; elsewhere it runs as it is."""
+    disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
+        if not torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        return torch._dynamo.disable(function, recursive=True)(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function, recursive=True))
+        return disabled[0](*args, **kwargs)
 
     return outside
 

@@ -46,6 +46,14 @@ class Bucket:
             return 1.0
         return self.section_numel * self.shards[0].num_shards / true_numel
 
+    @property
+    def is_even(self) -> bool:
+        """True when every section is the dim-0 rows of all tensors, equally many on every rank, without gaps.
+
+        Then a packed buffer viewed as (num_shards, section_numel) has each tensor, viewed as (num_shards, -1), as columns.
+        """
+        return not self.has_padding and all(shard.outer == 1 and not shard.is_whole for shard in self.shards)
+
     def moves(
         self, index: int, *, into_full: bool, section_offset: int = 0, section_stride: int | None = None
     ) -> tuple[Move, ...]:

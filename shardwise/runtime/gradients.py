@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import torch_private
 from shardwise.comm.lanes import Lane
 from shardwise.comm.protocol import Pending, Scale
-from shardwise.layout.bucket import Bucket, build_bucket
+from shardwise.layout.bucket import build_bucket
 from shardwise.plan.policy import UnitPolicy
 from shardwise.runtime.group import ShardGroup
 from shardwise.runtime.param import UnitParam
@@ -58,30 +58,66 @@ def in_reduce_dtype(group: ShardGroup, gradients: Gradients) -> Gradients:
     return {p: g.to(group.precision.dtype_of_reduction(p.dtype)) for p, g in gradients.items()}
 
 
+class ReduceLayout:
+    """Where the gradients of some parameters of a group lie in a packed buffer and in this rank's section of it."""
+
+    def __init__(self, params: list[UnitParam], alignment: int, rank: int) -> None:
+        self.bucket = build_bucket([param.shard for param in params], alignment)
+        self.is_even = self.bucket.is_even
+        self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
+        self._windows = [
+            (offset, shard.shard_numel(rank), shard.shard_shape(rank))
+            for offset, shard in zip(self.bucket.offsets, self.bucket.shards, strict=True)
+        ]
+
+    def pack(self, gradients: list[torch.Tensor], packed: torch.Tensor) -> None:
+        """Write every rank's part of every gradient to its place; padding becomes zero."""
+        if self.is_even:
+            num_shards = self.bucket.shards[0].num_shards
+            rows = packed.view(num_shards, self.bucket.section_numel)
+            if all(gradient.dtype == packed.dtype for gradient in gradients):
+                torch.cat([gradient.reshape(num_shards, -1) for gradient in gradients], dim=1, out=rows)
+                return
+        if self.bucket.has_padding:
+            packed.zero_()
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for gradient, moves in zip(gradients, self._moves, strict=True):
+            flat = gradient.reshape(-1)
+            for move in moves:
+                targets.append(packed_window(packed, move))
+                sources.append(full_window(flat, move, 0))
+        torch_private.copy_all(targets, sources)
+
+    def windows(self, section: torch.Tensor) -> list[torch.Tensor]:
+        """Return the shards in this rank's section."""
+        return [section.narrow(0, offset, numel).view(shape) for offset, numel, shape in self._windows]
+
+
+def _layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) -> ReduceLayout:
+    key = (dtype, *(param.ordinal for param in params))
+    layout = group.reduce_layouts.get(key)
+    if not isinstance(layout, ReduceLayout):
+        alignment = 1 if group.device.type == "cpu" else max(16 // dtype.itemsize, 1)
+        layout = group.reduce_layouts[key] = ReduceLayout(params, alignment, group.axes.shard_rank)
+    return layout
+
+
 @dataclass(slots=True, eq=False)
 class _Packing:
     """The sending and receiving end of a reduce-scatter."""
 
-    layout: Bucket
+    layout: ReduceLayout
     gradients: list[torch.Tensor]
     dtype: torch.dtype
     section: torch.Tensor | None = None
 
     @property
     def section_numel(self) -> int:
-        return self.layout.section_numel
+        return self.layout.bucket.section_numel
 
     def fill(self, packed: torch.Tensor) -> None:
-        if self.layout.has_padding:
-            packed.zero_()
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for index, gradient in enumerate(self.gradients):
-            flat = gradient.reshape(-1)
-            for move in self.layout.moves(index, into_full=False):
-                targets.append(packed_window(packed, move))
-                sources.append(full_window(flat, move, 0))
-        torch_private.copy_all(targets, sources)
+        self.layout.pack(self.gradients, packed)
         self.gradients = []
 
     def deliver(self, section: torch.Tensor) -> None:
@@ -115,9 +151,10 @@ class Reduction:
             if self.pending is not None:
                 self.pending.wait()
             section = self._section()
-            for index, param in enumerate(self.params):
-                if param in self.partial:
-                    _window(section, self.packing.layout, index, self._rank).add_(self.partial[param])
+            if self.partial:
+                for param, window in zip(self.params, self.packing.layout.windows(section), strict=True):
+                    if param in self.partial:
+                        window.add_(self.partial[param])
             self.pending = None
             replicas = self.group.comm.replicas
             if replicas is not None and self.syncs_replicas:
@@ -135,8 +172,7 @@ class Reduction:
                 if self.hook is not None:
                     self.hook(self._section())
         self.lane.current_waits(self.lane.mark())
-        section = self._section()
-        return {p: _window(section, self.packing.layout, i, self._rank) for i, p in enumerate(self.params)}
+        return dict(zip(self.params, self.packing.layout.windows(self._section()), strict=True))
 
     def cancel(self) -> None:
         """Let the collective end, if it can, and forget its result."""
@@ -160,19 +196,10 @@ class Reduction:
         """Bytes of the packed buffer."""
         return self.packing.section_numel * self.group.axes.num_shards * self.packing.dtype.itemsize
 
-    @property
-    def _rank(self) -> int:
-        return self.group.axes.shard_rank
-
     def _section(self) -> torch.Tensor:
         section = self.packing.section
         assert section is not None
         return section
-
-
-def _window(section: torch.Tensor, layout: Bucket, index: int, rank: int) -> torch.Tensor:
-    shard = layout.shards[index]
-    return section.narrow(0, layout.offsets[index], shard.shard_numel(rank)).view(shard.shard_shape(rank))
 
 
 def launch_reductions(
@@ -204,8 +231,7 @@ def _launch(
     lane: Lane,
     hook: Callable[[torch.Tensor], None] | None,
 ) -> Reduction:
-    alignment = 1 if group.device.type == "cpu" else max(16 // dtype.itemsize, 1)
-    layout = build_bucket([param.shard for param in params], alignment)
+    layout = _layout_of(group, params, dtype)
     packing = _Packing(layout, gradients, dtype)
     scale = _scale(group, dtype, policy)
     mine = {param: partial[param] for param in params if param in partial}
@@ -213,7 +239,7 @@ def _launch(
     replica_scale = _replica_scale(scale)
     comm = group.comm.reduce
     if comm is None:
-        section = torch.empty(layout.section_numel, dtype=dtype, device=group.device)
+        section = torch.empty(packing.section_numel, dtype=dtype, device=group.device)
         packing.fill(section)
         packing.deliver(section)
         replica_scale = scale

@@ -83,6 +83,7 @@ class ShardGroup:
         self.custom_all_gather: AllGatherFunction | None = None
         self.custom_reduce_scatter: ReduceScatterFunction | None = None
         self.reduce_process_group: dist.ProcessGroup | None = None
+        self.reduce_layouts: dict[tuple[object, ...], object] = {}
         self.allocates_from_process_group = False
         self._pool: BufferPool | None = None
         self._comm: GroupComm | None = None

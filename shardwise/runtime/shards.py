@@ -123,6 +123,8 @@ class Shards:
         self._section_bytes = offset
         self._moves = [self._bucket_moves(bucket) for bucket in buckets]
         self._full_windows: list[list[torch.Tensor]] | None = None
+        self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
+        self._is_even = len(buckets) == 1 and buckets[0].layout.is_even
 
     @property
     def packed_dtype(self) -> torch.dtype:
@@ -167,6 +169,10 @@ class Shards:
                 [full_window(full, move, base) for base, move in moves]
                 for full, moves in zip(fulls, self._moves, strict=True)
             ]
+        if self._is_even:
+            rows = packed.view(self.num_shards, self._section_numel)
+            torch.split_with_sizes_copy(rows, self._columns, dim=1, out=self._full_windows[0])
+            return
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for bucket, windows, moves in zip(self.buckets, self._full_windows, self._moves, strict=True):

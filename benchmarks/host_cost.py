@@ -1,0 +1,95 @@
+"""Host microseconds per unit and step, and per parameter of ``fully_shard``, beside torch's FSDP2.
+
+Collectives are a fake process group's, tensors are tiny: what is left is Python.  64 units of 8 parameters; medians over
+interleaved rounds.  Run: python benchmarks/host_cost.py [--world 8 1024]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise
+
+NUM_UNITS, NUM_PARAMS = 64, 8
+
+
+class Tiny(nn.Module):
+    """Eight parameters and as little arithmetic as uses them all."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(rows, 2)) for _ in range(NUM_PARAMS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape: () -> ()."""
+        for weight in self.weights:
+            x = x + weight[0, 0]
+        return x
+
+
+def build(shard: Callable[..., object] | None, rows: int) -> tuple[nn.Module, float]:
+    model = nn.Sequential(*(Tiny(rows) for _ in range(NUM_UNITS)))
+    start = time.perf_counter()
+    if shard is not None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for unit in model:
+            shard(unit, mesh=mesh)
+        shard(model, mesh=mesh)
+    return model, time.perf_counter() - start
+
+
+def step_s(model: nn.Module) -> float:
+    start = time.perf_counter()
+    model(torch.zeros(())).backward()
+    seconds = time.perf_counter() - start
+    for param in model.parameters():
+        param.grad = None
+    return seconds
+
+
+def measure(world: int, rounds: int) -> dict[str, float]:
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    doors = {"local": None, "fsdp2": torch_fully_shard, "shardwise": shardwise.fully_shard}
+    built = {name: build(door, 4) for name, door in doors.items()}
+    times: dict[str, list[float]] = {name: [] for name in doors}
+    for _ in range(rounds + 3):
+        for name, (model, _) in built.items():
+            times[name].append(step_s(model))
+    medians = {name: statistics.median(values[3:]) for name, values in times.items()}
+    dist.destroy_process_group()
+    result: dict[str, float] = {"world": world}
+    for name in ("fsdp2", "shardwise"):
+        result[f"{name}_us_per_unit"] = 1e6 * (medians[name] - medians["local"]) / NUM_UNITS
+        result[f"{name}_init_us_per_param"] = 1e6 * built[name][1] / (NUM_UNITS * NUM_PARAMS)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--world", type=int, nargs="+", default=[8, 1024])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [measure(world, arguments.rounds) for world in arguments.world]
+    for row in rows:
+        print({key: round(value, 1) for key, value in row.items()})
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
