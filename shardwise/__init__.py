@@ -1,5 +1,6 @@
 """Sharded data parallelism for PyTorch, as a library you call from your own training loop."""
 
+from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from shardwise.api.fully_shard import fully_shard
 from shardwise.api.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from shardwise.api.module import (
@@ -11,6 +12,7 @@ from shardwise.api.module import (
 )
 from shardwise.api.policy import policy
 from shardwise.api.replicate import ReplicateModule, replicate
+from shardwise.api.zero import ZeroRedundancyOptimizer
 from shardwise.errors import ConfigError, DesyncError, LayoutError, ShardwiseError, StateError
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.runtime.axes import DataParallelMeshDims
@@ -33,9 +35,12 @@ __all__ = [
     "ShardwiseError",
     "StateError",
     "UnshardHandle",
+    "ZeroRedundancyOptimizer",
     "clip_grad_norm_",
     "fully_shard",
     "get_cls_to_fsdp_cls",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
     "policy",
     "register_fsdp_forward_method",
     "replicate",

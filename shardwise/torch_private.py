@@ -45,6 +45,11 @@ def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
+def is_profiling() -> bool:
+    """Return True while a profiler records on this thread."""
+    return torch.autograd._profiler_enabled()
+
+
 def same_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """Return a context in which writes to ``tensor`` do not count as changes for autograd's checks."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)
@@ -231,3 +236,8 @@ def step_inside(optimizer: torch.optim.Optimizer) -> None:
 def state_dict_hooks(optimizer: torch.optim.Optimizer, when: str) -> list[Callable[..., Any]]:
     """Return the hooks registered on ``optimizer``: ``when`` is state_dict_pre, load_state_dict_post, ..."""
     return list(getattr(optimizer, f"_optimizer_{when}_hooks").values())
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Return a context in which tensor subclasses do not intercept functions."""
+    return torch._C.DisableTorchFunctionSubclass()

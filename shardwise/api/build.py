@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
+from shardwise.api.explain import check_optimizers
 from shardwise.api.mesh import ShardPlacementResult, smaller_axes
 from shardwise.comm.agree import Bulletin
 from shardwise.comm.buffers import BufferPool
@@ -231,6 +232,7 @@ def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, recipe: 
     result.owner = weakref.ref(unit)
     result.register(sharded)
     if not recipe.keeps_plain:
+        result.original = weakref.ref(item.param)
         _sharded_from[item.param] = weakref.ref(result)
     return result
 
@@ -272,6 +274,7 @@ def _become_root(attachment: Attachment) -> Engine:
             )
     _name_units(root, attachments)
     _check_materialized(attachments)
+    check_optimizers(param for each in attachments for param in each.unit.params)
     if attachment.unit.uses_default_reshard:
         attachment.unit.policy = replace(attachment.unit.policy, reshard_after_forward=False)
     engine = _new_engine([each.unit for each in attachments])

@@ -103,7 +103,8 @@ def fully_shard(
     else:
         reshard = None if reshard_after_forward is None else resolve_reshard(reshard_after_forward, axes.num_shards)
     ignored = frozenset(id(param) for param in ignored_params or ())
-    recipe = Recipe(axes, reshard, mp_policy, offload_policy, shard_placement_fn, ignored)
+    precision, offload = MixedPrecisionPolicy.of(mp_policy), OffloadPolicy.of(offload_policy)
+    recipe = Recipe(axes, reshard, precision, offload, shard_placement_fn, ignored)
     attachment = build_unit(modules, recipe)
     for each in attachment.unit.modules:
         mix_in(each, FSDPModule, "FSDP")

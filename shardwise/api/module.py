@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.api.build import attachment_of, bind_units, provisional_engine
+from shardwise.api.explain import explained_methods
 from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
 from shardwise.errors import ConfigError
 from shardwise.runtime.copying import copy_module
@@ -34,7 +35,8 @@ def mix_in(module: nn.Module, mixin: type, prefix: str) -> None:
     original = type(module)
     mixed = _mixed_classes.get((original, mixin))
     if mixed is None:
-        mixed = type(f"{prefix}{original.__name__}", (mixin, original), {"_original_class": original})
+        body: dict[str, Any] = {"_original_class": original, **explained_methods(original)}
+        mixed = type(f"{prefix}{original.__name__}", (mixin, original), body)
         _mixed_classes[original, mixin] = mixed
     module.__class__ = mixed
 

@@ -72,7 +72,8 @@ def replicate(
     axes = _plain_axes(ddp) if is_plain and mesh is None else _mesh_axes(mesh, dp_mesh_dims)
     ignored = {id(param) for param in ignored_params or ()}
     ignored |= {id(param) for each in ignored_modules or () for param in each.parameters()}
-    recipe = Recipe(axes, False, mp_policy, offload_policy, None, frozenset(ignored), keeps_plain=is_plain)
+    precision, offload = MixedPrecisionPolicy.of(mp_policy), OffloadPolicy.of(offload_policy)
+    recipe = Recipe(axes, False, precision, offload, None, frozenset(ignored), keeps_plain=is_plain)
     if is_plain:
         tensors = [t for each in modules for t in (*each.parameters(), *each.buffers()) if id(t) not in ignored]
         plain = [tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)]

@@ -23,6 +23,7 @@ from shardwise.plan.order import Edge, Order, Visit
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.prefetch import StepPlan, UnitFacts, plan_step
 from shardwise.runtime.gradients import Gradients, Reduction, add_gradients, launch_reductions, set_gradients
+from shardwise.runtime.notes import note
 from shardwise.runtime.unit import Unit, is_in_backward
 
 
@@ -225,6 +226,7 @@ class Engine:
     def _begin_forward(self) -> None:
         if self._backward is not None and self._backward() is None:
             self._abort_backward()
+        note("root_pre_forward")
         self._visits = []
         self._follows_plan = self.plan is not None
         event, self.post_optim_event = self.post_optim_event, None
@@ -286,6 +288,7 @@ class Engine:
     def after_backward(self, unit: Unit) -> None:
         """Give the full parameters back and reduce, or hold, the gradients that have come."""
         self._begin_backward()
+        note("post_backward", unit.name)
         gradients = unit.take_gradients()
         unit.in_backward = False
         if unit.policy.reshard_after_backward:
@@ -337,6 +340,7 @@ class Engine:
 
     def finish(self) -> None:
         """End a backward: reduce what came only in part, reshard what is left, set gradients, plan the next step."""
+        note("root_post_backward")
         try:
             for unit in reversed(self.units):
                 # Gradients held from earlier backwards must go out with this one, even if this one brought none.

@@ -18,6 +18,7 @@ from shardwise.layout.bucket import build_bucket
 from shardwise.layout.shard import ChunkShard
 from shardwise.runtime.axes import MeshAxes
 from shardwise.runtime.extension import ExtensionParams
+from shardwise.runtime.freed import mark_freed, mark_full
 from shardwise.runtime.param import UnitParam
 from shardwise.runtime.placement import sub_parameter
 from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -242,6 +243,7 @@ class ShardGroup:
                 if full is None:
                     shape, base = param.shard.shape, bucket.layout.full_offsets[index]
                     full = param.full = make_full_parameter(buffer.hold(self.pool), shape, base, param)
+                mark_full(full)
                 num_trainable += self._sync_requires_grad(param, full, on_gradient)
                 param.register(full)
         for param in self.extended.params:
@@ -271,8 +273,12 @@ class ShardGroup:
 
     def drop(self) -> None:
         """Give the memory of the full parameters back."""
-        for full in self._fulls:
-            full.drop()
+        if self._main is not None:
+            for bucket, buffer in zip(self._main.buckets, self._fulls, strict=True):
+                buffer.drop()
+                if not buffer.is_held:
+                    for param in bucket.params:
+                        mark_freed(param.full, param.fqn)
         self.extended.drop()
 
     def drop_sub(self) -> None:

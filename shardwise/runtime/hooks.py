@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from shardwise import torch_private
 from shardwise.comm.sync import broadcast_from_first
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.nested import cast_floating, map_tensors, tensors_in
+from shardwise.runtime.notes import note_range
 from shardwise.runtime.unit import Unit
 
-logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -75,8 +75,8 @@ class Attachment:
         engine = self.live_engine()
         if not engine.is_in_forward and engine.device.type != "cpu":
             args, kwargs = to_device(args, engine.device), to_device(kwargs, engine.device)
-        self._log("pre_forward")
-        engine.before_forward(self.unit)
+        with self._range("pre_forward"):
+            engine.before_forward(self.unit)
         precision = self.unit.precision
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             args, kwargs = cast_floating(args, precision.param_dtype), cast_floating(kwargs, precision.param_dtype)
@@ -88,9 +88,9 @@ class Attachment:
     def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Forward hook, also run when forward has raised."""
         engine = self.unit.engine_ref()
-        if engine is None or not engine.after_forward(self.unit, module):
-            return None
-        self._log("post_forward")
+        with self._range("post_forward"):
+            if engine is None or not engine.after_forward(self.unit, module):
+                return None
         if torch.is_grad_enabled():
             self._watch_outputs(output)
         dtype = self.unit.precision.output_dtype
@@ -129,8 +129,8 @@ class Attachment:
         """Runs when the first gradient of an output is known."""
         engine = self.unit.engine_ref()
         if engine is not None:
-            self._log("pre_backward")
-            engine.before_backward(self.unit)
+            with self._range("pre_backward"):
+                engine.before_backward(self.unit)
 
     @torch_private.dynamo_disabled
     def inputs_done(self) -> None:
@@ -139,9 +139,8 @@ class Attachment:
         if engine is not None:
             engine.inputs_done(self.unit)
 
-    def _log(self, what: str) -> None:
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("FSDP::%s (%s)", what, self.unit.name)
+    def _range(self, what: str) -> AbstractContextManager[object]:
+        return note_range(what, self.unit.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         from shardwise.runtime.copying import copy_attachment  # it needs this class

@@ -48,6 +48,7 @@ class UnitParam:
         is_hooked: the full parameter reports its gradients.
         module: weak reference to the module of the first slot.
         owner: weak reference to its unit.
+        original: weak reference to the parameter it was made from, while someone holds that.
     """
 
     fqn: str
@@ -62,6 +63,7 @@ class UnitParam:
     is_hooked: bool = False
     module: Callable[[], nn.Module | None] = field(default=_nothing)
     owner: Callable[[], Unit | None] = field(default=_nothing)
+    original: Callable[[], nn.Parameter | None] = field(default=_nothing)
 
     @property
     def dtype(self) -> torch.dtype:

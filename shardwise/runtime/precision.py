@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
+
+from shardwise.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,16 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
 
+    @classmethod
+    def of(cls, policy: object) -> MixedPrecisionPolicy:
+        """Return ``policy``, or what torch's policy object of the same fields says.  Raises: ConfigError for other things."""
+        if isinstance(policy, cls):
+            return policy
+        names = [each.name for each in fields(cls)]
+        if not all(hasattr(policy, name) for name in names):
+            raise ConfigError(f"mp_policy is {policy!r}; expected a MixedPrecisionPolicy with {names}")
+        return cls(**{name: getattr(policy, name) for name in names})
+
     def dtype_of_full(self, original: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter of dtype ``original`` is all-gathered and used."""
         if self.param_dtype is None or not original.is_floating_point:
@@ -44,6 +56,15 @@ class MixedPrecisionPolicy:
 @dataclass(frozen=True)
 class OffloadPolicy:
     """Where sharded parameters, gradients and optimizer states live; this base class: on the mesh's device."""
+
+    @staticmethod
+    def of(policy: object) -> OffloadPolicy:
+        """Return ``policy``, or what torch's policy object says.  Raises: ConfigError for other things."""
+        if isinstance(policy, OffloadPolicy):
+            return policy
+        if type(policy).__name__ not in ("OffloadPolicy", "CPUOffloadPolicy"):
+            raise ConfigError(f"offload_policy is {policy!r}; expected OffloadPolicy() or CPUOffloadPolicy()")
+        return CPUOffloadPolicy(bool(policy.pin_memory)) if hasattr(policy, "pin_memory") else OffloadPolicy()
 
 
 @dataclass(frozen=True)

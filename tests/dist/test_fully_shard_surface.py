@@ -587,3 +587,122 @@ def run_tied_units() -> None:
 
 def test_weights_tied_across_units(pool: WorkerPool) -> None:
     pool.run(run_tied_units)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x)
+
+
+def run_wrong_use() -> None:
+    model = nn.Sequential(Encoder(), Encoder())
+    for each in (*model, model):
+        fully_shard(each)
+    x = torch.randn(2, 4)
+    with pytest.raises(shardwise.StateError, match=r"encode\(\) computed with parameters that are sharded[\s\S]*inner.weight"):
+        model[0].encode(x)
+    kept: list[torch.Tensor] = []
+    model[0].inner.register_forward_hook(lambda module, *_: kept.append(module.weight))
+    model(x).sum().backward()
+    with pytest.raises(shardwise.StateError, match=r"'0.inner.weight'.*was given back"):
+        kept[0].sum()
+    assert kept[0].shape == (4, 4)
+    model.zero_grad()
+    model(x).sum().backward()
+    early = nn.Linear(3, 3)
+    optim = torch.optim.SGD(early.parameters(), lr=0.1)
+    fully_shard(early)
+    with pytest.raises(shardwise.StateError, match=r"built before fully_shard and holds the unsharded \['weight', 'bias'\]"):
+        early(torch.randn(1, 3))
+    del optim
+    early(torch.randn(1, 3)).sum().backward()
+    with pytest.raises(ValueError, match="expected a MixedPrecisionPolicy"):
+        fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)
+    with pytest.raises(ValueError, match="Invalid shard_placement_fn result"):
+        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda param: "dim 0")
+
+
+def test_wrong_use_names_the_parameter_and_the_fix(pool: WorkerPool) -> None:
+    pool.run(run_wrong_use)
+
+
+def run_torch_policies() -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy as TorchOffload
+    from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
+
+    model = nn.Linear(4, 4)
+    fully_shard(model, mp_policy=TorchPrecision(param_dtype=torch.bfloat16), offload_policy=TorchOffload())
+    assert model(torch.randn(2, 4)).dtype == torch.bfloat16
+
+
+def test_policies_of_torch_are_understood(pool: WorkerPool) -> None:
+    pool.run(run_torch_policies)
+
+
+def run_named_dims() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    reference = build("plain")
+    for dims in (
+        shardwise.DataParallelMeshDims(shard="dp"),
+        shardwise.DataParallelMeshDims(replicate="dp"),
+        shardwise.DataParallelMeshDims(shard=("dp", "tp")),
+        shardwise.DataParallelMeshDims(shard="tp", replicate="dp"),
+    ):
+        model = build("plain")
+        for module in model.modules():
+            for name, param in list(module.named_parameters(recurse=False)):
+                value = distribute_tensor(param.detach(), mesh, [Replicate(), Replicate()])
+                setattr(module, name, nn.Parameter(value))
+        for block in model:
+            fully_shard(block, mesh=mesh, dp_mesh_dims=dims)
+        fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(param.full_tensor(), other)
+    with pytest.raises(ValueError, match="At least one of shard or replicate"):
+        shardwise.DataParallelMeshDims()
+    with pytest.raises(ValueError, match="not found in mesh.mesh_dim_names"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=shardwise.DataParallelMeshDims(shard="pp"))
+    with pytest.raises(ValueError, match="must be DTensors on the full SPMD mesh"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=shardwise.DataParallelMeshDims(shard="dp"))
+    with pytest.raises(ValueError, match="1D or 2D DeviceMesh but got"):
+        fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c")))
+    with pytest.raises(AssertionError, match="with mesh_dim_names specified"):
+        fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 2)))
+
+
+def test_named_axes_of_a_full_mesh(pool: WorkerPool) -> None:
+    pool.run(run_named_dims, num_ranks=4, fresh=True)
+
+
+def run_logs() -> None:
+    import logging
+
+    lines: list[str] = []
+    logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    model = shard_all(build("plain"))
+    try:
+        with torch.profiler.profile() as profile:
+            model(mine()).sum().backward()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    for what in ("root_pre_forward", "pre_forward (0)", "post_forward (0)", "pre_backward (0)", "post_backward (0)"):
+        assert f"FSDP::{what}" in lines, what
+    assert lines[-1] != "" and "FSDP::root_post_backward" in lines
+    assert {"FSDP::pre_forward (1)", "FSDP::pre_backward (1)"} <= {event.key for event in profile.key_averages()}
+
+
+def test_log_lines_and_profiler_ranges(pool: WorkerPool) -> None:
+    pool.run(run_logs)

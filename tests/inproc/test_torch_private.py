@@ -154,3 +154,22 @@ def test_same_version_hides_a_refill_from_autograd() -> None:
         full.copy_(torch.ones(2))
     y.sum().backward()
     assert x.grad is not None
+
+
+def test_profiling_is_seen() -> None:
+    assert not private.is_profiling()
+    with torch.profiler.profile():
+        assert private.is_profiling()
+
+
+def test_subclasses_do_not_intercept() -> None:
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: object) -> None:
+            raise ArithmeticError
+
+    loud = torch.ones(2).as_subclass(Loud)
+    with pytest.raises(ArithmeticError):
+        loud + 1
+    with private.without_torch_function():
+        assert (loud + 1).sum() == 4

@@ -1,0 +1,358 @@
+"""``ShardedOptimizer``: any torch optimizer over sharded parameters of any kind."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise import torch_private
+from shardwise.comm.matrices import sum_of
+from shardwise.errors import ConfigError
+from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.named_state import ByName, NamedGroup, StateView, full_value, unwrap, wrap
+from shardwise.optim.pieces import (
+    Piece,
+    clear_gradient,
+    gradient_of,
+    is_sharded_tensor,
+    local_of,
+    pieces_of,
+)
+from shardwise.optim.registry import UpdateRule
+from shardwise.optim.steppers import Stepper, make_stepper
+
+__all__ = ["ShardedOptimizer"]
+
+_NOT_OPTIONS = ("params", "param_names")
+
+
+class ShardedOptimizer(Optimizer):
+    """Run ``optimizer_class`` over sharded parameters: DTensors, ShardedTensors, plain tensors, or a mix.
+
+    Element-wise optimizers run on local tensors, one update for all shards that lie together in flat memory (those of
+    ``fully_shard`` do).  Optimizers that need whole matrices (Muon, Adafactor) get them: each is gathered to one owner
+    rank, updated there and scattered back.  What cannot be right on shards is refused.
+
+    Args:
+        named_params: parameters by name, as ``dict(model.named_parameters())``; pairs are taken too.
+        optimizer_class: a class of ``torch.optim``, or any other.
+        optimizer_args, optimizer_kwargs: its arguments after the parameters.
+        groups: options per name pattern, ``[{"names": ["*.bias", "norm*"], "weight_decay": 0.0}]``.  A parameter goes to
+            the first group that it matches, the others to a last one with the defaults.
+        update: ``"elementwise"`` or ``"whole_matrix"`` for a class that is not known (or set the class attribute
+            ``sharded_update``); see :func:`shardwise.optim.registry.update_rule`.
+        flat: False to update every shard by itself.
+
+    Attributes:
+        named_params: the live parameters by name.
+        param_groups: as of any optimizer; ``"params"`` are the parameters themselves, ``"param_names"`` their names.
+        state: a read-only mapping from parameters to their state, whose tensors are the live ones.
+
+    Raises: ConfigError for wrong arguments and for optimizers that cannot be right on shards.
+
+    Source: the constructor of ``torch.distributed._shard.sharded_optim.ShardedOptimizer``, whose callers this serves.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = ShardedOptimizer(
+        ...     dict(model.named_parameters()),
+        ...     torch.optim.AdamW,
+        ...     lr=0.1,
+        ...     groups=[{"names": "*bias", "weight_decay": 0.0}],
+        ... )
+        >>> [group["param_names"] for group in optimizer.param_groups]
+        [['bias'], ['weight']]
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state_dict()["state"]["weight"])
+        ['exp_avg', 'exp_avg_sq', 'step']
+    """
+
+    def __init__(
+        self,
+        named_params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        optimizer_class: type[Optimizer],
+        *optimizer_args: Any,
+        groups: Sequence[Mapping[str, Any]] = (),
+        update: UpdateRule | None = None,
+        flat: bool = True,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        self.named_params: dict[str, torch.Tensor] = _checked_params(named_params)
+        self._pieces: dict[str, list[Piece]] = {n: pieces_of(n, p) for n, p in self.named_params.items()}
+        split = _split_by_pattern(list(self.named_params), groups)
+
+        def make(param_groups: list[dict[str, Any]]) -> Optimizer:
+            return optimizer_class(param_groups, *optimizer_args, **optimizer_kwargs)
+
+        wanted = [([self._pieces[name] for name in names], options) for names, options in split]
+        self._stepper: Stepper = make_stepper(make, optimizer_class, wanted, update, flat)
+        inner = self._stepper.optimizer
+        outer = [
+            {**_options(group), "params": [(name, self.named_params[name]) for name in names]}
+            for group, (names, _) in zip(inner.param_groups, split, strict=True)
+        ]
+        self._is_built = False
+        super().__init__(outer, dict(inner.defaults))
+        self._is_built = True
+        self.state = cast(Any, StateView(self._state_by_param))
+
+    # ---- stepping ----
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters from their gradients; return what ``closure`` returned.
+
+        Raises: StateError on every rank if a whole-matrix optimizer fails on an owner.
+        """
+        self._pull_options()
+        try:
+            with torch.no_grad():
+                return self._stepper.step(closure)
+        finally:
+            for outer, inner in zip(self.param_groups, self._stepper.optimizer.param_groups, strict=True):
+                outer.update((key, value) for key, value in inner.items() if key not in _NOT_OPTIONS)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters and local shards, or make them zero."""
+        for pieces in self._pieces.values():
+            clear_gradient(pieces, set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients so that their total norm is at most ``max_norm``; return the norm before.
+
+        Like :func:`shardwise.clip_grad_norm_`, and over ShardedTensors too.  Collective.
+        """
+        whole = [p for p in self.named_params.values() if not is_sharded_tensor(p)]
+        cut = [pieces for pieces in self._pieces.values() if is_sharded_tensor(pieces[0].param)]
+        if not cut:
+            return clip_grad_norm_(whole, max_norm, norm_type)
+        rest = clip_grad_norm_(whole, math.inf, norm_type)
+        total = _norm_of_sharded_tensors(cut, norm_type)
+        if math.isinf(norm_type):
+            total = torch.maximum(total, rest.to(total))
+        else:
+            total = (total**norm_type + rest.to(total) ** norm_type) ** (1.0 / norm_type)
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for pieces in self._pieces.values():
+            for piece in pieces:
+                gradient = gradient_of(piece)
+                if gradient is not None:
+                    gradient.detach().mul_(coefficient.to(gradient.device, gradient.dtype))
+        return total
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters: ``{"params": {name: tensor, ...}, "lr": ...}``, or pairs of name and tensor.
+
+        Collective for whole-matrix optimizers.  Raises: ConfigError for parameters without names or with known ones.
+        """
+        if not self._is_built:
+            super().add_param_group(param_group)
+            return
+        found = _checked_params(param_group["params"])
+        known = sorted(set(found) & set(self.named_params))
+        tensors = {id(param): name for name, param in self.named_params.items()}
+        again = sorted(name for name, param in found.items() if id(param) in tensors)
+        if known or again:
+            raise ConfigError(f"parameters {known or again} are in the optimizer already; leave them out of the group")
+        pieces = {name: pieces_of(name, param) for name, param in found.items()}
+        self._stepper.add_group(list(pieces.values()), _options(param_group))
+        super().add_param_group({**_options(self._stepper.optimizer.param_groups[-1]), "params": list(found.items())})
+        self.named_params.update(found)
+        self._pieces.update(pieces)
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}``.
+
+        Values per element are DTensors or ShardedTensors like their parameters, on the live memory, so that
+        ``torch.distributed.checkpoint`` saves and reshards them.  Collective for whole-matrix optimizers, whose state is
+        sent from its owners.
+        """
+        for hook in torch_private.state_dict_hooks(self, "state_dict_pre"):
+            hook(self)
+        result = self._named_dict(self._stepper.states())
+        for hook in torch_private.state_dict_hooks(self, "state_dict_post"):
+            result = hook(self, result) or result
+        return result
+
+    def blank_state_dict(self) -> dict[str, Any]:
+        """Return a state dict with all entries that a step would make, for a checkpoint to be read into.
+
+        The values mean nothing until they are read; parameters and state of this optimizer do not change.
+
+        Example:
+            >>> found = optimizer.blank_state_dict()  # doctest: +SKIP
+            >>> torch.distributed.checkpoint.load({"optimizer": found}, checkpoint_id=path)  # doctest: +SKIP
+            >>> optimizer.load_state_dict(found)  # doctest: +SKIP
+        """
+        self._pull_options()
+        return self._named_dict(self._stepper.states(blank=True))
+
+    def full_state_dict(self, by_index: bool = False, cpu_offload: bool = False) -> dict[str, Any]:
+        """Return the state dict of the plain optimizer: whole tensors, copies, on every rank.  Collective.
+
+        A plain optimizer over the same groups loads it.  ``by_index``: keys are indices as in ``torch.optim``'s own;
+        ``cpu_offload``: each tensor moves to the CPU as soon as it is whole.
+        """
+        found = self.state_dict()
+        names = self._names()
+        number = {name: index for index, name in enumerate(names)}
+        state: dict[Any, Any] = {}
+        for name, values in found["state"].items():
+            state[number[name] if by_index else name] = {
+                key: _moved(full_value(value), cpu_offload) for key, value in values.items()
+            }
+        groups = [
+            {**group, "params": [number[name] if by_index else name for name in group["params"]]}
+            for group in found["param_groups"]
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict`, :meth:`full_state_dict` or a plain optimizer returned, as copies.
+
+        Values may be DTensors or ShardedTensors of any layout, or whole tensors; keys names, or indices in the order of
+        ``param_groups``.  Options come from the dict.  Collective where layouts differ, and for whole-matrix optimizers.
+
+        Raises: ConfigError if groups or names differ, LayoutError if a value does not fit its parameter.
+        """
+        loaded: dict[str, Any] = dict(state_dict)
+        for hook in torch_private.state_dict_hooks(self, "load_state_dict_pre"):
+            loaded = hook(self, loaded) or loaded
+        groups, names = _match_groups(loaded["param_groups"], [g["param_names"] for g in self.param_groups])
+        state: dict[str, dict[str, list[Any]]] = {}
+        for saved_key, values in loaded["state"].items():
+            name = names.get(saved_key)
+            if name is None:
+                raise ConfigError(f"state of {saved_key!r} belongs to no parameter of the loaded param_groups")
+            state[name] = {key: unwrap(name, key, value, self._pieces[name]) for key, value in values.items()}
+        options = [_options(group) for group in groups]
+        self._stepper.load(state, options)
+        inner_groups = self._stepper.optimizer.param_groups
+        for outer, option, inner in zip(self.param_groups, options, inner_groups, strict=True):
+            outer.update(option)
+            outer.update(_options(inner))
+        for hook in torch_private.state_dict_hooks(self, "load_state_dict_post"):
+            hook(self)
+
+    # ---- inside ----
+
+    def _pull_options(self) -> None:
+        for outer, inner in zip(self.param_groups, self._stepper.optimizer.param_groups, strict=True):
+            inner.update((key, value) for key, value in outer.items() if key not in _NOT_OPTIONS)
+
+    def _names(self) -> list[str]:
+        return [name for group in self.param_groups for name in group["param_names"]]
+
+    def _named_dict(self, states: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, Any]:
+        names = self._names()
+        entries = {
+            name: {key: wrap(self._pieces[name], values) for key, values in states[name].items()}
+            for name in names
+            if name in states
+        }
+        groups = [
+            NamedGroup(names, {**_options(group), "params": list(group["param_names"])}) for group in self.param_groups
+        ]
+        return {"state": ByName(names, entries), "param_groups": groups}
+
+    def _state_by_param(self) -> dict[torch.Tensor, Mapping[str, Any]]:
+        return {
+            self.named_params[name]: {key: wrap(self._pieces[name], values) for key, values in entry.items()}
+            for name, entry in self._stepper.local_states().items()
+        }
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
+def _moved(value: Any, to_cpu: bool) -> Any:
+    return value.cpu() if to_cpu and isinstance(value, torch.Tensor) else value
+
+
+def _checked_params(params: Any) -> dict[str, torch.Tensor]:
+    if isinstance(params, torch.Tensor):
+        raise TypeError("parameters come with names: pass dict(model.named_parameters()), not a tensor")
+    pairs = list(cast(Mapping[str, Any], params).items()) if isinstance(params, Mapping) else list(params)
+    if not pairs:
+        raise ConfigError("ShardedOptimizer got no parameters")
+    found: dict[str, torch.Tensor] = {}
+    first_name: dict[int, str] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(cast(tuple[Any, ...], pair)) != 2:
+            raise TypeError(f"parameters come with names: expected (name, tensor), found {type(pair).__name__}")
+        name, param = cast(tuple[str, Any], pair)
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(f"{name}: expected a Tensor, DTensor or ShardedTensor, found {torch.typename(param)}")
+        if name in found or id(param) in first_name:
+            raise ConfigError(f"{name} is given twice (first as {first_name.get(id(param), name)}); pass it once")
+        found[name] = param
+        first_name[id(param)] = name
+    return found
+
+
+def _split_by_pattern(
+    names: Sequence[str], groups: Sequence[Mapping[str, Any]]
+) -> list[tuple[list[str], dict[str, Any]]]:
+    rest = list(names)
+    split: list[tuple[list[str], dict[str, Any]]] = []
+    for group in groups:
+        if "names" not in group or "params" in group:
+            raise ConfigError(f'a group needs "names" (a pattern or several) and no "params"; found {sorted(group)}')
+        patterns = [group["names"]] if isinstance(group["names"], str) else list(group["names"])
+        taken = [name for name in rest if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+        if not taken:
+            raise ConfigError(f"no parameter (that is not in an earlier group) matches {patterns}")
+        rest = [name for name in rest if name not in set(taken)]
+        split.append((taken, {key: value for key, value in group.items() if key != "names"}))
+    return [*split, (rest, {})] if rest else split
+
+
+def _match_groups(
+    saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]
+) -> tuple[list[Mapping[str, Any]], dict[Any, str]]:
+    """Return the saved groups in the order of ``own`` and the name for each of their keys."""
+    if len(saved) != len(own):
+        raise ConfigError(f"loaded state dict has a different number of parameter groups: {len(saved)}, not {len(own)}")
+    if all(isinstance(key, str) for group in saved for key in group["params"]):
+        by_names = {frozenset(group["params"]): group for group in saved}
+        missing = [list(names) for names in own if frozenset(names) not in by_names]
+        if missing:
+            raise ConfigError(
+                f"loaded state dict contains a parameter group that doesn't match: none has exactly {missing[0]}"
+            )
+        return [by_names[frozenset(names)] for names in own], {name: name for names in own for name in names}
+    matched: dict[Any, str] = {}
+    for group, names in zip(saved, own, strict=True):
+        if len(group["params"]) != len(names):
+            raise ConfigError(
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
+                f"{len(group['params'])} parameters, expected {len(names)}"
+            )
+        matched.update(zip(group["params"], names, strict=True))
+    return list(saved), matched
+
+
+def _norm_of_sharded_tensors(params: Sequence[Sequence[Piece]], norm_type: float) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.float32, device=local_of(params[0][0]).device)
+    is_max = math.isinf(norm_type)
+    by_group: dict[Any, list[Piece]] = {}
+    for pieces in params:
+        by_group.setdefault(torch_private.process_group_of(pieces[0].param), []).extend(pieces)
+    for group, pieces in by_group.items():
+        part = torch.zeros_like(total)
+        for piece in pieces:
+            gradient = gradient_of(piece)
+            if gradient is not None and gradient.numel():
+                norm = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=total.dtype)
+                part = torch.maximum(part, norm) if is_max else part + norm**norm_type
+        part = sum_of(part, group, is_max)
+        total = torch.maximum(total, part) if is_max else total + part
+    return total if is_max else total ** (1.0 / norm_type)

@@ -1,0 +1,157 @@
+"""State under parameter names, as values that checkpoints can save and reshard."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardwise import torch_private
+from shardwise.comm.matrices import sum_bytes
+from shardwise.errors import LayoutError
+from shardwise.optim.pieces import Box, Piece, is_sharded, local_of
+
+
+class ByName(dict[str, Any]):
+    """A dict keyed by parameter names that also takes a parameter's index in place of its name.
+
+    torch's ``get_optimizer_state_dict`` renames keys through indices; here that leads back to the names.  Pickles and
+    copies as an OrderedDict.
+
+    Example:
+        >>> state = ByName(["weight", "bias"], {"bias": 1})
+        >>> state[0] = 2
+        >>> state
+        {'bias': 1, 'weight': 2}
+    """
+
+    def __init__(self, names: Sequence[str], entries: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        self._names = tuple(names)
+
+    def __setitem__(self, key: str | int, value: Any) -> None:
+        super().__setitem__(self._names[key] if isinstance(key, int) else key, value)
+
+    def __getitem__(self, key: str | int) -> Any:
+        return super().__getitem__(self._names[key] if isinstance(key, int) else key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (OrderedDict, (list(self.items()),))
+
+
+class NamedGroup(dict[str, Any]):
+    """A param group whose ``"params"`` are names; indices put there become names."""
+
+    def __init__(self, names: Sequence[str], entries: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        self._names = tuple(names)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            value = [self._names[item] if isinstance(item, int) else item for item in value]
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (OrderedDict, (list(self.items()),))
+
+
+class StateView(Mapping[torch.Tensor, Mapping[str, Any]]):
+    """The state of each parameter, read from where it lies now; tensors in it are the live ones."""
+
+    def __init__(self, read: Callable[[], Mapping[torch.Tensor, Mapping[str, Any]]]) -> None:
+        self._read = read
+
+    def __getitem__(self, key: torch.Tensor) -> Mapping[str, Any]:
+        return self._read()[key]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+
+def wrap(pieces: Sequence[Piece], values: Sequence[Any]) -> Any:
+    """Return one state value of a parameter from its pieces' values: of the parameter's kind if it is per element."""
+    first, param = values[0], pieces[0].param
+    if not isinstance(first, torch.Tensor) or first.dim() == 0 or tuple(first.shape) != pieces[0].box.sizes:
+        return first
+    if isinstance(param, DTensor):
+        spec = torch_private.spec_of(param)
+        if first.dtype != param.dtype:
+            spec = torch_private.make_spec(spec.mesh, spec.placements, param.shape, param.stride(), first.dtype)
+        return torch_private.dtensor_from_local(first, spec)
+    if isinstance(param, ShardedTensor):
+        return torch_private.sharded_tensor_like(param, [] if pieces[0].stand_in is not None else list(values))
+    return first
+
+
+def unwrap(name: str, key: str, value: Any, pieces: Sequence[Piece]) -> list[Any]:
+    """Return the value of each piece from a state value of any kind: DTensor, ShardedTensor, whole or local tensor.
+
+    Copies, so that later steps do not write into what was loaded.  Collective where a DTensor lies on another mesh or
+    has other placements than the parameter.
+    Raises: LayoutError if it does not fit.
+    """
+    param = pieces[0].param
+    if isinstance(value, DTensor):
+        if tuple(value.shape) != tuple(param.shape):
+            raise LayoutError(_misfit(name, key, value, param))
+        if isinstance(param, DTensor) and value.device_mesh == param.device_mesh:
+            placed = value.redistribute(placements=param.placements)
+            local = torch_private.wait_tensor(torch_private.local_of(placed))
+            return [local.clone()]
+        value = value.full_tensor()
+    if isinstance(value, ShardedTensor):
+        shards = value.local_shards()
+        held = [] if pieces[0].stand_in is not None else list(pieces)
+        if [Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in shards] == [p.box for p in held]:
+            return [s.tensor.clone() for s in shards] or [_like_stand_in(pieces[0], value.dtype)]
+        value = gather_sharded(value)
+    if not isinstance(value, torch.Tensor):
+        return [value] * len(pieces)
+    if value.dim() and tuple(value.shape) == tuple(param.shape):
+        return [piece.box.cut(value).to(local_of(piece).device).clone() for piece in pieces]
+    if is_sharded(param) and value.dim() and value.numel() > 1 and value.shape == local_of(pieces[0]).shape:
+        raise LayoutError(_misfit(name, key, value, param))
+    return [value.clone() for _ in pieces]
+
+
+def full_value(value: Any) -> Any:
+    """Return a state value whole, as a plain tensor (its own memory) or as it is.  Collective for sharded ones."""
+    if isinstance(value, DTensor):
+        if all(isinstance(placement, Replicate) for placement in value.placements):
+            return torch_private.local_of(value).detach().clone()
+        return torch_private.wait_tensor(value.detach().full_tensor()).clone()
+    if isinstance(value, ShardedTensor):
+        return gather_sharded(value)
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def gather_sharded(value: ShardedTensor) -> torch.Tensor:
+    """Return the whole of a ShardedTensor on every rank.  Collective; moves twice the tensor's bytes."""
+    group = torch_private.process_group_of(value)
+    shards = value.local_shards()
+    device = shards[0].tensor.device if shards else torch.device("cpu" if not torch.cuda.is_available() else "cuda")
+    whole = torch.zeros(tuple(value.size()), dtype=value.dtype, device=device)
+    for shard in shards:
+        box = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+        box.cut(whole).copy_(shard.tensor.detach())
+    sum_bytes(whole, group)
+    return whole
+
+
+def _like_stand_in(piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+    assert piece.stand_in is not None
+    return torch.empty_like(piece.stand_in, dtype=dtype)
+
+
+def _misfit(name: str, key: str, value: torch.Tensor, param: torch.Tensor) -> str:
+    return (
+        f"{name}: state {key!r} has shape {tuple(value.shape)}, expected that of the parameter, {tuple(param.shape)}. "
+        "Load a state dict of names (state_dict() or full_state_dict()), not one of another rank's local tensors"
+    )

@@ -1,0 +1,464 @@
+"""Step an optimizer that needs whole matrices: gather each to one owner, step there, scatter the result back.
+
+Two exchanges per step and set of ranks: parameter and gradient shards to the owners, updated shards back.  Owners are
+balanced by cost.  Parameters that every rank holds whole are updated on every rank, without communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
+from torch.optim import Optimizer
+
+from shardwise import torch_private
+from shardwise.comm.matrices import Expected, Ranks, exchange, exchange_objects, ranks_along, ranks_of_group
+from shardwise.errors import StateError
+from shardwise.layout.owners import assign_owners
+from shardwise.optim.pieces import Box, Piece, gradient_of, is_sharded, is_sharded_tensor, local_of
+
+State = dict[str, Any]
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
+
+_FINE, _FAILED, _PARTIAL = 0, 1, 2
+
+
+@dataclass(slots=True, eq=False)
+class Matrix:
+    """A parameter that is updated as a whole.
+
+    Attributes:
+        pieces: what this rank holds of it.
+        owner: the place of its owner in ``Meeting.ranks``; None if every rank holds it whole.
+        leaf: what the optimizer of the owner holds; its memory comes for each step.  None on the other ranks.
+        boxes: on the owner, what each rank holds.
+    """
+
+    name: str
+    group_index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[Piece]
+    owner: int | None = None
+    leaf: torch.Tensor | None = None
+    boxes: list[list[Box]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Meeting:
+    """Matrices cut over the same ranks, which exchange them together."""
+
+    ranks: Ranks
+    matrices: list[Matrix]
+    loads: list[int]
+
+    def owned_by(self, rank: int) -> list[Matrix]:
+        """Return the matrices of ``rank``, in the order of all."""
+        return [matrix for matrix in self.matrices if matrix.owner == rank]
+
+    @property
+    def mine(self) -> list[Matrix]:
+        """The matrices that this rank owns."""
+        return self.owned_by(self.ranks.rank)
+
+
+class WholeMatrixStep:
+    """An optimizer over the whole matrices that this rank owns.
+
+    Args:
+        make: builds the optimizer from param groups.  cost: of updating a matrix of a shape.
+        groups: pieces, parameter by parameter, and options of each param group.
+        device: of the exchanges.
+    """
+
+    def __init__(
+        self,
+        make: MakeOptimizer,
+        cost: Callable[[tuple[int, ...]], int],
+        groups: Sequence[tuple[Sequence[Sequence[Piece]], Mapping[str, Any]]],
+        device: torch.device,
+    ) -> None:
+        self._make = make
+        self._cost = cost
+        self._device = device
+        self._meetings: dict[tuple[int, ...], Meeting] = {}
+        self._known_ranks: dict[tuple[DeviceMesh, tuple[int, ...]], Ranks] = {}
+        self._matrices: list[Matrix] = []
+        leaves = [self._join(index, params) for index, (params, _) in enumerate(groups)]
+        self.optimizer = make(
+            [{**options, "params": params} for params, (_, options) in zip(leaves, groups, strict=True)]
+        )
+
+    def add_group(self, params: Sequence[Sequence[Piece]], options: Mapping[str, Any]) -> None:
+        """Add a param group; owners of earlier matrices stay.  Collective over the ranks of its matrices."""
+        leaves = self._join(len(self.optimizer.param_groups), params)
+        self.optimizer.add_param_group({**options, "params": leaves})
+
+    def owners(self) -> dict[str, int]:
+        """Return the global rank that updates each sharded parameter."""
+        return {
+            matrix.name: meeting.ranks.members[matrix.owner]
+            for meeting in self._meetings.values()
+            for matrix in meeting.matrices
+            if matrix.owner is not None
+        }
+
+    # ---- the step ----
+
+    def step(self) -> None:
+        """Update all parameters from their gradients of now.
+
+        Raises: StateError on all ranks of a matrix if its owner could not step, or if a gradient is there on some ranks
+        only; no sharded parameter has changed then.
+        """
+        status, cause = _FINE, None
+        try:
+            for meeting in self._ordered():
+                status = max(status, self._gather(meeting))
+            for matrix in self._matrices:
+                if matrix.owner is None:
+                    assert matrix.leaf is not None
+                    matrix.leaf.data = local_of(matrix.pieces[0]).detach()
+                    matrix.leaf.grad = gradient_of(matrix.pieces[0])
+            if status == _FINE:
+                try:
+                    torch_private.step_inside(self.optimizer)
+                except Exception as error:
+                    status, cause = _FAILED, error
+            found = [self._scatter(meeting, status) for meeting in self._ordered()]
+        finally:
+            for matrix in self._matrices:
+                if matrix.leaf is not None:
+                    matrix.leaf.grad = None
+                    if matrix.owner is not None:
+                        matrix.leaf.data = _without_memory(matrix)
+        if cause is not None and not self._meetings:
+            raise cause
+        _raise_if_wrong(found, cause)
+        for _, updates in found:
+            for piece, value in updates:
+                local_of(piece).detach().copy_(value)
+
+    def _gather(self, meeting: Meeting) -> int:
+        ranks = meeting.ranks
+        sends: list[list[torch.Tensor]] = []
+        for owner in range(ranks.size):
+            flags: list[int] = []
+            tensors: list[torch.Tensor] = []
+            for matrix in meeting.owned_by(owner):
+                gradients = [gradient_of(piece) for piece in matrix.pieces]
+                flags.append(_flag(matrix, gradients))
+                for piece, gradient in zip(matrix.pieces, gradients, strict=True):
+                    local = local_of(piece)
+                    tensors += [local, torch.zeros_like(local) if gradient is None else gradient]
+            sends.append([torch.tensor(flags, dtype=torch.uint8), *tensors])
+        expected = [
+            [
+                Expected((len(meeting.mine),), torch.uint8),
+                *(Expected(box.sizes, matrix.dtype) for matrix, box in _boxes(meeting.mine, rank) for _ in range(2)),
+            ]
+            for rank in range(ranks.size)
+        ]
+        arrived = exchange(sends, expected, ranks, self._device)
+        flags_of = torch.stack([items[0].cpu() for items in arrived])
+        status = _FINE
+        wholes = {id(m): (self._empty(m), self._empty(m)) for m in meeting.mine}
+        for rank, items in enumerate(arrived):
+            windows = iter(items[1:])
+            for matrix, box in _boxes(meeting.mine, rank):
+                for whole in wholes[id(matrix)]:
+                    box.cut(whole).copy_(next(windows))
+        for column, matrix in enumerate(meeting.mine):
+            assert matrix.leaf is not None
+            found = set(flags_of[:, column].tolist()) - {2}
+            status = max(status, _PARTIAL if len(found) > 1 else _FINE)
+            value, gradient = wholes[id(matrix)]
+            matrix.leaf.data = value
+            matrix.leaf.grad = gradient if found == {1} else None
+        return status
+
+    def _scatter(self, meeting: Meeting, status: int) -> tuple[list[tuple[int, int]], list[tuple[Piece, torch.Tensor]]]:
+        ranks = meeting.ranks
+        sends = [
+            [torch.tensor([status]), *(box.cut(_leaf(m)) for m, box in _boxes(meeting.mine, rank))]
+            for rank in range(ranks.size)
+        ]
+        held = [[(m, piece) for m in meeting.owned_by(owner) for piece in m.pieces] for owner in range(ranks.size)]
+        expected = [
+            [Expected((1,), torch.int64), *(Expected(piece.box.sizes, m.dtype) for m, piece in items)] for items in held
+        ]
+        arrived = exchange(sends, expected, ranks, self._device)
+        statuses = [(ranks.members[rank], int(items[0].item())) for rank, items in enumerate(arrived)]
+        updates = [
+            (piece, value)
+            for pairs, items in zip(held, arrived, strict=True)
+            for (_, piece), value in zip(pairs, items[1:], strict=True)
+        ]
+        return statuses, updates
+
+    # ---- state ----
+
+    def states(self, blank: bool = False) -> dict[str, dict[str, Any]]:
+        """Return per parameter its state; a value of the parameter's shape as a list, one tensor per piece.
+
+        Collective over the ranks of each meeting.  ``blank``: names, shapes and dtypes are right, values mean nothing.
+        """
+        source = (
+            self._trial_states() if blank else {id(m): self.optimizer.state.get(_leaf(m), {}) for m in self._held()}
+        )
+        found: dict[str, dict[str, Any]] = {}
+        for matrix in self._matrices:
+            if matrix.owner is None and source[id(matrix)]:
+                found[matrix.name] = {
+                    key: [value] if _is_cut(value, matrix) else value for key, value in source[id(matrix)].items()
+                }
+        for meeting in self._ordered():
+            found.update(self._send_states(meeting, source))
+        return {matrix.name: found[matrix.name] for matrix in self._matrices if matrix.name in found}
+
+    def load(self, values: Mapping[str, Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+        """Replace all state and options.  ``values`` as :meth:`states` returns them.  Collective like it."""
+        wholes: dict[int, State] = {}
+        for meeting in self._ordered():
+            wholes.update(self._receive_states(meeting, values))
+        numbered: dict[int, State] = {}
+        groups: list[dict[str, Any]] = []
+        count = 0
+        for index, option in enumerate(options):
+            held = [matrix for matrix in self._held() if matrix.group_index == index]
+            for place, matrix in enumerate(held):
+                if matrix.owner is None and matrix.name in values:
+                    entry = values[matrix.name].items()
+                    numbered[count + place] = {k: v[0] if isinstance(v, list) else v for k, v in entry}
+                elif wholes.get(id(matrix)):
+                    numbered[count + place] = wholes[id(matrix)]
+            groups.append({**option, "params": list(range(count, count + len(held)))})
+            count += len(held)
+        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+    def _send_states(self, meeting: Meeting, source: Mapping[int, State]) -> dict[str, dict[str, Any]]:
+        ranks = meeting.ranks
+        described = [
+            (m.name, [(key, _describe(value, m)) for key, value in source[id(m)].items()]) for m in meeting.mine
+        ]
+        sends: list[list[torch.Tensor]] = [[] for _ in range(ranks.size)]
+        for matrix in meeting.mine:
+            for value in source[id(matrix)].values():
+                if _is_sent(value):
+                    for rank in range(ranks.size):
+                        sends[rank] += [b.cut(value) for b in _of(matrix, rank)] if _is_cut(value, matrix) else [value]
+        by_name = {matrix.name: matrix for matrix in meeting.matrices}
+        arrived = exchange_objects([described] * ranks.size, ranks, self._device)
+        expected = [
+            [e for name, items in described for _, item in items for e in _expected_state(item, by_name[name])]
+            for described in arrived
+        ]
+        windows = exchange(sends, expected, ranks, self._device)
+        found: dict[str, dict[str, Any]] = {}
+        for described, received in zip(arrived, windows, strict=True):
+            tensors = iter(received)
+            for name, items in described:
+                if items:
+                    found[name] = {key: _taken(item, by_name[name], tensors) for key, item in items}
+        return found
+
+    def _receive_states(self, meeting: Meeting, values: Mapping[str, Mapping[str, Any]]) -> dict[int, State]:
+        ranks = meeting.ranks
+        sends = [
+            [t for m in meeting.owned_by(r) for v in values.get(m.name, {}).values() if isinstance(v, list) for t in v]
+            for r in range(ranks.size)
+        ]
+        cut = [
+            (m, key, value[0].dtype)
+            for m in meeting.mine
+            for key, value in values.get(m.name, {}).items()
+            if isinstance(value, list)
+        ]
+        expected = [
+            [Expected(box.sizes, dtype) for m, _, dtype in cut for box in _of(m, rank)] for rank in range(ranks.size)
+        ]
+        arrived = exchange(sends, expected, ranks, self._device)
+        found: dict[int, State] = {
+            id(m): {
+                key: torch.empty(m.shape, dtype=value[0].dtype, device=self._device)
+                if isinstance(value, list)
+                else value
+                for key, value in values[m.name].items()
+            }
+            for m in meeting.mine
+            if m.name in values
+        }
+        for rank, items in enumerate(arrived):
+            windows = iter(items)
+            for matrix, key, _ in cut:
+                for box in _of(matrix, rank):
+                    box.cut(found[id(matrix)][key]).copy_(next(windows))
+        return found
+
+    def _trial_states(self) -> dict[int, State]:
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        copies: dict[int, torch.Tensor] = {}
+        groups: list[list[torch.Tensor]] = [[] for _ in options]
+        for matrix in self._held():
+            tensor = torch.zeros(matrix.shape, dtype=matrix.dtype, device=self._device)
+            tensor.grad = torch.zeros_like(tensor)
+            copies[id(matrix)] = tensor
+            groups[matrix.group_index].append(tensor)
+        trial = self._make([{**option, "params": tensors} for option, tensors in zip(options, groups, strict=True)])
+        torch_private.step_inside(trial)
+        return {number: dict(trial.state.get(tensor, {})) for number, tensor in copies.items()}
+
+    # ---- who owns what ----
+
+    def _join(self, group_index: int, params: Sequence[Sequence[Piece]]) -> list[torch.Tensor]:
+        made = [_matrix(group_index, list(pieces)) for pieces in params]
+        fresh: dict[tuple[int, ...], list[Matrix]] = {}
+        for matrix in made:
+            param = matrix.pieces[0].param
+            if not is_sharded(param):
+                continue
+            ranks = self._ranks_of(param)
+            self._meetings.setdefault(ranks.members, Meeting(ranks, [], [0] * ranks.size))
+            fresh.setdefault(ranks.members, []).append(matrix)
+        for members in sorted(fresh):
+            self._assign(self._meetings[members], fresh[members])
+        for matrix in made:
+            if matrix.owner is None:
+                matrix.leaf = local_of(matrix.pieces[0]).detach()
+            elif matrix.boxes is not None:
+                matrix.leaf = _without_memory(matrix, self._device)
+        self._matrices += made
+        return [matrix.leaf for matrix in made if matrix.leaf is not None]
+
+    def _ranks_of(self, param: torch.Tensor) -> Ranks:
+        if is_sharded_tensor(param):
+            return ranks_of_group(torch_private.process_group_of(param))
+        assert isinstance(param, DTensor)
+        mesh = param.device_mesh
+        cut = [a for a, p in enumerate(param.placements) if not isinstance(p, Replicate) and mesh.size(a) > 1]
+        key = (mesh, tuple(cut))
+        if key not in self._known_ranks:
+            self._known_ranks[key] = ranks_along(mesh, cut)
+        return self._known_ranks[key]
+
+    def _assign(self, meeting: Meeting, matrices: list[Matrix]) -> None:
+        ranks = meeting.ranks
+        costs = [self._cost(matrix.shape) for matrix in matrices]
+        owners = assign_owners(costs, ranks.size, meeting.loads)
+        for matrix, owner, cost in zip(matrices, owners, costs, strict=True):
+            matrix.owner = owner
+            meeting.loads[owner] += cost
+        mine = [
+            [[piece.box for piece in matrix.pieces] for matrix in matrices if matrix.owner == rank]
+            for rank in range(ranks.size)
+        ]
+        arrived = exchange_objects(mine, ranks, self._device)
+        for index, matrix in enumerate(matrix for matrix in matrices if matrix.owner == ranks.rank):
+            matrix.boxes = [boxes[index] for boxes in arrived]
+        meeting.matrices += matrices
+
+    def _ordered(self) -> list[Meeting]:
+        return [self._meetings[members] for members in sorted(self._meetings)]
+
+    def _held(self) -> list[Matrix]:
+        return [matrix for matrix in self._matrices if matrix.leaf is not None]
+
+    def _empty(self, matrix: Matrix) -> torch.Tensor:
+        return torch.empty(matrix.shape, dtype=matrix.dtype, device=self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """State of the parameter's shape: comes in the shards of the parameter."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """State of another shape: comes whole."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _matrix(group_index: int, pieces: list[Piece]) -> Matrix:
+    param = pieces[0].param
+    return Matrix(pieces[0].name, group_index, tuple(param.shape), param.dtype, pieces)
+
+
+def _without_memory(matrix: Matrix, device: torch.device | None = None) -> torch.Tensor:
+    """Return a tensor of the matrix's shape that takes the memory of one element."""
+    place = matrix.leaf.device if matrix.leaf is not None else device
+    return torch.zeros((), dtype=matrix.dtype, device=place).expand(matrix.shape)
+
+
+def _leaf(matrix: Matrix) -> torch.Tensor:
+    assert matrix.leaf is not None
+    return matrix.leaf
+
+
+def _of(matrix: Matrix, rank: int) -> list[Box]:
+    assert matrix.boxes is not None
+    return matrix.boxes[rank]
+
+
+def _boxes(matrices: Sequence[Matrix], rank: int) -> Iterator[tuple[Matrix, Box]]:
+    for matrix in matrices:
+        for box in _of(matrix, rank):
+            yield matrix, box
+
+
+def _flag(matrix: Matrix, gradients: Sequence[torch.Tensor | None]) -> int:
+    """Return 1 if there is a gradient, 0 if not, 2 if this rank holds nothing and cannot tell."""
+    real = [g for piece, g in zip(matrix.pieces, gradients, strict=True) if piece.box.numel]
+    if not real:
+        return 2
+    return int(all(gradient is not None for gradient in real))
+
+
+def _is_cut(value: object, matrix: Matrix) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == matrix.shape
+
+
+def _is_sent(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _describe(value: Any, matrix: Matrix) -> Any:
+    if _is_cut(value, matrix):
+        return _Cut(value.dtype)
+    if _is_sent(value):
+        return _Whole(tuple(value.shape), value.dtype)
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _expected_state(item: Any, matrix: Matrix) -> list[Expected]:
+    if isinstance(item, _Cut):
+        return [Expected(piece.box.sizes, item.dtype) for piece in matrix.pieces]
+    return [Expected(item.shape, item.dtype)] if isinstance(item, _Whole) else []
+
+
+def _taken(item: Any, matrix: Matrix, tensors: Iterator[torch.Tensor]) -> Any:
+    if isinstance(item, _Cut):
+        return [next(tensors).clone() for _ in matrix.pieces]
+    return next(tensors).clone() if isinstance(item, _Whole) else item
+
+
+def _raise_if_wrong(found: Sequence[tuple[list[tuple[int, int]], Any]], cause: Exception | None) -> None:
+    statuses = [status for items, _ in found for status in items]
+    failed = sorted({rank for rank, status in statuses if status == _FAILED})
+    if failed:
+        raise StateError(
+            f"the optimizer's step raised on rank(s) {failed}; no sharded parameter has changed"
+            + (f": {cause}" if cause is not None else "; see there for the cause")
+        ) from cause
+    partial = sorted({rank for rank, status in statuses if status == _PARTIAL})
+    if partial:
+        raise StateError(
+            f"a matrix owned by rank(s) {partial} has a gradient on some of its ranks and none on others; no sharded "
+            "parameter has changed. Run the same modules on every rank, or set the missing gradients to zero"
+        )
