@@ -226,7 +226,7 @@ class ShardedOptimizer(Optimizer):
         for hook in torch_private.state_dict_hooks(self, "load_state_dict_pre"):
             loaded = hook(self, loaded) or loaded
         groups, names = _match_groups(loaded["param_groups"], [g["param_names"] for g in self.param_groups])
-        state: dict[str, dict[str, list[Any]]] = {}
+        state: dict[str, dict[str, Any]] = {}
         for saved_key, values in loaded["state"].items():
             name = names.get(saved_key)
             if name is None:
@@ -250,10 +250,10 @@ class ShardedOptimizer(Optimizer):
     def _names(self) -> list[str]:
         return [name for group in self.param_groups for name in group["param_names"]]
 
-    def _named_dict(self, states: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, Any]:
+    def _named_dict(self, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         names = self._names()
         entries = {
-            name: {key: wrap(self._pieces[name], values) for key, values in states[name].items()}
+            name: {key: wrap(self._pieces[name], value) for key, value in states[name].items()}
             for name in names
             if name in states
         }
@@ -264,7 +264,7 @@ class ShardedOptimizer(Optimizer):
 
     def _state_by_param(self) -> dict[torch.Tensor, Mapping[str, Any]]:
         return {
-            self.named_params[name]: {key: wrap(self._pieces[name], values) for key, values in entry.items()}
+            self.named_params[name]: {key: wrap(self._pieces[name], value) for key, value in entry.items()}
             for name, entry in self._stepper.local_states().items()
         }
 

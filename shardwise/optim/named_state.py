@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise import torch_private
 from shardwise.comm.matrices import sum_bytes
 from shardwise.errors import LayoutError
-from shardwise.optim.pieces import Box, Piece, is_sharded, local_of
+from shardwise.optim.pieces import Box, PerPiece, Piece, is_sharded, local_of
 
 
 class ByName(dict[str, Any]):
@@ -75,23 +75,25 @@ class StateView(Mapping[torch.Tensor, Mapping[str, Any]]):
         return len(self._read())
 
 
-def wrap(pieces: Sequence[Piece], values: Sequence[Any]) -> Any:
-    """Return one state value of a parameter from its pieces' values: of the parameter's kind if it is per element."""
-    first, param = values[0], pieces[0].param
-    if not isinstance(first, torch.Tensor) or first.dim() == 0 or tuple(first.shape) != pieces[0].box.sizes:
-        return first
+def wrap(pieces: Sequence[Piece], value: Any) -> Any:
+    """Return a state value as users see it: one per element is of the parameter's kind."""
+    if not isinstance(value, PerPiece):
+        return value
+    first, param = value[0], pieces[0].param
     if isinstance(param, DTensor):
         spec = torch_private.spec_of(param)
         if first.dtype != param.dtype:
             spec = torch_private.make_spec(spec.mesh, spec.placements, param.shape, param.stride(), first.dtype)
         return torch_private.dtensor_from_local(first, spec)
     if isinstance(param, ShardedTensor):
-        return torch_private.sharded_tensor_like(param, [] if pieces[0].stand_in is not None else list(values))
+        return torch_private.sharded_tensor_like(param, [] if pieces[0].stand_in is not None else list(value))
     return first
 
 
-def unwrap(name: str, key: str, value: Any, pieces: Sequence[Piece]) -> list[Any]:
-    """Return the value of each piece from a state value of any kind: DTensor, ShardedTensor, whole or local tensor.
+def unwrap(name: str, key: str, value: Any, pieces: Sequence[Piece]) -> Any:
+    """Return a state value of any kind (DTensor, ShardedTensor, whole tensor) cut into the parameter's pieces.
+
+    What is not per element comes back as it is.
 
     Copies, so that later steps do not write into what was loaded.  Collective where a DTensor lies on another mesh or
     has other placements than the parameter.
@@ -104,21 +106,23 @@ def unwrap(name: str, key: str, value: Any, pieces: Sequence[Piece]) -> list[Any
         if isinstance(param, DTensor) and value.device_mesh == param.device_mesh:
             placed = value.redistribute(placements=param.placements)
             local = torch_private.wait_tensor(torch_private.local_of(placed))
-            return [local.clone()]
+            return PerPiece([local.clone()])
         value = value.full_tensor()
     if isinstance(value, ShardedTensor):
         shards = value.local_shards()
         held = [] if pieces[0].stand_in is not None else list(pieces)
-        if [Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in shards] == [p.box for p in held]:
-            return [s.tensor.clone() for s in shards] or [_like_stand_in(pieces[0], value.dtype)]
+        if [Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in shards] == [
+            p.box for p in held
+        ]:
+            return PerPiece([s.tensor.clone() for s in shards] or [_like_stand_in(pieces[0], value.dtype)])
         value = gather_sharded(value)
     if not isinstance(value, torch.Tensor):
-        return [value] * len(pieces)
+        return value
     if value.dim() and tuple(value.shape) == tuple(param.shape):
-        return [piece.box.cut(value).to(local_of(piece).device).clone() for piece in pieces]
+        return PerPiece(piece.box.cut(value).to(local_of(piece).device).clone() for piece in pieces)
     if is_sharded(param) and value.dim() and value.numel() > 1 and value.shape == local_of(pieces[0]).shape:
         raise LayoutError(_misfit(name, key, value, param))
-    return [value.clone() for _ in pieces]
+    return value.clone()
 
 
 def full_value(value: Any) -> Any:
@@ -126,7 +130,7 @@ def full_value(value: Any) -> Any:
     if isinstance(value, DTensor):
         if all(isinstance(placement, Replicate) for placement in value.placements):
             return torch_private.local_of(value).detach().clone()
-        return torch_private.wait_tensor(value.detach().full_tensor()).clone()
+        return torch_private.wait_tensor(value.full_tensor().detach()).clone()
     if isinstance(value, ShardedTensor):
         return gather_sharded(value)
     return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -53,6 +53,12 @@ class Piece:
     stand_in: torch.Tensor | None = None
 
 
+class PerPiece(tuple[torch.Tensor, ...]):
+    """A state value with a number per element of the parameter: one tensor per piece, in the order of the pieces."""
+
+    __slots__ = ()
+
+
 def is_sharded_tensor(param: torch.Tensor) -> TypeGuard[ShardedTensor]:
     """Return True for torch's older kind of sharded tensors."""
     return isinstance(param, ShardedTensor)

@@ -18,7 +18,7 @@ from shardwise import torch_private
 from shardwise.comm.matrices import Expected, Ranks, exchange, exchange_objects, ranks_along, ranks_of_group
 from shardwise.errors import StateError
 from shardwise.layout.owners import assign_owners
-from shardwise.optim.pieces import Box, Piece, gradient_of, is_sharded, is_sharded_tensor, local_of
+from shardwise.optim.pieces import Box, PerPiece, Piece, gradient_of, is_sharded, is_sharded_tensor, local_of
 
 State = dict[str, Any]
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
@@ -202,7 +202,7 @@ class WholeMatrixStep:
     # ---- state ----
 
     def states(self, blank: bool = False) -> dict[str, dict[str, Any]]:
-        """Return per parameter its state; a value of the parameter's shape as a list, one tensor per piece.
+        """Return per parameter its state; a value of the parameter's shape as :class:`PerPiece`.
 
         Collective over the ranks of each meeting.  ``blank``: names, shapes and dtypes are right, values mean nothing.
         """
@@ -213,11 +213,18 @@ class WholeMatrixStep:
         for matrix in self._matrices:
             if matrix.owner is None and source[id(matrix)]:
                 found[matrix.name] = {
-                    key: [value] if _is_cut(value, matrix) else value for key, value in source[id(matrix)].items()
+                    key: PerPiece([value]) if _is_cut(value, matrix) else value
+                    for key, value in source[id(matrix)].items()
                 }
         for meeting in self._ordered():
             found.update(self._send_states(meeting, source))
         return {matrix.name: found[matrix.name] for matrix in self._matrices if matrix.name in found}
+
+    def local_states(self) -> dict[str, dict[str, Any]]:
+        """Return the state that this rank holds, whole; not collective."""
+        return {
+            m.name: dict(self.optimizer.state[_leaf(m)]) for m in self._held() if self.optimizer.state.get(_leaf(m))
+        }
 
     def load(self, values: Mapping[str, Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state and options.  ``values`` as :meth:`states` returns them.  Collective like it."""
@@ -232,7 +239,7 @@ class WholeMatrixStep:
             for place, matrix in enumerate(held):
                 if matrix.owner is None and matrix.name in values:
                     entry = values[matrix.name].items()
-                    numbered[count + place] = {k: v[0] if isinstance(v, list) else v for k, v in entry}
+                    numbered[count + place] = {k: v[0] if isinstance(v, PerPiece) else v for k, v in entry}
                 elif wholes.get(id(matrix)):
                     numbered[count + place] = wholes[id(matrix)]
             groups.append({**option, "params": list(range(count, count + len(held)))})
@@ -268,14 +275,20 @@ class WholeMatrixStep:
     def _receive_states(self, meeting: Meeting, values: Mapping[str, Mapping[str, Any]]) -> dict[int, State]:
         ranks = meeting.ranks
         sends = [
-            [t for m in meeting.owned_by(r) for v in values.get(m.name, {}).values() if isinstance(v, list) for t in v]
+            [
+                t
+                for m in meeting.owned_by(r)
+                for v in values.get(m.name, {}).values()
+                if isinstance(v, PerPiece)
+                for t in v
+            ]
             for r in range(ranks.size)
         ]
         cut = [
             (m, key, value[0].dtype)
             for m in meeting.mine
             for key, value in values.get(m.name, {}).items()
-            if isinstance(value, list)
+            if isinstance(value, PerPiece)
         ]
         expected = [
             [Expected(box.sizes, dtype) for m, _, dtype in cut for box in _of(m, rank)] for rank in range(ranks.size)
@@ -284,7 +297,7 @@ class WholeMatrixStep:
         found: dict[int, State] = {
             id(m): {
                 key: torch.empty(m.shape, dtype=value[0].dtype, device=self._device)
-                if isinstance(value, list)
+                if isinstance(value, PerPiece)
                 else value
                 for key, value in values[m.name].items()
             }
@@ -444,7 +457,7 @@ def _expected_state(item: Any, matrix: Matrix) -> list[Expected]:
 
 def _taken(item: Any, matrix: Matrix, tensors: Iterator[torch.Tensor]) -> Any:
     if isinstance(item, _Cut):
-        return [next(tensors).clone() for _ in matrix.pieces]
+        return PerPiece(next(tensors).clone() for _ in matrix.pieces)
     return next(tensors).clone() if isinstance(item, _Whole) else item
 
 
