@@ -1,0 +1,126 @@
+"""What only a GPU shows: streams, buffer lifetimes, inputs moved to the device.  One process, NCCL group of one or two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from shardwise.api.build import attachment_of
+from shardwise.plan.memory import peak_bytes
+from shardwise.testing import WorkerPool
+from shardwise.testing.models import Block
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu() -> torch.device:
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def build(**kwargs: object) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(256, 512) for _ in range(4)))
+    for block in model:
+        fully_shard(block, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, ys: tuple[torch.Tensor, ...], **more: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert x.is_cuda
+        assert all(y.is_cuda for y in ys)
+        assert more["z"]["w"].is_cuda
+        return self.lin(x + ys[0] + ys[1])
+
+
+def run_inputs() -> None:
+    on_gpu()
+    model = fully_shard(Nested())
+    model(torch.randn(3), (torch.randn(3), torch.randn(3)), z={"w": torch.randn(1)}).sum().backward()
+
+
+def test_root_moves_inputs_to_the_device(pool: WorkerPool) -> None:
+    pool.run(run_inputs, num_ranks=1, backend="nccl", fresh=True)
+
+
+def run_parity(offload: OffloadPolicy, precision: MixedPrecisionPolicy) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy as TorchOffload
+    from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
+    from torch.distributed.fsdp import OffloadPolicy as TorchNoOffload
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    device = on_gpu()
+    ours = build(mp_policy=precision, offload_policy=offload)
+    torch.manual_seed(0)
+    theirs = nn.Sequential(*(Block(256, 512) for _ in range(4)))
+    policy = TorchPrecision(precision.param_dtype, precision.reduce_dtype)
+    torch_offload = TorchOffload() if isinstance(offload, CPUOffloadPolicy) else TorchNoOffload()
+    for module in (*theirs, theirs):
+        torch_fully_shard(module, mp_policy=policy, offload_policy=torch_offload)
+    optims = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs)]
+    for step in range(10):
+        x = torch.randn(8, 256, device=device, generator=torch.Generator(device).manual_seed(step))
+        losses = []
+        for model, optim in zip((ours, theirs), optims, strict=True):
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.detach())
+        assert torch.equal(losses[0], losses[1]), step
+
+
+@pytest.mark.parametrize("offload", [OffloadPolicy(), CPUOffloadPolicy()])
+@pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)])
+def test_equals_torch_fsdp2(pool: WorkerPool, offload: OffloadPolicy, precision: MixedPrecisionPolicy) -> None:
+    num_ranks = min(torch.cuda.device_count(), 2)
+    pool.run(run_parity, num_ranks=num_ranks, backend="nccl", fresh=True, offload=offload, precision=precision)
+
+
+def run_lifetime() -> None:
+    device = on_gpu()
+    model, reference = build(), build()
+    x = torch.randn(8, 256, device=device)
+    for _ in range(5):
+        loss = model(x).square().mean()
+        torch.cuda._sleep(10_000_000)  # the host runs ahead: buffers that are freed too early are overwritten
+        loss.backward()
+        torch.cuda.synchronize()
+        reference(x).square().mean().backward()
+        torch.cuda.synchronize()
+    for left, right in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(left.grad.to_local(), right.grad.to_local())
+
+
+def test_buffers_outlive_slow_streams(pool: WorkerPool) -> None:
+    num_ranks = min(torch.cuda.device_count(), 2)
+    pool.run(run_lifetime, num_ranks=num_ranks, backend="nccl", fresh=True)
+
+
+def run_peak() -> None:
+    device = on_gpu()
+    model = build()
+    x = torch.randn(8, 256, device=device)
+    for _ in range(3):
+        model(x).sum().backward()
+    attachment = attachment_of(model)
+    assert attachment is not None
+    engine = attachment.unit.engine_ref()
+    assert engine is not None
+    assert engine.plan is not None
+    engine.pool.reset_peak()
+    model(x).sum().backward()
+    assert engine.pool.peak_leased_bytes == peak_bytes(engine.plan.calls)
+
+
+def test_peak_is_the_plan_s(pool: WorkerPool) -> None:
+    pool.run(run_peak, num_ranks=1, backend="nccl", fresh=True)
