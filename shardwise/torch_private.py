@@ -214,8 +214,13 @@ def sharded_tensor_like(reference: Any, values: Sequence[torch.Tensor]) -> Any:
 
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
-    shards = [Shard(value, old.metadata) for value, old in zip(values, reference.local_shards(), strict=True)]
+    def clamped(place: Any) -> Any:  # empty shards of torch's own specs start behind the end, which its checks refuse
+        offsets = [min(start, size) for start, size in zip(place.shard_offsets, reference.size(), strict=True)]
+        return dataclasses.replace(place, shard_offsets=offsets)
+
+    shards = [Shard(value, clamped(old.metadata)) for value, old in zip(values, reference.local_shards(), strict=True)]
     metadata = reference.metadata()
+    metadata = dataclasses.replace(metadata, shards_metadata=[clamped(place) for place in metadata.shards_metadata])
     dtype = values[0].dtype if values else metadata.tensor_properties.dtype
     properties = dataclasses.replace(metadata.tensor_properties, dtype=dtype, requires_grad=False)
     return ShardedTensor._init_from_local_shards_and_global_metadata(

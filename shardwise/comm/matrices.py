@@ -64,7 +64,9 @@ def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> Ranks:
     assert world is not None
     if len(members) == world.size():
         return ranks_of_group(world)
-    return ranks_of_group(dist.new_group(list(members), use_local_synchronization=True))
+    group = dist.new_group(list(members), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return ranks_of_group(group)
 
 
 def exchange(

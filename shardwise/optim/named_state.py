@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise import torch_private
 from shardwise.comm.matrices import sum_bytes
 from shardwise.errors import LayoutError
-from shardwise.optim.pieces import Box, PerPiece, Piece, is_sharded, local_of
+from shardwise.optim.pieces import PerPiece, Piece, is_sharded, local_boxes, local_of
 
 
 class ByName(dict[str, Any]):
@@ -111,9 +111,7 @@ def unwrap(name: str, key: str, value: Any, pieces: Sequence[Piece]) -> Any:
     if isinstance(value, ShardedTensor):
         shards = value.local_shards()
         held = [] if pieces[0].stand_in is not None else list(pieces)
-        if [Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in shards] == [
-            p.box for p in held
-        ]:
+        if local_boxes(value) == [piece.box for piece in held]:
             return PerPiece([s.tensor.clone() for s in shards] or [_like_stand_in(pieces[0], value.dtype)])
         value = gather_sharded(value)
     if not isinstance(value, torch.Tensor):
@@ -142,8 +140,7 @@ def gather_sharded(value: ShardedTensor) -> torch.Tensor:
     shards = value.local_shards()
     device = shards[0].tensor.device if shards else torch.device("cpu" if not torch.cuda.is_available() else "cuda")
     whole = torch.zeros(tuple(value.size()), dtype=value.dtype, device=device)
-    for shard in shards:
-        box = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+    for shard, box in zip(shards, local_boxes(value), strict=True):
         box.cut(whole).copy_(shard.tensor.detach())
     sum_bytes(whole, group)
     return whole

@@ -76,16 +76,25 @@ def is_sharded(param: torch.Tensor) -> bool:
     )
 
 
+def local_boxes(tensor: ShardedTensor) -> list[Box]:
+    """Return where the local shards lie; empty ones start at most at the end."""
+    shape = tuple(tensor.size())
+    return [
+        Box(
+            tuple(min(start, size) for start, size in zip(shard.metadata.shard_offsets, shape, strict=True)),
+            tuple(shard.metadata.shard_sizes),
+        )
+        for shard in tensor.local_shards()
+    ]
+
+
 def pieces_of(name: str, param: torch.Tensor) -> list[Piece]:
     """Return this rank's pieces of ``param``, at least one.
 
     Raises: ConfigError for a DTensor with partial sums, which has no values to update.
     """
     if isinstance(param, ShardedTensor):
-        boxes = [
-            Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
-            for shard in param.local_shards()
-        ]
+        boxes = local_boxes(param)
         if boxes:
             return [Piece(name, param, index, box) for index, box in enumerate(boxes)]
         shape = (0, *param.shape[1:])

@@ -138,7 +138,7 @@ class PlainStepper:
             copy.requires_grad_(False)
             copy.grad = torch.zeros_like(copy)
         trial = self._make(groups)
-        trial.step(lambda: torch.zeros(()))
+        trial.step(lambda: 0.0)
         return trial, list(copies.values())
 
 

@@ -186,7 +186,7 @@ def mixes() -> None:
         _assert_equal(params, plain)
         full = found.full_state_dict(by_index=False)
         assert list(full["state"]) == list(params)
-        other = kind(list(plain[name] for name in params), **options)
+        other = kind([plain[name] for name in params], **options)
         other.load_state_dict(full)  # by name into a plain optimizer over the same order
         reference = dict(zip(plain, expected.state.values(), strict=True))
         for name, values in full["state"].items():
