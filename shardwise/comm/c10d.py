@@ -110,8 +110,10 @@ class C10dCommunicator:
         return self._rank
 
     def all_gather(self, pieces: GatherPieces) -> Pending:
-        """Gather sections into one packed buffer, which ``wait`` hands to ``pieces.deliver``."""
-        self.lane.wait_current()
+        """Gather sections into one packed buffer, which ``wait`` hands to ``pieces.deliver``.
+
+        The lane does not wait for the current stream: whoever has changed the shards orders it after the change.
+        """
         with self.lane.run():
             shard = pieces.shard()
             packed, lease = self._buffer(shard.numel() * self._size, shard, self.custom_all_gather)
@@ -131,6 +133,7 @@ class C10dCommunicator:
         like = torch.empty(0, dtype=pieces.dtype, device=self.pool.device)
         packed, lease = self._buffer(pieces.section_numel * self._size, like, self.custom_reduce_scatter)
         pieces.fill(packed)
+        self.lane.keep(packed)
         self.lane.wait_current()
         before, op, after = resolve_scale(scale, self._size)
         with self.lane.run():

@@ -39,6 +39,11 @@ class Lane:
         if self.is_concurrent:
             self._started().wait_event(event)
 
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator that this lane reads ``tensor``, which another stream has allocated."""
+        if self.is_concurrent:
+            tensor.record_stream(self._started())
+
     def mark(self) -> torch.Event | None:
         """Return an event at the end of this lane's work so far; None where lanes have no streams."""
         return self._started().record_event() if self.is_concurrent else None

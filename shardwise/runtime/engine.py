@@ -209,6 +209,11 @@ class Engine:
         """True between the outermost before_forward and its after_forward."""
         return bool(self._stack)
 
+    @property
+    def is_in_step(self) -> bool:
+        """True in forward, and in a backward of these units: nobody changes shards then."""
+        return bool(self._stack) or (self._backward is not None and self._backward() is not None)
+
     def _is_stale(self, unit: Unit) -> bool:
         # An interrupt (BaseException) skips torch's always-called hooks and leaves frames behind: they are not on the
         # Python stack any more when the same root starts again.

@@ -146,6 +146,9 @@ class Unit:
         """Launch the all-gather unless the parameters are full or on their way."""
         if isinstance(self.state, (Gathering, Unsharded)):
             return
+        engine = self.engine_ref()
+        if engine is not None and not engine.is_in_step:
+            engine.lanes.gather.wait_current()  # an optimizer may have just changed the shards
         from_sub = isinstance(self.state, Subsharded)
         pending = tuple(p for group in self.groups if (p := group.gather(from_sub)) is not None)
         self._enter(Gathering(pending))

@@ -1,4 +1,4 @@
-"""What only a GPU shows: streams, buffer lifetimes, inputs moved to the device.  One process, NCCL group of one or two ranks."""
+"""What only a GPU shows: streams, buffer lifetimes, inputs moved to the device.  NCCL groups of one or two ranks."""
 
 from __future__ import annotations
 

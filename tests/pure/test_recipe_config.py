@@ -16,7 +16,7 @@ from shardwise.recipes.config import (
     RESUME_MAY_CHANGE,
     ModelShape,
     TrainConfig,
-    check_batch,
+    check_ranks,
     check_config,
     config_from_json,
     config_to_json,
@@ -42,12 +42,12 @@ def test_the_rate_rises_to_lr_and_falls_to_a_tenth(warmup: int, steps: int) -> N
 def test_a_batch_is_accepted_exactly_when_it_divides(batch: int, ranks: int, accumulate: int) -> None:
     config = TrainConfig(batch=batch, accumulate=accumulate)
     if batch % (ranks * accumulate) == 0:
-        check_batch(config, ranks)
+        check_ranks(config, ranks)
         return
     with pytest.raises(ConfigError, match=f"--batch {batch} ") as caught:
-        check_batch(config, ranks)
+        check_ranks(config, ranks)
     suggested = int(str(caught.value).rstrip(".").split()[-1])
-    check_batch(dataclasses.replace(config, batch=suggested), ranks)
+    check_ranks(dataclasses.replace(config, batch=suggested), ranks)
 
 
 def test_presets_are_valid() -> None:
