@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, LAUNCHER_VARIABLE
 from shardwise.cli.train_args import TrainRequest
 from shardwise.errors import ConfigError
-from shardwise.recipes.config import check_batch
+from shardwise.recipes.config import check_ranks
 from shardwise.recipes.run_folder import check_start
 
 SHUTDOWN_S = 5  # between asking a rank to end and killing it
@@ -38,7 +38,7 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
             f"--nproc {nproc}: this host has {torch.cuda.device_count()} GPU(s), and every rank needs one of its own. "
             f"Use --nproc {torch.cuda.device_count()}, or --device cpu."
         )
-    check_batch(request.config, nproc)
+    check_ranks(request.config, nproc)
     check_start(request.start, request.config)
     if nproc == 1:
         return _run_here(request, device_type)

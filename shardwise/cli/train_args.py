@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.recipes.config import DTYPES, PRESETS, TrainConfig, check_config
+from shardwise.recipes.config import DTYPES, PRESETS, SHARDS, TrainConfig, check_config
 from shardwise.recipes.doors import DOORS
 from shardwise.recipes.run_folder import Start, merge_resumed, read_run_config, with_overrides
 
@@ -57,10 +57,19 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     default = TrainConfig()
     doors = "; ".join(f"{name} = {door.summary}" for name, door in DOORS.items())
     group = parser.add_argument_group("training")
-    group.add_argument("--shard", choices=tuple(DOORS), help=f"{doors} (default: {default.shard})")
+    group.add_argument("--shard", choices=SHARDS, help=f"{doors} (default: {default.shard})")
+    for name, meaning in (
+        ("offload", "keep shards, gradients and optimizer state in host memory"),
+        ("recompute", "keep only the inputs of blocks for backward, and compute blocks again there"),
+        ("compile", "compile the attention and MLP of every block with torch.compile"),
+    ):
+        group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=f"{meaning} (default: off)")
+    group.add_argument("--compile-backend", metavar="NAME", help=argparse.SUPPRESS)
     group.add_argument("--dtype", choices=DTYPES, help=f"type of the computation (default: {default.dtype})")
     group.add_argument("--data", metavar="PATH", help="a text file or folder (default: Python's standard library)")
     for name, meaning in (
+        ("replicas", "whole copies of the model, with --shard hybrid"),
+        ("tp", "ranks that share the heads and columns of every block (tensor parallelism)"),
         ("steps", "optimizer steps in all"),
         ("batch", "sequences per step, of all ranks together"),
         ("accumulate", "microbatches per step and rank"),

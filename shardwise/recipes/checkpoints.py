@@ -17,12 +17,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.optim import Optimizer
 
+from shardwise import ZeroRedundancyOptimizer
 from shardwise.errors import ConfigError, StateError
 from shardwise.recipes.config import ModelShape
 from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.zero_entries import load_zero_entries, zero_entries
 
 _FORMAT = 1
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -74,7 +82,7 @@ def save_checkpoint(
         writing.mkdir(parents=True)
     ranks.wait_for_all()
     try:
-        dcp.save(_collect_state(model, optimizer), storage_writer=dcp.FileSystemWriter(writing))
+        dcp.save(_collect_state(model, optimizer, loading=False), storage_writer=dcp.FileSystemWriter(writing))
     except CheckpointException as error:
         if ranks.is_first:
             remove_unfinished(folder)
@@ -104,7 +112,7 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) ->
 
     Raises: ConfigError on every rank if the checkpoint is damaged or holds other parameters.
     """
-    state = _collect_state(model, optimizer)
+    state = _collect_state(model, optimizer, loading=True)
     try:
         dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint))
     except CheckpointException as error:
@@ -113,13 +121,17 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) ->
             f"{checkpoint} is damaged or of another model: {_first_reason(error)}. "
             f"Delete it to resume from the one before, if there is one."
         ) from error
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=_OPTIONS,
-    )
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        set_model_state_dict(model, state["model"])
+        load_zero_entries(model, optimizer, state["optimizer"])
+    else:
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=_OPTIONS,
+        )
     random_state = state["random"]["cpu"]
     assert isinstance(random_state, Tensor)
     torch.set_rng_state(random_state)
@@ -148,6 +160,9 @@ def _os_error(failure: BaseException | None) -> OSError | None:
     return failure
 
 
-def _collect_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
+def _collect_state(model: nn.Module, optimizer: Optimizer, *, loading: bool) -> dict[str, Any]:
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        model_state, optimizer_state = get_model_state_dict(model), zero_entries(model, optimizer, loading=loading)
+    else:
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
     return {"model": model_state, "optimizer": optimizer_state, "random": {"cpu": torch.get_rng_state()}}

@@ -11,6 +11,8 @@ from types import MappingProxyType
 from shardwise.errors import ConfigError
 
 DTYPES = ("fp32", "bf16")
+SHARDS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")
+ENGINE_SHARDS = frozenset({"full", "hybrid", "replicate"})  # those of our own engine: offload and --tp go with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,12 @@ class TrainConfig:
 
     model: ModelShape = field(default_factory=lambda: PRESETS["tiny"])
     shard: str = "full"
+    replicas: int = 2
+    tp: int = 1
+    offload: bool = False
+    recompute: bool = False
+    compile: bool = False
+    compile_backend: str = "inductor"
     dtype: str = "fp32"
     data: str | None = None
     steps: int = 400
@@ -56,11 +64,15 @@ class TrainConfig:
     sample_bytes: int = 300
 
 
+# How a step is carried out, but not what it computes.
+_EXECUTION = frozenset({"shard", "replicas", "tp", "offload", "recompute", "compile", "compile_backend", "accumulate"})
 # What --resume may change: nothing here alters which windows a step sees or what a past step computed.
-RESUME_MAY_CHANGE = frozenset(
-    {"shard", "steps", "accumulate", "log_every", "eval_every", "eval_windows", "save_every", "keep", "sample_bytes"}
-)
-_AT_LEAST_ONE = ("steps", "batch", "accumulate", "log_every", "eval_every", "eval_windows", "save_every", "keep")
+RESUME_MAY_CHANGE = _EXECUTION | {
+    "steps", "log_every", "eval_every", "eval_windows", "save_every", "keep", "sample_bytes"
+}  # fmt: skip
+_AT_LEAST_ONE = (
+    "steps", "batch", "accumulate", "replicas", "tp", "log_every", "eval_every", "eval_windows", "save_every", "keep"
+)  # fmt: skip
 
 
 def check_config(config: TrainConfig) -> None:
@@ -87,16 +99,62 @@ def check_config(config: TrainConfig) -> None:
             raise ConfigError(f"--{name} is {value}, expected a positive number.")
     if config.dtype not in DTYPES:
         raise ConfigError(f"--dtype is {config.dtype!r}, expected one of {', '.join(DTYPES)}.")
+    if config.shard not in SHARDS:
+        raise ConfigError(f"--shard is {config.shard!r}, expected one of {', '.join(SHARDS)}.")
+    _check_together(config)
 
 
-def check_batch(config: TrainConfig, num_ranks: int) -> None:
-    """Refuse a global batch that cannot be cut into equal microbatches.  Raises: ConfigError."""
-    parts = num_ranks * config.accumulate
+def _check_together(config: TrainConfig) -> None:
+    if config.offload and config.shard not in ENGINE_SHARDS:
+        raise ConfigError(
+            f"--offload does not go with --shard {config.shard}: only the engine behind --shard full, hybrid and "
+            f"replicate moves parameters between host and device. Leave --offload out, or use one of those."
+        )
+    if config.tp == 1:
+        return
+    if config.shard not in ENGINE_SHARDS:
+        raise ConfigError(
+            f"--tp {config.tp} does not go with --shard {config.shard}: its optimizer and DDP take no tensors that "
+            f"are split over a second mesh axis. Use --shard full, hybrid or replicate, or leave --tp out."
+        )
+    if config.model.heads % config.tp:
+        raise ConfigError(
+            f"--tp {config.tp} does not divide --heads {config.model.heads} (--width {config.model.width}): every rank "
+            f"of a tensor-parallel group computes the same number of whole heads. Choose a divisor of --heads."
+        )
+
+
+def data_ranks(config: TrainConfig, num_ranks: int) -> int:
+    """Return over how many parts of the batch ``num_ranks`` ranks work: the ranks of one tensor-parallel group share one.
+
+    Raises: ConfigError if ``num_ranks`` cannot be laid out as --tp and --shard hybrid ask.
+    """
+    if num_ranks % config.tp:
+        raise ConfigError(
+            f"--tp {config.tp} does not divide the number of ranks, {num_ranks}. Start a multiple of {config.tp} ranks."
+        )
+    parts = num_ranks // config.tp
+    if config.shard == "hybrid" and (parts % config.replicas or parts <= config.replicas or config.replicas == 1):
+        raise ConfigError(
+            f"--shard hybrid cannot lay {parts} data-parallel rank(s) out as --replicas {config.replicas} copies of "
+            f"two or more shards each. Start an even number of ranks above 2 (--nproc 4), choose another divisor with "
+            f"--replicas, or use --shard full (one copy) or replicate (no shards)."
+        )
+    return parts
+
+
+def check_ranks(config: TrainConfig, num_ranks: int) -> None:
+    """Refuse ranks that the options cannot use, or a batch that is not cut into equal microbatches.
+
+    Raises: ConfigError.
+    """
+    num_parts = data_ranks(config, num_ranks)
+    parts = num_parts * config.accumulate
     if config.batch % parts:
         below, above = config.batch // parts * parts, (config.batch // parts + 1) * parts
         choices = f"{above}" if below == 0 else f"{below} or {above}"
         raise ConfigError(
-            f"--batch {config.batch} (sequences of all ranks together) is not divisible by {num_ranks} rank(s) x "
+            f"--batch {config.batch} (sequences of all ranks together) is not divisible by {num_parts} rank(s) x "
             f"--accumulate {config.accumulate} = {parts}. Use --batch {choices}."
         )
 

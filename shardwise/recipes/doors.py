@@ -1,4 +1,4 @@
-"""The values of ``--shard``: one entry each, saying how to wrap the model, build its optimizer, clip and sync.
+"""The values of ``--shard``: one entry each, saying how to wrap the model, build its optimizer, reduce, clip and sync.
 
 A new door is a new entry in ``DOORS``; the trainer, the checkpoints and the command line read the table.
 """
@@ -6,18 +6,28 @@ A new door is a new entry in ``DOORS``; the trainer, the checkpoints and the com
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
+from shardwise import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ZeroRedundancyOptimizer,
+    clip_grad_norm_,
+    fully_shard,
+    policy,
+    replicate,
+)
 from shardwise.recipes.config import TrainConfig
 from shardwise.recipes.gpt import GPT
 
@@ -26,60 +36,99 @@ from shardwise.recipes.gpt import GPT
 class Door:
     """How a model is trained under one value of ``--shard``.
 
-    ``wrap`` gets the plain model on its device; ``sync(model, on)`` says whether this microbatch's backward reduces
-    gradients; ``precision`` is entered around forward; ``plain`` gives the module to sample from.
+    ``wrap`` gets the model on its device (heads split, parts compiled) and the data-parallel mesh; ``sync(model, on)``
+    says whether this microbatch's backward reduces gradients; ``reduce`` is called after the last backward of a step;
+    ``clip`` returns the norm before; ``precision`` is entered around forward; ``plain`` gives the module itself.
     """
 
     summary: str
-    wrap: Callable[[GPT, TrainConfig], nn.Module]
+    wrap: Callable[[GPT, TrainConfig, DeviceMesh], nn.Module]
     build_optimizer: Callable[[nn.Module, TrainConfig], Optimizer]
-    clip: Callable[[nn.Module, float], Tensor]
     sync: Callable[[nn.Module, bool], AbstractContextManager[None]]
+    reduce: Callable[[Optimizer], None]
+    clip: Callable[[nn.Module, Optimizer, float], Tensor]
     precision: Callable[[TrainConfig, torch.device], AbstractContextManager[object]]
     plain: Callable[[nn.Module], nn.Module]
 
 
-def build_adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Return AdamW with weight decay on matrices only; one fused update per device and dtype."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+def param_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
+    """Return groups with weight decay on matrices only, one per mesh: a fused update takes tensors of one mesh."""
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    for param in model.parameters():
+        mesh = param.device_mesh if isinstance(param, DTensor) else None
+        groups.setdefault((param.dim() >= 2, mesh), []).append(param)
+    return [
+        {"params": params, "weight_decay": config.weight_decay if is_matrix else 0.0}
+        for (is_matrix, _), params in groups.items()
     ]
-    return AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+def build_adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """Return AdamW with one fused update per group."""
+    return AdamW(param_groups(model, config), lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+def build_zero_adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """Return AdamW of which every rank keeps and updates the same number of elements."""
+    return ZeroRedundancyOptimizer(
+        param_groups(model, config), AdamW, partition="even", lr=config.lr, betas=(0.9, 0.95), fused=True
+    )
+
+
+def clip_gradients(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
     """Scale gradients to a total norm of at most ``max_norm``; return the norm before, the same on all ranks."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    del optimizer
+    return clip_grad_norm_(model.parameters(), max_norm)
 
 
-def _shard_fully(model: GPT, config: TrainConfig) -> nn.Module:
-    policy = MixedPrecisionPolicy()
+def clip_owned_gradients(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
+    """The same where each gradient is only with its owner: squares are summed over ranks.  Collective."""
+    owned = [tensor for group in local_optimizer(optimizer).param_groups for tensor in group["params"]]
+    mine = torch.nn.utils.get_total_norm(tensor.grad for tensor in owned if tensor.grad is not None)
+    total = mine.to(next(model.parameters()).device, torch.float64).square()
+    dist.all_reduce(total)
+    norm = total.sqrt().float()
+    torch.nn.utils.clip_grads_with_norm_(owned, max_norm, norm)
+    return norm
+
+
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that holds this rank's state."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def _engine_options(config: TrainConfig) -> tuple[MixedPrecisionPolicy, OffloadPolicy]:
+    precision = MixedPrecisionPolicy()
     if config.dtype == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return precision, CPUOffloadPolicy() if config.offload else OffloadPolicy()
+
+
+def _shard_fully(model: GPT, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
+    precision, offload = _engine_options(config)
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    return fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+
+def _replicate(model: GPT, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
+    precision, offload = _engine_options(config)
+    for block in model.blocks:
+        replicate(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    replicate(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
     return model
 
 
-@contextmanager
-def _full_sync(model: nn.Module, on: bool):
-    switch = cast(FSDPModule, model)
-    switch.set_requires_gradient_sync(on)
-    try:
-        yield
-    finally:
-        switch.set_requires_gradient_sync(True)
+def _engine_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
+    return policy(model, sync=on)
 
 
-def _replicate(model: GPT, config: TrainConfig) -> nn.Module:
-    return DistributedDataParallel(model)
+def _wrap_ddp(model: GPT, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
+    del config, mesh
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)  # else gradients are held twice
 
 
-def _replicate_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
+def _ddp_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
     return nullcontext() if on else cast(DistributedDataParallel, model).no_sync()
 
 
@@ -87,25 +136,51 @@ def _autocast(config: TrainConfig, device: torch.device) -> AbstractContextManag
     return torch.autocast(device.type, torch.bfloat16) if config.dtype == "bf16" else nullcontext()
 
 
+def _reduce_to_owners(optimizer: Optimizer) -> None:
+    cast(ZeroRedundancyOptimizer, optimizer).reduce_gradients()
+
+
+_FULL = Door(
+    summary="fully_shard: parameters, gradients and optimizer state sharded over all ranks",
+    wrap=_shard_fully,
+    build_optimizer=build_adamw,
+    sync=_engine_sync,
+    reduce=lambda optimizer: None,
+    clip=clip_gradients,
+    precision=lambda config, device: nullcontext(),
+    plain=lambda model: model,
+)
+_NONE = Door(
+    summary="plain DistributedDataParallel: everything on every rank, for comparison",
+    wrap=_wrap_ddp,
+    build_optimizer=build_adamw,
+    sync=_ddp_sync,
+    reduce=lambda optimizer: None,
+    clip=clip_gradients,
+    precision=_autocast,
+    plain=lambda model: cast(DistributedDataParallel, model).module,
+)
+_GRADIENTS = Door(
+    summary="ZeRO-2: gradients (after backward) and optimizer state sharded, parameters whole",
+    wrap=lambda model, config, mesh: model,
+    build_optimizer=build_zero_adamw,
+    sync=lambda model, on: nullcontext(),
+    reduce=_reduce_to_owners,
+    clip=clip_owned_gradients,
+    precision=_autocast,
+    plain=lambda model: model,
+)
 DOORS: Mapping[str, Door] = MappingProxyType(
     {
-        "full": Door(
-            summary="fully_shard: parameters, gradients and optimizer state sharded over all ranks",
-            wrap=_shard_fully,
-            build_optimizer=build_adamw,
-            clip=clip_gradients,
-            sync=_full_sync,
-            precision=lambda config, device: nullcontext(),
-            plain=lambda model: model,
+        "full": _FULL,
+        "hybrid": replace(
+            _FULL, summary="fully_shard within --replicas groups of ranks, whole copies between them (HSDP)"
         ),
-        "none": Door(
-            summary="plain DistributedDataParallel: everything on every rank, for comparison",
-            wrap=_replicate,
-            build_optimizer=build_adamw,
-            clip=clip_gradients,
-            sync=_replicate_sync,
-            precision=_autocast,
-            plain=lambda model: cast(DistributedDataParallel, model).module,
+        "replicate": replace(_FULL, summary="replicate: our engine with everything on every rank", wrap=_replicate),
+        "gradients": _GRADIENTS,
+        "optimizer": replace(
+            _NONE, summary="ZeRO-1: DDP with only the optimizer state sharded", build_optimizer=build_zero_adamw
         ),
+        "none": _NONE,
     }
 )

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.recipes.config import ModelShape
 
@@ -14,20 +15,24 @@ NUM_BYTES = 256
 
 
 class Attention(nn.Module):
-    """Causal self-attention over (batch, time, width)."""
+    """Causal self-attention over (batch, time, width).
+
+    Query, key and value of a head lie together in the outputs of ``qkv``, so that any cut between heads is a cut of its
+    rows: with tensor parallelism each rank computes the heads whose rows it holds.
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.heads = shape.heads
+        self.head_width = shape.width // shape.heads
         self.qkv = nn.Linear(shape.width, 3 * shape.width)
         self.out = nn.Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        qkv = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        query, key, value = qkv.unbind(0)  # each (batch, heads, time, width / heads)
+        batch, time, _ = x.shape
+        qkv = self.qkv(x).view(batch, time, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)
+        query, key, value = qkv.unbind(0)  # each (batch, heads here, time, head_width)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return self.out(mixed.transpose(1, 2).reshape(batch, time, -1))
 
 
 class MLP(nn.Module):
@@ -43,16 +48,26 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each on a normalised input and added to the stream."""
+    """Attention and MLP, each on a normalised input and added to the stream.
 
-    def __init__(self, shape: ModelShape) -> None:
+    With ``recompute`` only the input is kept for backward, which computes the rest again.  That happens inside forward,
+    so that hooks on the block see one forward.
+    """
+
+    def __init__(self, shape: ModelShape, *, recompute: bool) -> None:
         super().__init__()
+        self.recompute = recompute
         self.attention_norm = nn.LayerNorm(shape.width)
         self.attention = Attention(shape)
         self.mlp_norm = nn.LayerNorm(shape.width)
         self.mlp = MLP(shape)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._compute, x, use_reentrant=False)
+        return self._compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -63,11 +78,11 @@ class GPT(nn.Module):
     Shape: ``tokens`` (batch, time <= context) int64 in [0, 256) -> (batch, time, 256).
     """
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, *, recompute: bool = False) -> None:
         super().__init__()
         self.token = nn.Embedding(NUM_BYTES, shape.width)
         self.position = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, recompute=recompute) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, NUM_BYTES, bias=False)
 
@@ -79,12 +94,12 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def build_gpt(shape: ModelShape, seed: int) -> GPT:
+def build_gpt(shape: ModelShape, seed: int, *, recompute: bool = False) -> GPT:
     """Return a GPT whose weights depend on ``shape`` and ``seed`` alone, so every rank builds the same one.
 
     Source: GPT-2 initialisation: normal(0, 0.02), outputs of residual branches scaled by 1/sqrt(2 * layers).
     """
-    model = GPT(shape)
+    model = GPT(shape, recompute=recompute)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:

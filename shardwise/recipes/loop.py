@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 
 from shardwise.recipes.checkpoints import Progress, load_checkpoint, save_checkpoint
 from shardwise.recipes.config import TrainConfig, learning_rate
-from shardwise.recipes.doors import DOORS, Door
+from shardwise.recipes.doors import DOORS, Door, local_optimizer
 from shardwise.recipes.gpt import build_gpt, next_byte_loss
 from shardwise.recipes.journal import Journal, TrainedStep
 from shardwise.recipes.memory import HeldBytes, measure_held, peak_bytes
+from shardwise.recipes.parallel import build_meshes, choose_backend, compile_blocks, split_heads
 from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.run_folder import Run
 from shardwise.recipes.text import Windows, microbatch_numbers, open_windows, validation_part, windows_of
@@ -32,6 +33,7 @@ class Trainer:
     train: Windows
     validation: Windows
     num_parameters: int
+    note: str | None  # what a person should know before the first step
 
     @property
     def config(self) -> TrainConfig:
@@ -47,19 +49,26 @@ class Finished:
 
 
 def build_trainer(run: Run, ranks: Ranks) -> Trainer:
-    """Build model and optimizer behind the chosen door, and load the checkpoint if the run has one."""
+    """Build model and optimizer behind the chosen door, and load the checkpoint if the run has one.  Collective."""
     config = run.config
     door = DOORS[config.shard]
     torch.manual_seed(config.seed)
-    plain = build_gpt(config.model, config.seed).to(ranks.device)
+    plain = build_gpt(config.model, config.seed, recompute=config.recompute).to(ranks.device)
     num_parameters = sum(p.numel() for p in plain.parameters())
-    model = door.wrap(plain, config)
+    meshes = build_meshes(config, ranks)
+    if meshes.tensor is not None:
+        split_heads(plain, meshes.tensor)
+    note: str | None = None
+    if config.compile:
+        backend, note = choose_backend(config.compile_backend, ranks)
+        compile_blocks(plain, backend)
+    model = door.wrap(plain, config, meshes.data)
     optimizer = door.build_optimizer(model, config)
     if run.checkpoint is not None:
         load_checkpoint(run.checkpoint, model, optimizer)
     text = run.folder / "text"
     train, validation = (open_windows(text / name, config.model.context) for name in ("train.bin", "validation.bin"))
-    return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters)
+    return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters, note)
 
 
 def train_steps(trainer: Trainer, journal: Journal) -> Finished:
@@ -111,16 +120,19 @@ def _train_step(trainer: Trainer, step: int, *, measure: bool) -> tuple[TrainedS
                 part = next_byte_loss(trainer.model, tokens, targets) / config.accumulate
             part.backward()
         loss += part.detach()
-    norm = door.clip(trainer.model, config.clip)
+    door.reduce(trainer.optimizer)
+    norm = door.clip(trainer.model, trainer.optimizer, config.clip)
     trainer.optimizer.step()
-    held = measure_held(trainer.model, trainer.optimizer) if measure else HeldBytes(0, 0, 0)
+    held = measure_held(trainer.model, local_optimizer(trainer.optimizer)) if measure else HeldBytes(0, 0, 0)
     trainer.optimizer.zero_grad()
     return TrainedStep(step + 1, 0.0, float(norm), rate), loss, held
 
 
 def _microbatch(trainer: Trainer, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
     config, ranks = trainer.config, trainer.ranks
-    numbers = microbatch_numbers(step, microbatch, ranks.rank, ranks.num_ranks, config.batch, config.accumulate)
+    numbers = microbatch_numbers(
+        step, microbatch, ranks.data_rank, ranks.num_data_ranks, config.batch, config.accumulate
+    )
     windows = windows_of(numbers.start, numbers.stop, len(trainer.train), config.seed)
     tokens, targets = trainer.train.stack(windows)
     return tokens.to(ranks.device, non_blocking=True), targets.to(ranks.device, non_blocking=True)
@@ -139,8 +151,9 @@ def _record(
 def validate(trainer: Trainer) -> float:
     """Return the mean loss over ``eval_windows`` windows of the validation text, in nats per byte, on every rank."""
     config, ranks = trainer.config, trainer.ranks
-    windows, weights = validation_part(len(trainer.validation), config.eval_windows, ranks.rank, ranks.num_ranks)
-    size = max(1, config.batch // ranks.num_ranks)
+    part, parts = ranks.data_rank, ranks.num_data_ranks
+    windows, weights = validation_part(len(trainer.validation), config.eval_windows, part, parts)
+    size = max(1, config.batch // parts)
     model = trainer.model
     model.eval()
     total, count = torch.zeros((), device=ranks.device), float(sum(weights))

@@ -45,11 +45,15 @@ def local_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def measure_held(model: nn.Module, optimizer: Optimizer) -> HeldBytes:
-    """Measure what this rank holds now; gradients are there only between backward and zero_grad."""
+    """Measure what this rank holds now; gradients are there only between backward and zero_grad.
+
+    ``optimizer``: the one that holds this rank's state; it may own pieces of parameters, with gradients of their own.
+    """
     states = (value for state in optimizer.state.values() for value in state.values())
+    owned = (tensor for group in optimizer.param_groups for tensor in group["params"])
     return HeldBytes(
         parameter_bytes=local_bytes(model.parameters()),
-        gradient_bytes=local_bytes(p.grad for p in model.parameters() if p.grad is not None),
+        gradient_bytes=local_bytes(p.grad for p in (*model.parameters(), *owned) if p.grad is not None),
         optimizer_bytes=local_bytes(value for value in states if isinstance(value, Tensor)),
     )
 

@@ -14,11 +14,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Where this process stands: its rank, how many there are, and its device.  The default process group is theirs."""
+    """Where this process stands: its rank, how many there are, and its device.  The default process group is theirs.
+
+    ``tp`` neighbours at a time form a tensor-parallel group: they work on the same part of the batch, ``data_rank`` of
+    ``num_data_ranks``.
+    """
 
     rank: int
     num_ranks: int
     device: torch.device
+    tp: int = 1
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.num_ranks // self.tp
 
     @property
     def is_first(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.metadata import version
 
-from torch.utils.tensorboard import SummaryWriter
+import torch
 
-from shardwise.recipes.config import TrainConfig, check_batch
+from shardwise.recipes.config import TrainConfig, check_ranks
 from shardwise.recipes.doors import DOORS
 from shardwise.recipes.gpt import generate
 from shardwise.recipes.journal import Journal, RunJournal, SilentJournal, open_lines
@@ -23,7 +24,8 @@ def train(start: Start, config: TrainConfig, ranks: Ranks) -> None:
 
     Raises: ConfigError, OSError or a checkpoint error, possibly on one rank only: the caller must end the others.
     """
-    check_batch(config, ranks.num_ranks)
+    check_ranks(config, ranks.num_ranks)
+    ranks = replace(ranks, tp=config.tp)
     with ExitStack() as stack:
         run = ranks.from_first(prepare_run(start, config) if ranks.is_first else None)
         if ranks.is_first:
@@ -40,6 +42,8 @@ def train(start: Start, config: TrainConfig, ranks: Ranks) -> None:
 
 
 def _open_journal(run: Run, stack: ExitStack) -> RunJournal:
+    from torch.utils.tensorboard import SummaryWriter  # only rank 0 needs it
+
     lines = stack.enter_context(open_lines(run))
     scalars = stack.enter_context(
         SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.start_step + 1 if run.checkpoint else None)
@@ -59,6 +63,8 @@ def _say_start(trainer: Trainer, journal: Journal) -> None:
         f"text: {run.facts.description}, {run.facts.num_files} files, {run.facts.train_bytes:,} bytes to train on, "
         f"{run.facts.validation_bytes:,} to validate; unigram entropy {run.facts.unigram_nats:.4f} nats per byte"
     )
+    if trainer.note is not None:
+        journal.say(trainer.note)
     if run.done is not None:
         journal.say(f"resuming after step {run.done.step}, {run.done.windows:,} windows into the text")
 
@@ -66,7 +72,8 @@ def _say_start(trainer: Trainer, journal: Journal) -> None:
 def _sample(trainer: Trainer) -> bytes:
     config, ranks = trainer.config, trainer.ranks
     plain = trainer.door.plain(trainer.model)
-    with trainer.door.precision(config, ranks.device):
+    # one byte more each time: compiled parts would be compiled again and again
+    with torch.compiler.set_stance("force_eager"), trainer.door.precision(config, ranks.device):
         return generate(plain, b"def ", config.sample_bytes, config.model.context, config.seed, ranks.device)
 
 
