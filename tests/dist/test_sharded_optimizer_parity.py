@@ -6,7 +6,6 @@ Gradients are given, not computed: with equal gradients the updates must be equa
 from __future__ import annotations
 
 import inspect
-import math
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.optim import Optimizer
 
-from shardwise import ConfigError, StateError, clip_grad_norm_, fully_shard
+from shardwise import ConfigError, fully_shard
 from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.testing import WorkerPool
 
