@@ -154,7 +154,7 @@ def check_ranks(config: TrainConfig, num_ranks: int) -> None:
         below, above = config.batch // parts * parts, (config.batch // parts + 1) * parts
         choices = f"{above}" if below == 0 else f"{below} or {above}"
         raise ConfigError(
-            f"--batch {config.batch} (sequences of all ranks together) is not divisible by {num_parts} rank(s) x "
+            f"--batch {config.batch} (sequences of all ranks together) is not divisible by {num_parts} data-parallel rank(s) x "
             f"--accumulate {config.accumulate} = {parts}. Use --batch {choices}."
         )
 

@@ -105,46 +105,15 @@ def test_sharding_halves_what_a_rank_holds(trained: tuple[Path, Ended]) -> None:
     assert row.replace("│", " ").split()[-1] in ("49%", "50%"), row
 
 
-def test_resume_on_as_many_ranks_gives_the_same_losses_to_the_bit(trained: tuple[Path, Ended], tmp_path: Path) -> None:
-    run = _copy_cut_back(trained[0], tmp_path / "cut", 20)
-    ended = _run([*COMMAND, "--resume", str(run), "--nproc", "2"])
-    assert ended.code == 0, ended.err
-    assert _losses(run) == _losses(trained[0])
-    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [f"step-000000{n}" for n in (20, 30, 40)]
-
-
-@pytest.mark.parametrize(("nproc", "shard"), [(1, "none"), (3, "full")])
-def test_resume_on_other_ranks_and_another_door_continues_the_curve(
-    trained: tuple[Path, Ended], tmp_path: Path, nproc: int, shard: str
-) -> None:
+def test_torchrun_continues_the_run_behind_another_door(trained: tuple[Path, Ended], tmp_path: Path) -> None:
     run = _copy_cut_back(trained[0], tmp_path / "cut", 30)
-    ended = _run([*COMMAND, "--resume", str(run), "--nproc", str(nproc), "--shard", shard])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    ended = _run([*launcher, *COMMAND[1:], "--resume", str(run), "--shard", "optimizer", "--accumulate", "1"])
     assert ended.code == 0, ended.err
     assert "resuming after step 30, 360 windows into the text" in ended.out
     for (kind, step, loss), (kind_2, step_2, loss_2) in zip(_losses(run), _losses(trained[0]), strict=True):
         assert (kind, step) == (kind_2, step_2)
         assert loss == pytest.approx(loss_2, rel=1e-4)
-
-
-def test_plain_ddp_under_torchrun_gives_the_same_losses(
-    trained: tuple[Path, Ended], text: Path, tmp_path: Path
-) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = tmp_path / "ddp"
-    words = [*launcher, *COMMAND[1:], *_options(data=text, out=run, shard="none", steps=40)]
-    ended = _run(words)
-    assert ended.code == 0, ended.err
-    for (kind, step, loss), (kind_2, step_2, loss_2) in zip(_losses(run), _losses(trained[0]), strict=True):
-        assert (kind, step) == (kind_2, step_2)
-        assert loss == pytest.approx(loss_2, rel=1e-4)
-
-
-def test_bf16_trains(text: Path, tmp_path: Path) -> None:
-    run = tmp_path / "bf16"
-    ended = _run([*COMMAND, *_options(data=text, out=run, nproc=1, dtype="bf16")])
-    assert ended.code == 0, ended.err
-    first, last = (loss for kind, step, loss in _losses(run) if kind == "validation" and step in (0, 40))
-    assert last < 0.6 * first
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_every_rank_and_spares_the_others(
@@ -210,7 +179,7 @@ def test_no_rank_outlives_the_others(
     text: Path, tmp_path: Path, target: str, how: signal.Signals, code: int, words: str
 ) -> None:
     run = tmp_path / "endless"
-    command = [*COMMAND, *_options(data=text, out=run, nproc=2, steps=1_000_000, eval_every=1_000_000, save_every=50)]
+    command = [*COMMAND, *_options(data=text, out=run, nproc=2, steps=1_000_000, eval_every=1_000_000, save_every=10)]
     with subprocess.Popen(
         command, env=_clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:

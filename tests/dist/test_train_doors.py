@@ -19,9 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.recipes.config import ModelShape, TrainConfig
+from shardwise.recipes.config import ModelShape, TrainConfig, config_from_json
 from shardwise.recipes.ranks import Ranks
-from shardwise.recipes.run_folder import Start
+from shardwise.recipes.run_folder import Start, with_overrides
 from shardwise.recipes.train import train
 from shardwise.testing import WorkerPool
 
@@ -88,45 +88,88 @@ def base(pool: WorkerPool, text: Path, tmp_path_factory: pytest.TempPathFactory)
     return run
 
 
-CASES: dict[str, dict[str, object]] = {
-    "full": {"shard": "full", "accumulate": 2},
-    "full-offload-recompute": {"shard": "full", "offload": True, "recompute": True},
-    "full-compile-recompute": {"shard": "full", "compile": True, "compile_backend": "aot_eager", "recompute": True},
-    "full-tp": {"shard": "full", "tp": 2, "accumulate": 2},
-    "full-tp-offload-recompute": {"shard": "full", "tp": 4, "offload": True, "recompute": True},
-    "hybrid": {"shard": "hybrid", "accumulate": 2},
-    "hybrid-offload-recompute-compile": {
-        "shard": "hybrid", "offload": True, "recompute": True, "compile": True, "compile_backend": "aot_eager",
-    },
-    "replicate": {"shard": "replicate", "accumulate": 2},
-    "replicate-tp": {"shard": "replicate", "tp": 2},
-    "replicate-offload-compile": {
-        "shard": "replicate", "offload": True, "compile": True, "compile_backend": "aot_eager",
-    },
-    "gradients": {"shard": "gradients", "accumulate": 2},
-    "gradients-recompute-compile": {
-        "shard": "gradients", "recompute": True, "compile": True, "compile_backend": "aot_eager",
-    },
-    "optimizer": {"shard": "optimizer", "accumulate": 2},
-    "optimizer-recompute-compile": {
-        "shard": "optimizer", "recompute": True, "compile": True, "compile_backend": "aot_eager",
-    },
-    "none-recompute-compile": {"shard": "none", "recompute": True, "compile": True, "compile_backend": "aot_eager"},
-    "full-tp-compile-recompute": {
-        "shard": "full", "tp": 2, "compile": True, "compile_backend": "aot_eager", "recompute": True,
-    },
-}  # fmt: skip
+COMPILE: dict[str, object] = {"compile": True, "compile_backend": "aot_eager"}
 
 
-def test_a_run_of_two_ranks_goes_on_behind_every_door_on_four_and_back(
+@dataclass(frozen=True)
+class Case:
+    """Options on four ranks, and the shares that the largest rank saves of parameters, gradients, optimizer state."""
+
+    options: dict[str, object]
+    saves: tuple[float, float, float]
+
+
+CASES: dict[str, Case] = {
+    "full": Case({"shard": "full", "accumulate": 2, "offload": True, "recompute": True}, (0.75, 0.75, 0.75)),
+    "full-tp": Case(
+        {"shard": "full", "tp": 2, "recompute": True, "compile": True, "compile_backend": "eager"}, (0.71, 0.71, 0.71)
+    ),
+    "full-tp-alone": Case({"shard": "full", "tp": 4, "offload": True, "accumulate": 2}, (0.54, 0.54, 0.54)),
+    "hybrid": Case({"shard": "hybrid", "accumulate": 2}, (0.5, 0.5, 0.5)),
+    "hybrid-all": Case({"shard": "hybrid", "offload": True, "recompute": True, **COMPILE}, (0.5, 0.5, 0.5)),
+    "replicate": Case({"shard": "replicate", "accumulate": 2, "recompute": True, **COMPILE}, (0.0, 0.0, 0.0)),
+    "replicate-tp": Case({"shard": "replicate", "tp": 2, "offload": True}, (0.36, 0.36, 0.36)),
+    "gradients": Case({"shard": "gradients", "accumulate": 2, "recompute": True, **COMPILE}, (0.0, 0.75, 0.75)),
+    "optimizer": Case({"shard": "optimizer", "accumulate": 2, **COMPILE}, (0.0, 0.0, 0.75)),
+    "none": Case({"shard": "none", "recompute": True, **COMPILE}, (0.0, 0.0, 0.0)),
+}
+BACK = {
+    "full-tp": "gradients",
+    "hybrid": "optimizer",
+    "replicate-tp": "none",
+    "gradients": "replicate",
+    "optimizer": "full",
+}
+
+
+def _continue(run: Path, to: Path, step: int, **options: object) -> Job:
+    config = config_from_json(json.loads((run / "config.json").read_text())["config"])
+    plain: dict[str, object] = {"tp": 1, "offload": False, "recompute": False, "compile": False, "accumulate": 1}
+    return Job(Start(resume=_copy_cut_back(run, to, step)), with_overrides(config, plain | options))
+
+
+def _saved_shares(printed: str) -> list[float]:
+    rows = [line.replace("│", " ").split() for line in printed.splitlines() if line.rstrip(" │").endswith("%")]
+    return [float(row[-1].rstrip("%")) / 100 for row in rows[:3]]
+
+
+def test_a_run_of_two_ranks_goes_on_behind_every_door_on_four_and_back_on_two(
     pool: WorkerPool, base: Path, tmp_path: Path
 ) -> None:
-    config = dataclasses.replace(BASE, data=json.loads((base / "config.json").read_text())["config"]["data"])
-    jobs = {
-        name: Job(Start(resume=_copy_cut_back(base, tmp_path / name, CUT)), dataclasses.replace(config, **changes))
-        for name, changes in CASES.items()
-    }
+    there = {name: _continue(base, tmp_path / name, CUT, **case.options) for name, case in CASES.items()}
     # Fresh processes: DTensor remembers meshes, whose groups ended with the test that made them.
-    pool.run(run_jobs, num_ranks=4, fresh=True, jobs=list(jobs.values()))
-    for name in jobs:
+    printed = pool.run(run_jobs, num_ranks=4, fresh=True, jobs=list(there.values()))[0]
+    for name, said in zip(there, printed, strict=True):
         _assert_same_curve(tmp_path / name, base)
+        assert _saved_shares(said) == pytest.approx(CASES[name].saves, abs=0.03), name
+        assert "cannot compile" not in said
+    back = {
+        name: _continue(tmp_path / name, tmp_path / f"{name}-back", AGAIN, shard=shard) for name, shard in BACK.items()
+    }
+    pool.run(run_jobs, num_ranks=2, jobs=list(back.values()))
+    for name in back:
+        _assert_same_curve(tmp_path / f"{name}-back", base)
+
+
+def test_a_resume_on_as_many_ranks_gives_the_same_losses_to_the_bit_and_bf16_trains(
+    pool: WorkerPool, base: Path, tmp_path: Path
+) -> None:
+    config = config_from_json(json.loads((base / "config.json").read_text())["config"])
+    bf16 = [
+        Job(Start(out=tmp_path / shard), dataclasses.replace(config, dtype="bf16", shard=shard))
+        for shard in ("full", "gradients")
+    ]
+    pool.run(run_jobs, num_ranks=2, jobs=[_continue(base, tmp_path / "again", CUT), *bf16])
+    assert _losses(tmp_path / "again") == _losses(base)
+    for shard in ("full", "gradients"):
+        mine, exact = _losses(tmp_path / shard), _losses(base)
+        assert mine != exact
+        for key, loss in exact.items():
+            assert mine[key] == pytest.approx(loss, abs=0.1)
+
+
+def test_where_no_code_can_be_generated_a_run_says_so_and_goes_on(pool: WorkerPool, base: Path, tmp_path: Path) -> None:
+    job = _continue(base, tmp_path / "run", CUT, compile=True, compile_backend="no_such_backend")
+    (printed,) = pool.run(run_jobs, num_ranks=1, jobs=[job])[0]
+    assert "--compile: rank 0 cannot compile with 'no_such_backend'" in printed
+    _assert_same_curve(tmp_path / "run", base)

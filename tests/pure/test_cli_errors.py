@@ -46,6 +46,13 @@ def _fails(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) 
         (["--batch", "7", "--nproc", "2"], "--batch 7"),
         (["--batch", "8", "--nproc", "2", "--accumulate", "3"], "Use --batch 6 or 12"),
         (["--nproc", "0"], "--nproc is 0"),
+        (["--shard", "none", "--offload"], "--offload does not go with --shard none"),
+        (["--shard", "optimizer", "--tp", "2"], "--tp 2 does not go with --shard optimizer"),
+        (["--tp", "4"], "--tp 4 does not divide --heads 6"),
+        (["--tp", "2", "--nproc", "3"], "--tp 2 does not divide the number of ranks, 3"),
+        (["--tp", "2", "--nproc", "4", "--batch", "3"], "not divisible by 2 data-parallel rank(s)"),
+        (["--shard", "hybrid", "--nproc", "2"], "cannot lay 2 data-parallel rank(s) out as --replicas 2"),
+        (["--shard", "hybrid", "--nproc", "9", "--replicas", "2"], "--replicas 2"),
         (["--master-port", "99999"], "--master-port is 99999"),
         (["--data", "no/such/place"], "--data no/such/place does not exist"),
         (["--data", "/dev/null"], "neither a file nor a folder"),
@@ -151,6 +158,10 @@ def test_a_resume_keeps_what_is_not_given(tmp_path: Path) -> None:
     folder = _fake_run(tmp_path / "run", 5, lr=0.5)
     request = _request("--resume", folder, "--steps", "20")
     assert (request.config.lr, request.config.steps, request.config.model.width) == (0.5, 20, 8)
+    assert not request.config.offload
+    folder = _fake_run(tmp_path / "offloaded", 5, offload=True)
+    assert _request("--resume", folder).config.offload
+    assert not _request("--resume", folder, "--no-offload").config.offload
 
 
 def test_a_launcher_is_recognised() -> None:

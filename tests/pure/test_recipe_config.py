@@ -16,10 +16,11 @@ from shardwise.recipes.config import (
     RESUME_MAY_CHANGE,
     ModelShape,
     TrainConfig,
-    check_ranks,
     check_config,
+    check_ranks,
     config_from_json,
     config_to_json,
+    data_ranks,
     learning_rate,
 )
 from shardwise.recipes.run_folder import drop_later_metrics, merge_resumed, read_metrics, with_overrides
@@ -50,6 +51,19 @@ def test_a_batch_is_accepted_exactly_when_it_divides(batch: int, ranks: int, acc
     check_ranks(dataclasses.replace(config, batch=suggested), ranks)
 
 
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
+def test_hybrid_takes_exactly_the_ranks_that_make_two_or_more_copies_of_two_or_more_shards(
+    ranks: int, replicas: int, tp: int
+) -> None:
+    config = TrainConfig(shard="hybrid", replicas=replicas, tp=tp)
+    shards, rest = divmod(ranks, replicas * tp)
+    if rest == 0 and shards >= 2 and replicas >= 2:
+        assert data_ranks(config, ranks) == replicas * shards
+    else:
+        with pytest.raises(ConfigError, match=r"--tp \d|--replicas \d"):
+            data_ranks(config, ranks)
+
+
 def test_presets_are_valid() -> None:
     for shape in PRESETS.values():
         check_config(TrainConfig(model=shape))
@@ -66,6 +80,11 @@ def test_presets_are_valid() -> None:
         ({"lr": float("nan")}, "--lr is nan"),
         ({"clip": 0.0}, "--clip is 0.0"),
         ({"dtype": "fp8"}, "--dtype is 'fp8'"),
+        ({"shard": "some"}, "--shard is 'some'"),
+        ({"tp": 0}, "--tp is 0"),
+        ({"tp": 4}, "--tp 4 does not divide --heads 6"),
+        *(({"tp": 2, "shard": shard}, f"--tp 2 .* --shard {shard}") for shard in ("none", "optimizer", "gradients")),
+        *(({"offload": True, "shard": shard}, f"--offload .* {shard}") for shard in ("none", "optimizer", "gradients")),
     ],
 )
 def test_a_value_that_cannot_be_trained_with_is_named(changes: dict[str, object], words: str) -> None:
