@@ -289,7 +289,8 @@ def _become_root(attachment: Attachment) -> Engine:
 def _inherit(engine: Engine, old: Engine) -> None:
     engine.is_last_backward = engine.is_last_backward and old.is_last_backward
     engine.post_optim_event = engine.post_optim_event or old.post_optim_event
-    engine.instruments += [each for each in old.instruments if each not in engine.instruments]
+    heard = engine.journal.instruments
+    heard += [each for each in old.journal.instruments if each not in heard]
 
 
 def _attachments_in(root: nn.Module, first: Attachment) -> list[Attachment]:
@@ -349,7 +350,7 @@ def _new_engine(units: list[Unit]) -> Engine:
     device = next((group.device for unit in units for group in unit.groups), torch.device("cpu"))
     engine = Engine(device, Lanes.on(device), BufferPool(device))
     engine.adopt(units)
-    engine.bulletin = _bulletin(units, device)
+    engine.journal.bulletin = _bulletin(units, device)
     engine.max_reductions = max((unit.max_reductions for unit in units), default=1)
     bind_units(engine)
     return engine

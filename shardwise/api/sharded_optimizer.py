@@ -258,7 +258,10 @@ class ShardedOptimizer(Optimizer):
             if name in states
         }
         groups = [
-            NamedGroup(names, {**_options(group), "params": list(group["param_names"])}) for group in self.param_groups
+            NamedGroup(
+                names, {**_options(group), "params": list(group["param_names"]), "param_names": group["param_names"]}
+            )
+            for group in self.param_groups
         ]
         return {"state": ByName(names, entries), "param_groups": groups}
 

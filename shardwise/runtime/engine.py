@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -14,15 +13,12 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.comm.agree import Bulletin, Position
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.lanes import Lane
-from shardwise.errors import DesyncError
-from shardwise.events import Call, Event, Instrument, Op, OrderChanged
-from shardwise.plan.order import Edge, Order, Visit
-from shardwise.plan.policy import UnitPolicy
-from shardwise.plan.prefetch import StepPlan, UnitFacts, plan_step
+from shardwise.events import Op
+from shardwise.plan.order import Edge
 from shardwise.runtime.gradients import Gradients, Reduction, add_gradients, launch_reductions, set_gradients
+from shardwise.runtime.journal import Journal
 from shardwise.runtime.notes import note
 from shardwise.runtime.unit import Unit, is_in_backward
 
@@ -79,12 +75,9 @@ class Engine:
     Attributes:
         units: the units of the root's module tree, root first; ``units[i]`` is number i of every plan.
         lanes, pool: where collectives run and where their memory comes from.
-        plan: the prediction made from the last step's order; None until a step has shown one.
-        depth: units to unshard ahead of their use.
+        journal: the order of the running step, and the plan made from an earlier one.
         is_last_backward: False defers waiting for reductions to a later backward.
         max_reductions: reduce-scatter inputs that may live at once.
-        instruments: hear every event.
-        bulletin: where ranks compare plans and say where they are when a collective fails; None without other ranks.
     """
 
     def __init__(self, device: torch.device, lanes: Lanes, pool: BufferPool) -> None:
@@ -92,73 +85,29 @@ class Engine:
         self.device = device
         self.lanes = lanes
         self.pool = pool
-        self.plan: StepPlan | None = None
-        self.depth = 1
+        self.journal = Journal()
         self.is_last_backward = True
         self.max_reductions = 1
         self.post_optim_event: torch.Event | None = None
-        self.instruments: list[Instrument] = []
         self._stack: list[_Frame] = []
-        self._visits: list[Visit] = []
-        self._follows_plan = False
         self._backward: weakref.ref[_BackwardEnd] | None = None
         self._in_flight: list[Reduction] = []
         self._launched: list[_Launch] = []
-        self._numbers: dict[Unit, int] = {}
-        self.bulletin: Bulletin | None = None
-        self._recent: deque[Call] = deque(maxlen=4)
-        self._num_calls = 0
-        self._left_order = ""
-        self._planned_policies: tuple[UnitPolicy, ...] = ()
         self._fresh_held: list[tuple[Unit, Gradients]] = []
 
     def adopt(self, units: Iterable[Unit]) -> None:
         """Carry out the steps of ``units`` from here on."""
         self.units = list(units)
-        self._numbers = {unit: number for number, unit in enumerate(self.units)}
-        emit = self._emitter()
+        self.journal.adopt(self.units)
         for unit in self.units:
             unit.engine_ref = weakref.ref(self)
-            unit.emit = emit
-        self.plan = None
-
-    def _emitter(self) -> Callable[[Event], None]:
-        ref = weakref.ref(self)
-
-        def emit(event: Event) -> None:
-            engine = ref()
-            if engine is not None:
-                engine.emit(event)
-
-        return emit
-
-    def emit(self, event: Event) -> None:
-        """Tell every instrument."""
-        if isinstance(event, Call):
-            self._num_calls += 1
-            self._recent.append(event)
-        else:
-            self._left_order = f"expected unit '{event.expected}', found unit '{event.found}'"
-        for instrument in self.instruments:
-            instrument.on_event(event)
-
-    def position(self, note: str = "") -> Position:
-        """Return where this rank is, for the others to read."""
-        recent = tuple(f"{call.op.value} of unit '{call.unit}'" for call in self._recent)
-        return Position(self._num_calls, recent, note or self._left_order)
-
-    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
-        """Return ``error`` with the position of every rank, as far as they can be known."""
-        if self.bulletin is None or isinstance(error, DesyncError):
-            return error
-        return self.bulletin.explain(error, self.position(f"waiting for {where}"))
 
     # ---- forward ----
 
     def before_forward(self, unit: Unit) -> None:
         """Make the full parameters of ``unit`` readable and start what the plan wants ahead."""
         if is_in_backward():
-            self._visit(unit, Edge.ENTER_RECOMPUTE)
+            self.journal.visit(unit, Edge.ENTER_RECOMPUTE)
             for member in unit.family:
                 member.wait()
             return
@@ -168,7 +117,7 @@ class Engine:
         starts = not unit.awaited and not unit.holders
         if starts:
             unit.awaited = unit.module_ids()
-            self._visit(unit, Edge.ENTER_FORWARD)
+            self.journal.visit(unit, Edge.ENTER_FORWARD)
         for member in unit.family:
             member.holders += 1
             member.wait()
@@ -183,7 +132,7 @@ class Engine:
         if is_in_backward():
             if not unit.in_backward:
                 unit.reshard_after_forward()
-            self._visit(unit, Edge.EXIT_RECOMPUTE)
+            self.journal.visit(unit, Edge.EXIT_RECOMPUTE)
             return True
         if not self._stack or self._stack[-1].unit is not unit:
             return True
@@ -196,7 +145,7 @@ class Engine:
             member.holders -= 1
         if not unit.awaited:
             if not unit.holders:
-                self._visit(unit, Edge.EXIT_FORWARD)
+                self.journal.visit(unit, Edge.EXIT_FORWARD)
             for member in unit.family:
                 if not member.holders:
                     member.reshard_after_forward()
@@ -232,8 +181,7 @@ class Engine:
         if self._backward is not None and self._backward() is None:
             self._abort_backward()
         note("root_pre_forward")
-        self._visits = []
-        self._follows_plan = self.plan is not None
+        self.journal.begin()
         event, self.post_optim_event = self.post_optim_event, None
         for lane in (self.lanes.gather, self.lanes.reduce):
             if event is None:
@@ -249,8 +197,8 @@ class Engine:
                 unit.awaited = set()
                 if unit is not outermost:
                     unit.reshard_after_forward()
-        if not torch.is_grad_enabled() and (self.plan is None or self.plan.order.forward != tuple(self._visits)):
-            self._replan()
+        if not torch.is_grad_enabled() and not self.journal.has_planned_forward():
+            self.journal.replan()
 
     def _abort_forward(self, unit: Unit) -> None:
         unit.awaited = set()
@@ -269,7 +217,7 @@ class Engine:
         if unit.in_backward and (unit.is_full or not unit.policy.unshard_in_backward):
             return
         unit.in_backward = True
-        self._visit(unit, Edge.ENTER_BACKWARD)
+        self.journal.visit(unit, Edge.ENTER_BACKWARD)
         if unit.policy.unshard_in_backward:
             for member in unit.family:
                 member.wait()
@@ -302,13 +250,13 @@ class Engine:
             if gradients:
                 self._fresh_held.append((unit, gradients))
                 unit.note(Op.HOLD)
-            self._visit(unit, Edge.EXIT_BACKWARD if gradients else Edge.RELEASE_BACKWARD)
+            self.journal.visit(unit, Edge.EXIT_BACKWARD if gradients else Edge.RELEASE_BACKWARD)
             return
         if gradients or unit.held:
-            self._visit(unit, Edge.EXIT_BACKWARD)
+            self.journal.visit(unit, Edge.EXIT_BACKWARD)
             self._reduce(unit, gradients)
         else:
-            self._visit(unit, Edge.RELEASE_BACKWARD)
+            self.journal.visit(unit, Edge.RELEASE_BACKWARD)
 
     def _reduce(self, unit: Unit, fresh: Gradients) -> None:
         while len(self._in_flight) >= self.max_reductions:
@@ -355,7 +303,7 @@ class Engine:
                     self.after_backward(unit)
                 elif unit.policy.reshard_after_backward and unit.is_full and not unit.holders:
                     unit.reshard()
-                    self._visit(unit, Edge.RELEASE_BACKWARD)
+                    self.journal.visit(unit, Edge.RELEASE_BACKWARD)
             self._backward = None
             if self.is_last_backward:
                 self._commit()
@@ -364,7 +312,7 @@ class Engine:
         except BaseException:
             self._abort_backward()
             raise
-        self._replan()
+        self.journal.replan()
 
     def _was_reduced(self, unit: Unit) -> bool:
         return any(launch.unit is unit for launch in self._launched)
@@ -384,7 +332,7 @@ class Engine:
                 try:
                     shards = reduction.finish()
                 except RuntimeError as error:
-                    raise self.explain(error, f"gradients of unit '{launch.unit.name}'") from error
+                    raise self.journal.explain(error, f"gradients of unit '{launch.unit.name}'") from error
                 if reduction.is_partial:
                     launch.unit.partial.update(shards)
                 else:
@@ -407,59 +355,13 @@ class Engine:
         if not self._stack:
             self.reset()
 
-    # ---- order and plan ----
-
-    def _visit(self, unit: Unit, edge: Edge) -> None:
-        number = self._numbers.get(unit)
-        if number is None:
-            return
-        position = len(self._visits)
-        self._visits.append(Visit(number, edge))
-        if self._follows_plan and self.plan is not None:
-            expected = self.plan.order.visits
-            if position >= len(expected) or expected[position] != self._visits[-1]:
-                self._follows_plan = False
-                name = self.units[expected[position].unit].name if position < len(expected) else "end of step"
-                self.emit(OrderChanged(name, unit.name))
-                if self.bulletin is not None:
-                    self.bulletin.check_deviation(f"{self._left_order} to {edge.value}", self.position())
-
     def _run_ahead(self, explicit: list[weakref.ref[Unit]] | None) -> None:
-        if explicit is not None:
-            for ref in explicit:
-                target = ref()
-                if target is not None:
-                    target.unshard()
-        elif self._follows_plan and self.plan is not None:
-            for number in self.plan.ahead[len(self._visits) - 1]:
-                self.units[number].unshard()
+        targets = self.journal.ahead() if explicit is None else [ref() for ref in explicit]
+        for target in targets:
+            if target is not None:
+                target.unshard()
 
-    def _replan(self) -> None:
-        order = Order(tuple(self._visits))
-        policies = tuple(unit.policy for unit in self.units)
-        if self.plan is None or self.plan.order != order or policies != self._planned_policies:
-            plan = plan_step(order, self.facts(), self.depth)
-            if self.bulletin is not None:
-                calls = [f"{c.op.value} of unit '{c.unit}'" for c in plan.calls if c.op in (Op.UNSHARD, Op.REDUCE)]
-                self.bulletin.check_plan(calls, self.position())
-            self.plan, self._planned_policies, self._left_order = plan, policies, ""
-
-    def facts(self) -> tuple[UnitFacts, ...]:
-        """Return what planning needs to know of every unit."""
-        numbers = self._numbers
-        return tuple(
-            UnitFacts(
-                name=unit.name,
-                policy=unit.policy,
-                packed_bytes=unit.packed_bytes,
-                full_bytes=unit.full_bytes,
-                reduce_bytes=unit.reduce_bytes,
-                borrows=tuple(numbers[other] for other in unit.borrows),
-                forward_prefetch=_numbers_of(unit.forward_prefetch, numbers),
-                backward_prefetch=_numbers_of(unit.backward_prefetch, numbers),
-            )
-            for unit in self.units
-        )
+    # ---- recovery ----
 
     def forget_step(self) -> None:
         """Bring every unit back to its shards and drop all gradients that have not reached ``.grad``."""
@@ -475,9 +377,8 @@ class Engine:
             unit.holders = 0
             unit.awaited = set()
             unit.in_backward = False
-            unit.reshard()
-        self._visits = []
-        self._follows_plan = False
+            unit.abandon()
+        self.journal.forget()
 
 
 def _module_frame_id() -> int:
@@ -487,10 +388,3 @@ def _module_frame_id() -> int:
     while frame.f_back is not None and frame.f_code.co_name not in ("_call_impl", "forward_method"):
         frame = frame.f_back
     return id(frame)
-
-
-def _numbers_of(refs: list[weakref.ref[Unit]] | None, numbers: dict[Unit, int]) -> tuple[int, ...] | None:
-    if refs is None:
-        return None
-    units = [unit for ref in refs if (unit := ref()) is not None]
-    return tuple(numbers[unit] for unit in units if unit in numbers)

@@ -52,4 +52,4 @@ def mark_freed(parameter: nn.Parameter | None, fqn: str) -> None:
 def mark_full(parameter: nn.Parameter) -> None:
     """Make ``parameter`` an ordinary one again."""
     if type(parameter) is FreedParameter:
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = nn.Parameter  # pyright: ignore[reportAttributeAccessIssue]

@@ -64,7 +64,8 @@ class OffloadPolicy:
             return policy
         if type(policy).__name__ not in ("OffloadPolicy", "CPUOffloadPolicy"):
             raise ConfigError(f"offload_policy is {policy!r}; expected OffloadPolicy() or CPUOffloadPolicy()")
-        return CPUOffloadPolicy(bool(policy.pin_memory)) if hasattr(policy, "pin_memory") else OffloadPolicy()
+        pin_memory = getattr(policy, "pin_memory", None)
+        return OffloadPolicy() if pin_memory is None else CPUOffloadPolicy(bool(pin_memory))
 
 
 @dataclass(frozen=True)

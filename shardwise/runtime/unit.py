@@ -138,7 +138,7 @@ class Unit:
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
         engine = self.engine_ref()
-        return error if engine is None else engine.explain(error, f"all-gather of unit '{self.name}'")
+        return error if engine is None else engine.journal.explain(error, f"all-gather of unit '{self.name}'")
 
     # ---- parameters ----
 
@@ -186,6 +186,16 @@ class Unit:
         self._enter(Sharded())
         if was_full:
             self.note(Op.RESHARD, self.full_bytes)
+
+    def abandon(self) -> None:
+        """Reshard after a failure: an all-gather that cannot end any more is forgotten."""
+        try:
+            self.reshard()
+        except RuntimeError:
+            for group in self.groups:
+                group.register_sharded()
+                group.drop_sub()
+            self.state = Sharded()
 
     def reshard_after_forward(self) -> None:
         """Do what the policy says at the end of forward."""

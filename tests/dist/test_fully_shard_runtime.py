@@ -56,14 +56,14 @@ def run_trace_equals_plan() -> None:
             step(model, name)
             step(model, name)
             engine, recorder = engine_of(model), Recorder()
-            plan = engine.plan
+            plan = engine.journal.plan
             assert plan is not None
-            engine.instruments.append(recorder)
+            engine.journal.instruments.append(recorder)
             engine.pool.reset_peak()
             before = engine.pool.num_allocations
             step(model, name)
             assert tuple(recorder.events) == plan.calls, (name, reshard)
-            assert engine.plan is plan
+            assert engine.journal.plan is plan
             assert engine.pool.peak_leased_bytes == peak_bytes(plan.calls)
             assert engine.pool.num_allocations == before, "a warm step allocated"
             assert engine.pool.leased_bytes == 0
@@ -255,7 +255,7 @@ def run_order_change() -> None:
     model, recorder = sharded(), Recorder()
     step(model)
     step(model)
-    engine_of(model).instruments.append(recorder)
+    engine_of(model).journal.instruments.append(recorder)
     x = torch.randn(2, 7)
     model[1](x).sum().backward()
     assert any(isinstance(event, OrderChanged) for event in recorder.events)
@@ -265,8 +265,8 @@ def run_order_change() -> None:
     recorder.events.clear()
     step(model)
     step(model)
-    calls = [event for event in recorder.events[-len(engine_of(model).plan.calls) :] if isinstance(event, Call)]
-    assert tuple(calls) == engine_of(model).plan.calls
+    calls = [event for event in recorder.events[-len(engine_of(model).journal.plan.calls) :] if isinstance(event, Call)]
+    assert tuple(calls) == engine_of(model).journal.plan.calls
     assert any(call.op is Op.UNSHARD for call in calls)
 
 

@@ -416,9 +416,7 @@ def accumulate(
             dist.all_reduce(total, op=dist.ReduceOp.AVG)
             check.assertEqual(total, losses[1].detach())
         expected = num_mlps  # a root without parameters of its own reduces nothing
-        if scatter_only:
-            expected *= num_microbatches
-        elif mode == "root_only":
+        if scatter_only or mode == "root_only":
             expected *= num_microbatches
         elif mode == "some_mlps":
             num_held = num_mlps // 2

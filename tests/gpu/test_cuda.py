@@ -116,10 +116,10 @@ def run_peak() -> None:
     assert attachment is not None
     engine = attachment.unit.engine_ref()
     assert engine is not None
-    assert engine.plan is not None
+    assert engine.journal.plan is not None
     engine.pool.reset_peak()
     model(x).sum().backward()
-    assert engine.pool.peak_leased_bytes == peak_bytes(engine.plan.calls)
+    assert engine.pool.peak_leased_bytes == peak_bytes(engine.journal.plan.calls)
 
 
 def test_peak_is_the_plan_s(pool: WorkerPool) -> None:

@@ -1,0 +1,280 @@
+"""ShardedOptimizer in training: flat updates over fully_shard, groups, schedulers, hooks, clipping, owners, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+from shardwise import ConfigError, StateError, clip_grad_norm_, fully_shard
+from shardwise.api.sharded_optimizer import ShardedOptimizer
+from shardwise.testing import WorkerPool
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def _model(width: int = 6, blocks: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(width) for _ in range(blocks)], nn.Linear(width, 2))
+
+
+def _sharded(**options: Any) -> Any:
+    model = _model(**options)
+    for block in list(model)[:-1]:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def _backward(model: Any, seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    loss = model(torch.randn(4, 6)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def _named(model: Any) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters())
+
+
+def _assert_close(sharded: Any, plain: Any) -> None:
+    for (name, a), b in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def flat_updates() -> None:
+    """One update per unit once the gradients lie flat, also after accumulation; views of live state stay right."""
+    for options in ({}, {"fused": True}, {"foreach": True}):
+        model, single, plain = _sharded(), _sharded(), _model()
+        found = ShardedOptimizer(_named(model), torch.optim.AdamW, lr=0.1, **options)
+        each = ShardedOptimizer(_named(single), torch.optim.AdamW, lr=0.1, flat=False, **options)
+        expected = torch.optim.AdamW(plain.parameters(), lr=0.1, **options)
+        for step in range(4):
+            for tensors, optimizer in ((model, found), (single, each), (plain, expected)):
+                for microbatch in range(2):
+                    _backward(tensors, 10 * step + microbatch)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert found._stepper.num_updates == 4, found._stepper.num_updates
+        assert each._stepper.num_updates == len(_named(model))
+        _assert_close(model, plain)
+        fused = "fused" in options
+        for a, b in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(a.to_local(), b.to_local(), rtol=1e-6 if fused else 0, atol=1e-6 if fused else 0)
+        weight = _named(model)["0.up.weight"]
+        value = found.state[weight]["exp_avg"]
+        assert isinstance(value, DTensor)
+        value.to_local().fill_(7.0)
+        assert (found.state_dict()["state"]["0.up.weight"]["exp_avg"].to_local() == 7.0).all()
+
+
+def layouts_change() -> None:
+    """Gradients that come and go, parameters given new memory: state follows, results stay those of plain tensors."""
+    model, plain = _sharded(), _model()
+    found = ShardedOptimizer(_named(model), torch.optim.Adam, lr=0.1)
+    expected = torch.optim.Adam(plain.parameters(), lr=0.1)
+    counts = []
+    for step in range(6):
+        for tensors in (model, plain):
+            _backward(tensors, step)
+            if step in (1, 4):
+                tensors[1].up.bias.grad = None
+        if step == 3:
+            with torch.no_grad():
+                for param in model[2].parameters():
+                    param._local_tensor = param._local_tensor.clone()
+        for optimizer in (found, expected):
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append(found._stepper.num_updates)
+    _assert_close(model, plain)
+    # Its step count differs for good, so that it is updated by itself and cuts its unit in three.
+    assert counts[0] == 4, counts
+    assert counts[1] == counts[2] == 6, counts
+    assert counts[5] == 6, counts
+
+
+def options() -> None:
+    """Groups by pattern, a scheduler, add_param_group, closure, hooks and both clips act as on the plain optimizer."""
+    model, plain = _sharded(), _model()
+    extra, plain_extra = (nn.Parameter(torch.full((3,), 2.0)) for _ in range(2))
+    decay = ["*.bias", "*norm*"]
+    found = ShardedOptimizer(
+        _named(model), torch.optim.AdamW, 0.1, groups=[{"names": decay, "weight_decay": 0.0}], betas=(0.8, 0.9)
+    )
+    light = [p for n, p in plain.named_parameters() if n.endswith(".bias") or "norm" in n]
+    heavy = [p for n, p in plain.named_parameters() if not (n.endswith(".bias") or "norm" in n)]
+    expected = torch.optim.AdamW([{"params": light, "weight_decay": 0.0}, {"params": heavy}], 0.1, betas=(0.8, 0.9))
+    found.add_param_group({"params": {"extra": extra}, "lr": 0.5})
+    expected.add_param_group({"params": [plain_extra], "lr": 0.5})
+    pairs = ((model, found, extra), (plain, expected, plain_extra))
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=5) for _, o, _ in pairs]
+    cycles = [torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=9) for _, o, _ in pairs]
+    calls: list[str] = []
+    found.register_step_pre_hook(lambda *_: calls.append("pre"))
+    found.register_step_post_hook(lambda *_: calls.append("post"))
+    for step in range(5):
+        losses = []
+        for tensors, optimizer, param in pairs:
+
+            def closure(tensors: Any = tensors, optimizer: Any = optimizer, param: Any = param) -> torch.Tensor:
+                optimizer.zero_grad()
+                param.grad = torch.full((3,), 1.0 + step)
+                loss = _backward(tensors, step)
+                if step % 2:
+                    torch.nn.utils.clip_grad_norm_(tensors.parameters(), 0.01)
+                elif tensors is model:
+                    clip_grad_norm_(tensors.parameters(), 0.01)
+                else:
+                    torch.nn.utils.clip_grad_norm_(tensors.parameters(), 0.01)
+                return loss
+
+            losses.append(optimizer.step(closure))
+        torch.testing.assert_close(*losses)
+        for scheduler in schedulers if step % 2 else cycles:
+            scheduler.step()
+        assert [g["lr"] for g in found.param_groups] == [g["lr"] for g in expected.param_groups]
+    assert calls == ["pre", "post"] * 5
+    _assert_close(model, plain)
+    assert torch.equal(extra, plain_extra)
+    assert sorted(found.named_params) == sorted([*_named(model), "extra"])
+    for wrong, text in (
+        ({"params": [nn.Parameter(torch.ones(1))]}, "names"),
+        ({"params": {"extra": nn.Parameter(torch.ones(1))}}, "already"),
+        ({"params": {"other": extra}}, "already"),
+    ):
+        with pytest.raises((ConfigError, TypeError), match=text):
+            found.add_param_group(wrong)
+
+
+def uneven_units() -> None:
+    """More ranks than rows: empty shards join the updates of the others."""
+    model, plain = _sharded(width=6), _model(width=6)
+    for kind in (torch.optim.SGD, torch.optim.RAdam):
+        found = ShardedOptimizer(_named(model), kind, lr=0.05)
+        expected = kind(plain.parameters(), lr=0.05)
+        for step in range(2):
+            for tensors, optimizer in ((model, found), (plain, expected)):
+                _backward(tensors, step)
+                optimizer.step()
+                optimizer.zero_grad()
+        _assert_close(model, plain)
+
+
+class _Counted:
+    """Counts the collectives that the body issues."""
+
+    def __enter__(self) -> _Counted:
+        self.calls: list[str] = []
+        self._real = {
+            name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_into_tensor", "all_reduce")
+        }
+        for name, real in self._real.items():
+            setattr(dist, name, self._counting(name, real))
+        return self
+
+    def _counting(self, name: str, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            return real(*args, **kwargs)
+
+        return call
+
+    def __exit__(self, *_: object) -> None:
+        for name, real in self._real.items():
+            setattr(dist, name, real)
+
+
+def whole_matrices() -> None:
+    """Two exchanges a step however many matrices; owners balanced by cost; fewer rows than ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shapes = {f"weight{i}": (6 + i, 5) for i in range(8)} | {"row": (1, 5)}
+    torch.manual_seed(0)
+    wholes = {name: torch.randn(shape) for name, shape in shapes.items()}
+    params = {n: nn.Parameter(distribute_tensor(w, mesh, [Shard(0)])) for n, w in wholes.items()}
+    plain = {n: nn.Parameter(w.clone()) for n, w in wholes.items()}
+    found = ShardedOptimizer(params, torch.optim.Muon, lr=0.1)
+    expected = torch.optim.Muon(plain.values(), lr=0.1)
+    for step in range(3):
+        torch.manual_seed(step)
+        for name in shapes:
+            gradient = torch.randn(shapes[name])
+            params[name].grad = distribute_tensor(gradient, mesh, [Shard(0)])
+            plain[name].grad = gradient
+        with _Counted() as counted:
+            found.step()
+        assert counted.calls == ["all_to_all_single"] * 2, counted.calls
+        expected.step()
+    for name, param in params.items():
+        assert torch.equal(param.full_tensor(), plain[name]), name
+    owners = found._stepper.owners
+    assert set(owners) == set(shapes)
+    loads = [sum(shapes[n][0] for n in shapes if owners[n] == rank) for rank in range(mesh.size())]
+    assert max(loads) <= 1.35 * sum(loads) / len(loads), loads
+    held = sum(v.numel() for s in found._stepper.optimizer.state.values() for v in s.values())
+    assert held <= 1.5 * sum(w.numel() for w in wholes.values()) / mesh.size()
+
+
+class Explodes(torch.optim.Muon):
+    """Fails on the owner of one matrix."""
+
+    sharded_update = "whole_matrix"
+
+    def step(self, closure: Any = None) -> Any:
+        if any(p.shape == (4, 3) for group in self.param_groups for p in group["params"] if p.grad is not None):
+            raise ArithmeticError("the matrix is singular")
+        return super().step(closure)
+
+
+def whole_matrix_errors() -> None:
+    """What goes wrong on one rank is named on all, nothing hangs, and the next step works."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    wholes = {"a": torch.randn(4, 3), "b": torch.randn(6, 6)}
+    params = {n: nn.Parameter(distribute_tensor(w, mesh, [Shard(0)])) for n, w in wholes.items()}
+    found = ShardedOptimizer(params, Explodes, lr=0.1)
+    owner = found._stepper.owners["a"]
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    with pytest.raises(StateError, match=rf"raised on rank\(s\) \[{owner}\].*{'singular' if rank == owner else 'see'}"):
+        found.step()
+    assert all(torch.equal(params[n].full_tensor(), w) for n, w in wholes.items())
+    params["a"].grad = None
+    if rank == 0:
+        params["b"].grad = None
+    with pytest.raises(StateError, match="has a gradient on some of its ranks and none on others"):
+        found.step()
+    params["b"].grad = torch.ones_like(params["b"])
+    found.step()
+    assert torch.equal(params["a"].full_tensor(), wholes["a"])
+    assert not torch.equal(params["b"].full_tensor(), wholes["b"])
+    bias = {"bias": nn.Parameter(distribute_tensor(torch.ones(8), mesh, [Shard(0)]))}
+    with pytest.raises(ValueError, match="only supports 2D"):
+        ShardedOptimizer(bias, torch.optim.Muon)
+
+
+CASES = {
+    case.__name__: case
+    for case in (flat_updates, layouts_change, options, uneven_units, whole_matrices, whole_matrix_errors)
+}
+
+
+def _run(case: str) -> None:
+    CASES[case]()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_feature(pool: WorkerPool, case: str) -> None:
+    pool.run(_run, num_ranks=4 if case in ("uneven_units", "whole_matrices") else 2, case=case)
