@@ -108,14 +108,14 @@ def _check_together(config: TrainConfig) -> None:
     if config.offload and config.shard not in ENGINE_SHARDS:
         raise ConfigError(
             f"--offload does not go with --shard {config.shard}: only the engine behind --shard full, hybrid and "
-            f"replicate moves parameters between host and device. Leave --offload out, or use one of those."
+            f"replicate moves parameters between host and device. Say --no-offload, or use one of those."
         )
     if config.tp == 1:
         return
     if config.shard not in ENGINE_SHARDS:
         raise ConfigError(
             f"--tp {config.tp} does not go with --shard {config.shard}: its optimizer and DDP take no tensors that "
-            f"are split over a second mesh axis. Use --shard full, hybrid or replicate, or leave --tp out."
+            f"are split over a second mesh axis. Use --shard full, hybrid or replicate, or --tp 1."
         )
     if config.model.heads % config.tp:
         raise ConfigError(

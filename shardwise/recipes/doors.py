@@ -176,7 +176,7 @@ DOORS: Mapping[str, Door] = MappingProxyType(
         "hybrid": replace(
             _FULL, summary="fully_shard within --replicas groups of ranks, whole copies between them (HSDP)"
         ),
-        "replicate": replace(_FULL, summary="replicate: our engine with everything on every rank", wrap=_replicate),
+        "replicate": replace(_FULL, summary="our engine with everything on every rank", wrap=_replicate),
         "gradients": _GRADIENTS,
         "optimizer": replace(
             _NONE, summary="ZeRO-1: DDP with only the optimizer state sharded", build_optimizer=build_zero_adamw
