@@ -231,7 +231,10 @@ class ShardedOptimizer(Optimizer):
             name = names.get(saved_key)
             if name is None:
                 raise ConfigError(f"state of {saved_key!r} belongs to no parameter of the loaded param_groups")
-            state[name] = {key: unwrap(name, key, value, self._pieces[name]) for key, value in values.items()}
+            state[name] = {
+                key: unwrap(name, key, value, self._pieces[name], self._stepper.is_elementwise)
+                for key, value in values.items()
+            }
         options = [_options(group) for group in groups]
         self._stepper.load(state, options)
         inner_groups = self._stepper.optimizer.param_groups

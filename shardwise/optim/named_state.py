@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise import torch_private
 from shardwise.comm.matrices import sum_bytes
 from shardwise.errors import LayoutError
-from shardwise.optim.pieces import PerPiece, Piece, is_sharded, local_boxes, local_of
+from shardwise.optim.pieces import PerPiece, Piece, local_boxes, local_of
 
 
 class ByName(dict[str, Any]):
@@ -90,10 +90,10 @@ def wrap(pieces: Sequence[Piece], value: Any) -> Any:
     return first
 
 
-def unwrap(name: str, key: str, value: Any, pieces: Sequence[Piece]) -> Any:
+def unwrap(name: str, key: str, value: Any, pieces: Sequence[Piece], is_elementwise: bool) -> Any:
     """Return a state value of any kind (DTensor, ShardedTensor, whole tensor) cut into the parameter's pieces.
 
-    What is not per element comes back as it is.
+    What is not per element comes back as it is; ``is_elementwise`` optimizers have such state as single numbers only.
 
     Copies, so that later steps do not write into what was loaded.  Collective where a DTensor lies on another mesh or
     has other placements than the parameter.
@@ -118,7 +118,7 @@ def unwrap(name: str, key: str, value: Any, pieces: Sequence[Piece]) -> Any:
         return value
     if value.dim() and tuple(value.shape) == tuple(param.shape):
         return PerPiece(piece.box.cut(value).to(local_of(piece).device).clone() for piece in pieces)
-    if is_sharded(param) and value.dim() and value.numel() > 1 and value.shape == local_of(pieces[0]).shape:
+    if is_elementwise and value.dim() and value.numel() > 1:
         raise LayoutError(_misfit(name, key, value, param))
     return value.clone()
 

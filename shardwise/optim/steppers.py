@@ -29,6 +29,7 @@ class Stepper(Protocol):
     """Runs the inner ``optimizer``; state goes in and out by parameter name."""
 
     optimizer: Optimizer
+    is_elementwise: bool
 
     def step(self, closure: Closure | None) -> Any:
         """Update all parameters; return the loss of ``closure``."""
@@ -82,6 +83,7 @@ class PlainStepper:
 
     def __init__(self, make: MakeOptimizer, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
         self._make = make
+        self.is_elementwise = False
         self._params = [piece for params, _ in groups for (piece,) in params]
         self.optimizer = make(
             [{**options, "params": [piece.param for (piece,) in params]} for params, options in groups]
@@ -146,6 +148,7 @@ class PieceStepper:
     """Runs an element-wise optimizer on local pieces."""
 
     def __init__(self, make: MakeOptimizer, groups: Sequence[tuple[Params, Mapping[str, Any]]], is_flat: bool) -> None:
+        self.is_elementwise = True
         flattened = [([piece for param in params for piece in param], options) for params, options in groups]
         self._params = [list(param) for params, _ in groups for param in params]
         self._inner = ElementwiseStep(make, flattened, is_flat, UNLIMITED_NUMEL)
@@ -204,6 +207,7 @@ class MatrixStepper:
         groups: Sequence[tuple[Params, Mapping[str, Any]]],
     ) -> None:
         self._make = make
+        self.is_elementwise = False
         self._check(groups)
         device = local_of(groups[0][0][0][0]).device
         self._inner = WholeMatrixStep(make, lambda shape: step_cost(optimizer_class, shape), groups, device)

@@ -35,6 +35,7 @@ class Matrix:
         owner: the place of its owner in ``Meeting.ranks``; None if every rank holds it whole.
         leaf: what the optimizer of the owner holds; its memory comes for each step.  None on the other ranks.
         boxes: on the owner, what each rank holds.
+        has_state: there is state on the owner, wherever that is: known on every rank.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Matrix:
     owner: int | None = None
     leaf: torch.Tensor | None = None
     boxes: list[list[Box]] | None = None
+    has_state: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +140,8 @@ class WholeMatrixStep:
         if cause is not None and not self._meetings:
             raise cause
         _raise_if_wrong(found, cause)
+        for matrix in self._matrices:
+            matrix.has_state |= _flag(matrix, [gradient_of(piece) for piece in matrix.pieces]) != 0
         for _, updates in found:
             for piece, value in updates:
                 local_of(piece).detach().copy_(value)
@@ -221,14 +225,22 @@ class WholeMatrixStep:
         return {matrix.name: found[matrix.name] for matrix in self._matrices if matrix.name in found}
 
     def local_states(self) -> dict[str, dict[str, Any]]:
-        """Return the state that this rank holds, whole; not collective."""
-        return {
-            m.name: dict(self.optimizer.state[_leaf(m)]) for m in self._held() if self.optimizer.state.get(_leaf(m))
-        }
+        """Return the state that this rank holds, whole; not collective.
+
+        Names are the same on all ranks (torch decides by them whether to make state); others' entries are empty.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for matrix in self._matrices:
+            state = {} if matrix.leaf is None else self.optimizer.state.get(matrix.leaf, {})
+            if state or matrix.has_state:
+                found[matrix.name] = dict(state)
+        return found
 
     def load(self, values: Mapping[str, Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state and options.  ``values`` as :meth:`states` returns them.  Collective like it."""
         wholes: dict[int, State] = {}
+        for matrix in self._matrices:
+            matrix.has_state = matrix.name in values
         for meeting in self._ordered():
             wholes.update(self._receive_states(meeting, values))
         numbered: dict[int, State] = {}
@@ -310,6 +322,20 @@ class WholeMatrixStep:
                 for box in _of(matrix, rank):
                     box.cut(found[id(matrix)][key]).copy_(next(windows))
         return found
+
+    def _check_same(self, meeting: Meeting, values: Mapping[str, Mapping[str, Any]]) -> None:
+        mine = {
+            m.name: [(key, isinstance(value, PerPiece)) for key, value in values.get(m.name, {}).items()]
+            for m in meeting.matrices
+        }
+        for rank, theirs in enumerate(exchange_objects([mine] * meeting.ranks.size, meeting.ranks, self._device)):
+            wrong = [name for name in mine if mine[name] != theirs[name]]
+            if wrong:
+                raise StateError(
+                    f"{wrong[0]}: this rank loads state {mine[wrong[0]]}, rank {meeting.ranks.members[rank]} loads "
+                    f"{theirs[wrong[0]]}. Load the same entries on every rank; flattened state dicts of torch cannot be "
+                    "loaded by whole-matrix optimizers, since only owners know the names of their state"
+                )
 
     def _trial_states(self) -> dict[int, State]:
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]

@@ -129,7 +129,9 @@ def options() -> None:
         losses = []
         for tensors, optimizer, param in pairs:
 
-            def closure(tensors: Any = tensors, optimizer: Any = optimizer, param: Any = param) -> torch.Tensor:
+            def closure(
+                tensors: Any = tensors, optimizer: Any = optimizer, param: Any = param, step: int = step
+            ) -> torch.Tensor:
                 optimizer.zero_grad()
                 param.grad = torch.full((3,), 1.0 + step)
                 loss = _backward(tensors, step)

@@ -243,7 +243,7 @@ def refusals_and_hooks() -> None:
     wrong = {**saved, "param_groups": [{**g, "params": g["params"][:1]} for g in saved["param_groups"]]}
     with pytest.raises(ConfigError, match="doesn't match"):
         optimizer.load_state_dict(wrong)
-    local = {n: {k: v for k, v in s.items()} for n, s in saved["state"].items()}
+    local = {n: dict(s) for n, s in saved["state"].items()}
     local["first.weight"]["exp_avg"] = torch.zeros(_named(model)["first.weight"].to_local().shape)
     with pytest.raises(LayoutError, match="first.weight: state 'exp_avg' has shape"):
         optimizer.load_state_dict({**saved, "state": local})
