@@ -114,9 +114,11 @@ def pieces_of(name: str, param: torch.Tensor) -> list[Piece]:
 def local_of(piece: Piece) -> torch.Tensor:
     """Return the tensor that holds the piece now; user code may have put another one in place of the last."""
     param = piece.param
+    if isinstance(param, DTensor):
+        return torch_private.local_of(param)
     if isinstance(param, ShardedTensor):
         return param.local_shards()[piece.shard].tensor if piece.stand_in is None else piece.stand_in
-    return torch_private.local_of(param)
+    return param
 
 
 def gradient_of(piece: Piece) -> torch.Tensor | None:
@@ -135,7 +137,8 @@ def gradient_of(piece: Piece) -> torch.Tensor | None:
         spec, wanted = torch_private.spec_of(gradient), torch_private.spec_of(param)
         if spec is not wanted and spec.placements != wanted.placements:
             gradient = gradient.redistribute(placements=param.placements)
-        return torch_private.wait_tensor(torch_private.local_of(gradient))
+        local = torch_private.local_of(gradient)
+        return local if type(local) is torch.Tensor else torch_private.wait_tensor(local)
     if isinstance(param, ShardedTensor):
         if piece.stand_in is not None:
             return torch.empty_like(piece.stand_in)

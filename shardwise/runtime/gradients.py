@@ -30,17 +30,22 @@ def take_gradients(group: ShardGroup) -> Gradients:
         if full is None or full.grad is None:
             continue
         gradient, full.grad = full.grad, None
-        taken[param] = _local_gradient(gradient, param)
+        taken[param] = _local_gradient(gradient, param, group)
     return taken
 
 
-def _local_gradient(gradient: torch.Tensor, param: UnitParam) -> torch.Tensor:
+def _local_gradient(gradient: torch.Tensor, param: UnitParam, group: ShardGroup) -> torch.Tensor:
     gradient = torch_private.wait_tensor(gradient)
     if not isinstance(gradient, DTensor):
         return gradient
     assert param.inner_spec is not None
-    placements = param.inner_spec.placements
-    if gradient.placements != placements:
+    placements = list(param.inner_spec.placements)
+    dims, names = group.axes.dims, gradient.device_mesh.mesh_dim_names
+    if dims is not None and names is not None:
+        # On a full SPMD mesh the sum over the data-parallel axes is the reduction's to make.
+        for name in (*dims.shard_names, *dims.replicate_names):
+            placements[names.index(name)] = gradient.placements[names.index(name)]
+    if gradient.placements != tuple(placements):
         gradient = gradient.redistribute(placements=placements)
     return torch_private.wait_tensor(torch_private.local_of(gradient))
 

@@ -665,6 +665,14 @@ def run_named_dims() -> None:
         fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
         for param, other in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.equal(param.full_tensor(), other)
+        names = (*dims.shard_names, *dims.replicate_names)
+        inputs = [Shard(0) if name in names else Replicate() for name in ("dp", "tp")]
+        x = distribute_tensor(batch_for("plain", 0, 8), mesh, inputs)
+        model(x).to_local().square().sum().backward()
+        reference.zero_grad()
+        num_parts = 4 if len(names) == 2 else 2
+        (reference(batch_for("plain", 0, 8)).square().sum() / num_parts).backward()
+        assert_gradients(model, reference, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="At least one of shard or replicate"):
         shardwise.DataParallelMeshDims()
     with pytest.raises(ValueError, match="not found in mesh.mesh_dim_names"):

@@ -27,9 +27,9 @@ from shardwise.testing import WorkerPool
 
 BASE = TrainConfig(
     model=ModelShape(layers=2, width=32, heads=4, context=32),
-    steps=8, batch=8, warmup=2, lr=1e-2, log_every=4, eval_every=4, eval_windows=9, save_every=2, keep=9, sample_bytes=0,
+    steps=6, batch=8, warmup=2, lr=1e-2, log_every=6, eval_every=3, eval_windows=9, save_every=2, keep=9, sample_bytes=0,
 )  # fmt: skip
-CUT, AGAIN, END = 4, 6, 8  # the base run is left after CUT steps; what goes on is left again and resumed after AGAIN
+CUT, AGAIN = 2, 4  # the base run is left after CUT steps; what goes on is left again and resumed after AGAIN
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def base(pool: WorkerPool, text: Path, tmp_path_factory: pytest.TempPathFactory)
     return run
 
 
+SPLIT = 25_024 / 42_880  # share of the parameters that tensor parallelism splits: matrices of the blocks, some biases
 COMPILE: dict[str, object] = {"compile": True, "compile_backend": "aot_eager"}
 
 
@@ -96,19 +97,17 @@ class Case:
     """Options on four ranks, and the shares that the largest rank saves of parameters, gradients, optimizer state."""
 
     options: dict[str, object]
-    saves: tuple[float, float, float]
+    saves: tuple[float, ...]
 
 
 CASES: dict[str, Case] = {
     "full": Case({"shard": "full", "accumulate": 2, "offload": True, "recompute": True}, (0.75, 0.75, 0.75)),
-    "full-tp": Case(
-        {"shard": "full", "tp": 2, "recompute": True, "compile": True, "compile_backend": "eager"}, (0.71, 0.71, 0.71)
-    ),
-    "full-tp-alone": Case({"shard": "full", "tp": 4, "offload": True, "accumulate": 2}, (0.54, 0.54, 0.54)),
+    "full-tp": Case({"shard": "full", "tp": 2, "recompute": True}, (1 - SPLIT / 4 - (1 - SPLIT) / 2,) * 3),
+    "full-tp-alone": Case({"shard": "full", "tp": 4, "offload": True, "accumulate": 2}, (SPLIT * 3 / 4,) * 3),
     "hybrid": Case({"shard": "hybrid", "accumulate": 2}, (0.5, 0.5, 0.5)),
     "hybrid-all": Case({"shard": "hybrid", "offload": True, "recompute": True, **COMPILE}, (0.5, 0.5, 0.5)),
     "replicate": Case({"shard": "replicate", "accumulate": 2, "recompute": True, **COMPILE}, (0.0, 0.0, 0.0)),
-    "replicate-tp": Case({"shard": "replicate", "tp": 2, "offload": True}, (0.36, 0.36, 0.36)),
+    "replicate-tp": Case({"shard": "replicate", "tp": 2, "offload": True}, (SPLIT / 2,) * 3),
     "gradients": Case({"shard": "gradients", "accumulate": 2, "recompute": True, **COMPILE}, (0.0, 0.75, 0.75)),
     "optimizer": Case({"shard": "optimizer", "accumulate": 2, **COMPILE}, (0.0, 0.0, 0.75)),
     "none": Case({"shard": "none", "recompute": True, **COMPILE}, (0.0, 0.0, 0.0)),
@@ -141,12 +140,17 @@ def test_a_run_of_two_ranks_goes_on_behind_every_door_on_four_and_back_on_two(
     printed = pool.run(run_jobs, num_ranks=4, fresh=True, jobs=list(there.values()))[0]
     for name, said in zip(there, printed, strict=True):
         _assert_same_curve(tmp_path / name, base)
-        assert _saved_shares(said) == pytest.approx(CASES[name].saves, abs=0.03), name
+        assert _saved_shares(said) == pytest.approx(CASES[name].saves, abs=0.01), name
         assert "cannot compile" not in said
     back = {
         name: _continue(tmp_path / name, tmp_path / f"{name}-back", AGAIN, shard=shard) for name, shard in BACK.items()
     }
-    pool.run(run_jobs, num_ranks=2, jobs=list(back.values()))
+    eager: dict[str, object] = {"compile": True, "compile_backend": "eager"}
+    back["none"] = _continue(
+        tmp_path / "none", tmp_path / "none-back", AGAIN, shard="full", tp=2, recompute=True, **eager
+    )
+    for said in pool.run(run_jobs, num_ranks=2, jobs=list(back.values()))[0]:
+        assert "cannot compile" not in said
     for name in back:
         _assert_same_curve(tmp_path / f"{name}-back", base)
 

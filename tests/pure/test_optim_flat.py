@@ -1,0 +1,119 @@
+"""Runs in memory and the state of their pieces: found by address, split and merged without loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from shardwise import ConfigError
+from shardwise.api.sharded_optimizer import ShardedOptimizer
+from shardwise.optim.elementwise import ElementwiseStep
+from shardwise.optim.flat import Found, can_merge, find_joins, in_memory_order, make_run, merge_states, split_state
+from shardwise.optim.named_state import ByName, NamedGroup
+from shardwise.optim.pieces import pieces_of
+
+
+def _windows(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return list(torch.arange(float(sum(sizes))).to(dtype).split(sizes))
+
+
+def _found(locals_: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> list[Found]:
+    return [
+        Found(pieces_of(str(i), local)[0], local, gradient)
+        for i, (local, gradient) in enumerate(zip(locals_, gradients, strict=True))
+    ]
+
+
+def test_neighbours_join_and_nothing_else_does() -> None:
+    sizes = [4, 3, 0, 5]
+    found = _found(_windows(sizes), list(_windows(sizes)))
+    found = [found[i] for i in in_memory_order(found)]
+    assert [f.local.numel() for f in found] == [4, 3, 5, 0]
+    assert find_joins(found, frozenset(), 100) == [False, True, True, True]
+    assert find_joins(found, frozenset({2}), 100) == [False, True, False, True]
+    assert find_joins(found, frozenset(), 8) == [False, True, False, True]
+    apart = _found(_windows([4, 3]), [torch.ones(4), torch.ones(3)])
+    assert find_joins(apart, frozenset(), 100) == [False, False]
+    missing = _found(_windows([2, 2, 2]), [_windows([2])[0], None, _windows([2])[0]])
+    assert find_joins(missing, frozenset(), 100) == [False, False, False]
+
+
+def test_a_gap_ends_a_run() -> None:
+    memory, gradients = torch.zeros(9), torch.zeros(9)
+    spans = [(0, 4), (5, 4)]
+    found = _found([memory.narrow(0, *s) for s in spans], [gradients.narrow(0, *s) for s in spans])
+    assert find_joins(found, frozenset(), 100) == [False, False]
+
+
+@given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6), seed=st.integers(0, 9))
+@settings(deadline=None, max_examples=50)
+def test_split_and_merge_are_inverse_and_share_memory(sizes: list[int], seed: int) -> None:
+    run = make_run(_found(_windows(sizes), [None] * len(sizes)))
+    state = {"step": torch.tensor(float(seed)), "average": torch.randn(run.tensor.shape), "flag": None}
+    parts = split_state(run, state)
+    assert all(can_merge(parts[0], run.shapes[0], part, shape) for part, shape in zip(parts, run.shapes, strict=True))
+    merged = merge_states(parts, run.shapes) if len(parts) > 1 else parts[0]
+    assert torch.equal(merged["average"], state["average"])
+    assert torch.equal(merged["step"], state["step"])
+    if sum(sizes):
+        assert merged["average"].data_ptr() == state["average"].data_ptr()
+
+
+def test_different_counts_do_not_merge() -> None:
+    shape = torch.Size([2])
+    first = {"step": torch.tensor(1.0), "average": torch.ones(2)}
+    assert not can_merge(first, shape, {**first, "step": torch.tensor(2.0)}, shape)
+    assert not can_merge(first, shape, {"average": torch.ones(2)}, shape)
+    assert not can_merge(first, shape, {**first, "average": torch.ones(2, dtype=torch.float64)}, shape)
+    assert can_merge(first, shape, {**first, "average": torch.zeros(2)}, shape)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    masks=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=5),
+)
+@settings(deadline=None, max_examples=40)
+def test_flat_steps_equal_single_ones_whatever_gradients_come(sizes: list[int], masks: list[list[bool]]) -> None:
+    memory = torch.randn(sum(sizes))
+    tensors = {str(i): t for i, t in enumerate(memory.clone().split(sizes))}
+    single = [t.clone() for t in memory.split(sizes)]
+    pieces = [piece for name, tensor in tensors.items() for piece in pieces_of(name, tensor)]
+    flat = ElementwiseStep(lambda groups: torch.optim.Adam(groups, lr=0.1), [(pieces, {})], True, 1 << 30)
+    expected = torch.optim.Adam(single, lr=0.1)
+    for mask in masks:
+        gradients = torch.randn(sum(sizes))
+        for tensor, other, part, there in zip(tensors.values(), single, gradients.split(sizes), mask, strict=False):
+            tensor.grad = part if there else None
+            other.grad = part.clone() if there else None
+        flat.step()
+        expected.step()
+        assert all(torch.equal(a, b) for a, b in zip(tensors.values(), single, strict=True))
+
+
+def test_names_and_indices_are_the_same_keys() -> None:
+    state = ByName(["a", "b"], {"a": 1})
+    state[1] = 2
+    assert state == {"a": 1, "b": 2}
+    assert state[0] == 1
+    group = NamedGroup(["a", "b"], {"lr": 0.1})
+    group["params"] = [1, "a"]
+    assert group["params"] == ["b", "a"]
+
+
+def test_wrong_arguments_are_named() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    for params, error, text in (
+        (weight, TypeError, "come with names"),
+        ({}, ConfigError, "no parameters"),
+        ([weight], TypeError, "expected \\(name, tensor\\)"),
+        ({"weight": 3}, TypeError, "weight: expected a Tensor"),
+        ({"weight": weight, "tied": weight}, ConfigError, "tied is given twice \\(first as weight\\)"),
+    ):
+        with pytest.raises(error, match=text):
+            ShardedOptimizer(params, torch.optim.SGD, lr=0.1)  # pyright: ignore[reportArgumentType]
+    for groups, text in (([{"weight_decay": 1.0}], '"names"'), ([{"names": "*bias"}], "matches")):
+        with pytest.raises(ConfigError, match=text):
+            ShardedOptimizer({"weight": weight}, torch.optim.SGD, lr=0.1, groups=groups)
