@@ -17,7 +17,14 @@ from shardwise.comm.buffers import BufferPool
 from shardwise.comm.lanes import Lane
 from shardwise.events import Op
 from shardwise.plan.order import Edge
-from shardwise.runtime.gradients import Gradients, Reduction, add_gradients, launch_reductions, set_gradients
+from shardwise.runtime.gradients import (
+    Gradients,
+    Reduction,
+    add_gradients,
+    launch_reductions,
+    run_gradient_hooks,
+    set_gradients,
+)
 from shardwise.runtime.journal import Journal
 from shardwise.runtime.notes import note
 from shardwise.runtime.unit import Unit, is_in_backward
@@ -324,20 +331,31 @@ class Engine:
 
     def _commit(self) -> None:
         # Nothing of a backward is visible before this point: one that raises leaves earlier microbatches as they were.
+        # Users' hooks come last: when one raises, all gradients are there.
+        finished = [
+            (launch.unit, each, self._finish(launch.unit, each))
+            for launch in self._launched
+            for each in launch.reductions
+        ]
         self._keep_held()
         launched, self._launched = self._launched, []
         self._in_flight.clear()
+        for unit, reduction, shards in finished:
+            if reduction.is_partial:
+                unit.partial.update(shards)
+            else:
+                set_gradients(reduction.group, shards)
         for launch in launched:
-            for reduction in launch.reductions:
-                try:
-                    shards = reduction.finish()
-                except RuntimeError as error:
-                    raise self.journal.explain(error, f"gradients of unit '{launch.unit.name}'") from error
-                if reduction.is_partial:
-                    launch.unit.partial.update(shards)
-                else:
-                    set_gradients(reduction.group, shards)
             launch.unit.note(Op.COMMIT)
+        for _, reduction, shards in finished:
+            if not reduction.is_partial:
+                run_gradient_hooks(shards)
+
+    def _finish(self, unit: Unit, reduction: Reduction) -> Gradients:
+        try:
+            return reduction.finish()
+        except RuntimeError as error:
+            raise self.journal.explain(error, f"gradients of unit '{unit.name}'") from error
 
     def _abort_backward(self) -> None:
         """Forget a backward that raised: its gradients, its reductions, its full parameters."""

@@ -275,7 +275,7 @@ def _replica_scale(scale: Scale) -> Scale:
 
 
 def set_gradients(group: ShardGroup, shards: Gradients) -> None:
-    """Accumulate reduced shards into ``.grad`` of the sharded parameters and run the hooks that wait for that."""
+    """Accumulate reduced shards into ``.grad`` of the sharded parameters."""
     casts: dict[tuple[int, torch.dtype], torch.Tensor] = {}
     olds: list[torch.Tensor] = []
     news: list[torch.Tensor] = []
@@ -291,6 +291,10 @@ def set_gradients(group: ShardGroup, shards: Gradients) -> None:
             news.append(local)
     if olds:
         torch_private.add_all(olds, news)
+
+
+def run_gradient_hooks(shards: Gradients) -> None:
+    """Run the hooks that users registered on sharded parameters to follow the accumulation of their gradients."""
     for param in shards:
         for hook in torch_private.post_accumulate_hooks(param.sharded):
             hook(param.sharded)

@@ -108,7 +108,9 @@ def run_counts() -> None:
                 loss.backward()
             assert dict(forward.get_comm_counts()) == {ops._allgather_base_: blocks + 1}
             expected = {ops._reduce_scatter_base_: blocks + 1, ops._allgather_base_: gathers_in_backward}
-            assert {k: v for k, v in backward.get_comm_counts().items() if v} == {k: v for k, v in expected.items() if v}
+            assert {k: v for k, v in backward.get_comm_counts().items() if v} == {
+                k: v for k, v in expected.items() if v
+            }
 
 
 def test_collective_counts(pool: WorkerPool) -> None:
@@ -230,6 +232,29 @@ def run_exceptions(sync_first: bool) -> None:
 @pytest.mark.parametrize("sync_first", [True, False])
 def test_an_exception_leaves_nothing_behind(pool: WorkerPool, sync_first: bool) -> None:
     pool.run(run_exceptions, sync_first=sync_first, num_ranks=2)
+
+
+def run_hook_raises() -> None:
+    model, other = fragile(), fragile()
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError("boom in a hook")
+
+    handle = model.first.up.weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(ArithmeticError, match="boom in a hook"):
+        step(model)
+    handle.remove()
+    step(other)
+    assert_clean(model)
+    for _ in range(2):
+        for left, right in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(left.grad.to_local(), right.grad.to_local())
+        step(model)
+        step(other)
+
+
+def test_a_raising_gradient_hook_leaves_all_gradients(pool: WorkerPool) -> None:
+    pool.run(run_hook_raises, num_ranks=2)
 
 
 def run_interrupt() -> None:
