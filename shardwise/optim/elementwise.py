@@ -53,7 +53,7 @@ class ElementwiseStep:
     Args:
         make: builds the optimizer from param groups.
         groups: pieces and options of each param group.
-        is_flat: join pieces into runs.  max_run_numel: the most elements that pieces are joined to.
+        is_flat: join pieces into runs.
     """
 
     def __init__(
@@ -61,11 +61,9 @@ class ElementwiseStep:
         make: MakeOptimizer,
         groups: Sequence[tuple[Sequence[Piece], Mapping[str, Any]]],
         is_flat: bool,
-        max_run_numel: int,
     ) -> None:
         self._make = make
         self._is_flat = is_flat
-        self._max_run_numel = max_run_numel
         self._groups = [_Group(pieces, _alone(pieces)) for pieces, _ in groups]
         self.optimizer = make(
             [
@@ -141,7 +139,7 @@ class ElementwiseStep:
 
     def _prepare(self, index: int, group: _Group) -> None:
         found = group.find()
-        joins = find_joins(found, group.blocked, self._max_run_numel) if self._is_flat else group.joins
+        joins = find_joins(found, group.blocked) if self._is_flat else group.joins
         if joins != group.joins or not _is_current(group.runs, found):
             found = self._lay_out(index, group)
         start = 0
@@ -179,8 +177,8 @@ class ElementwiseStep:
         if not self._is_flat:
             return frozenset(), [False] * len(found)
         blocked: frozenset[int] = frozenset()
-        while True:  # blocked pieces start runs of their own, from which the sizes of later runs count
-            joins = find_joins(found, blocked, self._max_run_numel)
+        while True:  # a blocked piece starts a run, and the next ones are compared with it instead
+            joins = find_joins(found, blocked)
             more = _mismatches(found, joins, states)
             if not more:
                 return blocked, joins

@@ -20,10 +20,6 @@ Closure = Callable[[], Any]
 Params = Sequence[Sequence[Piece]]  # the pieces of each parameter of a group
 Values = Mapping[str, Mapping[str, Any]]  # parameter name -> state key -> PerPiece, or one value for the parameter
 
-# Unfused updates pass over memory about ten times: joined further, they would leave the caches.
-CACHED_NUMEL = 1 << 16
-UNLIMITED_NUMEL = 1 << 62
-
 
 class Stepper(Protocol):
     """Runs the inner ``optimizer``; state goes in and out by parameter name."""
@@ -151,7 +147,7 @@ class PieceStepper:
         self.is_elementwise = True
         flattened = [([piece for param in params for piece in param], options) for params, options in groups]
         self._params = [list(param) for params, _ in groups for param in params]
-        self._inner = ElementwiseStep(make, flattened, is_flat, UNLIMITED_NUMEL)
+        self._inner = ElementwiseStep(make, flattened, is_flat)
         self.optimizer = self._inner.optimizer
         if any(group.get("differentiable") for group in self.optimizer.param_groups):
             raise ConfigError("differentiable=True needs the parameters themselves; it cannot be used with shards")

@@ -6,8 +6,7 @@ balanced by cost.  Parameters that every rank holds whole are updated on every r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,53 +17,13 @@ from shardwise import torch_private
 from shardwise.comm.matrices import Expected, Ranks, exchange, exchange_objects, ranks_along, ranks_of_group
 from shardwise.errors import StateError
 from shardwise.layout.owners import assign_owners
-from shardwise.optim.pieces import Box, PerPiece, Piece, gradient_of, is_sharded, is_sharded_tensor, local_of
+from shardwise.optim.meeting import Matrix, Meeting, all_boxes, leaf_of, make_matrix, without_memory
+from shardwise.optim.pieces import PerPiece, Piece, gradient_of, is_sharded, is_sharded_tensor, local_of
+from shardwise.optim.whole_state import State, is_cut, receive_states, send_states
 
-State = dict[str, Any]
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 _FINE, _FAILED, _PARTIAL = 0, 1, 2
-
-
-@dataclass(slots=True, eq=False)
-class Matrix:
-    """A parameter that is updated as a whole.
-
-    Attributes:
-        pieces: what this rank holds of it.
-        owner: the place of its owner in ``Meeting.ranks``; None if every rank holds it whole.
-        leaf: what the optimizer of the owner holds; its memory comes for each step.  None on the other ranks.
-        boxes: on the owner, what each rank holds.
-        has_state: there is state on the owner, wherever that is: known on every rank.
-    """
-
-    name: str
-    group_index: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    pieces: list[Piece]
-    owner: int | None = None
-    leaf: torch.Tensor | None = None
-    boxes: list[list[Box]] | None = None
-    has_state: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Meeting:
-    """Matrices cut over the same ranks, which exchange them together."""
-
-    ranks: Ranks
-    matrices: list[Matrix]
-    loads: list[int]
-
-    def owned_by(self, rank: int) -> list[Matrix]:
-        """Return the matrices of ``rank``, in the order of all."""
-        return [matrix for matrix in self.matrices if matrix.owner == rank]
-
-    @property
-    def mine(self) -> list[Matrix]:
-        """The matrices that this rank owns."""
-        return self.owned_by(self.ranks.rank)
 
 
 class WholeMatrixStep:
@@ -136,7 +95,7 @@ class WholeMatrixStep:
                 if matrix.leaf is not None:
                     matrix.leaf.grad = None
                     if matrix.owner is not None:
-                        matrix.leaf.data = _without_memory(matrix)
+                        matrix.leaf.data = without_memory(matrix)
         if cause is not None and not self._meetings:
             raise cause
         _raise_if_wrong(found, cause)
@@ -162,7 +121,7 @@ class WholeMatrixStep:
         expected = [
             [
                 Expected((len(meeting.mine),), torch.uint8),
-                *(Expected(box.sizes, matrix.dtype) for matrix, box in _boxes(meeting.mine, rank) for _ in range(2)),
+                *(Expected(box.sizes, matrix.dtype) for matrix, box in all_boxes(meeting.mine, rank) for _ in range(2)),
             ]
             for rank in range(ranks.size)
         ]
@@ -172,7 +131,7 @@ class WholeMatrixStep:
         wholes = {id(m): (self._empty(m), self._empty(m)) for m in meeting.mine}
         for rank, items in enumerate(arrived):
             windows = iter(items[1:])
-            for matrix, box in _boxes(meeting.mine, rank):
+            for matrix, box in all_boxes(meeting.mine, rank):
                 for whole in wholes[id(matrix)]:
                     box.cut(whole).copy_(next(windows))
         for column, matrix in enumerate(meeting.mine):
@@ -187,7 +146,7 @@ class WholeMatrixStep:
     def _scatter(self, meeting: Meeting, status: int) -> tuple[list[tuple[int, int]], list[tuple[Piece, torch.Tensor]]]:
         ranks = meeting.ranks
         sends = [
-            [torch.tensor([status]), *(box.cut(_leaf(m)) for m, box in _boxes(meeting.mine, rank))]
+            [torch.tensor([status]), *(box.cut(leaf_of(m)) for m, box in all_boxes(meeting.mine, rank))]
             for rank in range(ranks.size)
         ]
         held = [[(m, piece) for m in meeting.owned_by(owner) for piece in m.pieces] for owner in range(ranks.size)]
@@ -211,17 +170,17 @@ class WholeMatrixStep:
         Collective over the ranks of each meeting.  ``blank``: names, shapes and dtypes are right, values mean nothing.
         """
         source = (
-            self._trial_states() if blank else {id(m): self.optimizer.state.get(_leaf(m), {}) for m in self._held()}
+            self._trial_states() if blank else {id(m): self.optimizer.state.get(leaf_of(m), {}) for m in self._held()}
         )
         found: dict[str, dict[str, Any]] = {}
         for matrix in self._matrices:
             if matrix.owner is None and source[id(matrix)]:
                 found[matrix.name] = {
-                    key: PerPiece([value]) if _is_cut(value, matrix) else value
+                    key: PerPiece([value]) if is_cut(value, matrix) else value
                     for key, value in source[id(matrix)].items()
                 }
         for meeting in self._ordered():
-            found.update(self._send_states(meeting, source))
+            found.update(send_states(meeting, source, self._device))
         return {matrix.name: found[matrix.name] for matrix in self._matrices if matrix.name in found}
 
     def local_states(self) -> dict[str, dict[str, Any]]:
@@ -242,7 +201,7 @@ class WholeMatrixStep:
         for matrix in self._matrices:
             matrix.has_state = matrix.name in values
         for meeting in self._ordered():
-            wholes.update(self._receive_states(meeting, values))
+            wholes.update(receive_states(meeting, values, self._device))
         numbered: dict[int, State] = {}
         groups: list[dict[str, Any]] = []
         count = 0
@@ -257,85 +216,6 @@ class WholeMatrixStep:
             groups.append({**option, "params": list(range(count, count + len(held)))})
             count += len(held)
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
-
-    def _send_states(self, meeting: Meeting, source: Mapping[int, State]) -> dict[str, dict[str, Any]]:
-        ranks = meeting.ranks
-        described = [
-            (m.name, [(key, _describe(value, m)) for key, value in source[id(m)].items()]) for m in meeting.mine
-        ]
-        sends: list[list[torch.Tensor]] = [[] for _ in range(ranks.size)]
-        for matrix in meeting.mine:
-            for value in source[id(matrix)].values():
-                if _is_sent(value):
-                    for rank in range(ranks.size):
-                        sends[rank] += [b.cut(value) for b in _of(matrix, rank)] if _is_cut(value, matrix) else [value]
-        by_name = {matrix.name: matrix for matrix in meeting.matrices}
-        arrived = exchange_objects([described] * ranks.size, ranks, self._device)
-        expected = [
-            [e for name, items in described for _, item in items for e in _expected_state(item, by_name[name])]
-            for described in arrived
-        ]
-        windows = exchange(sends, expected, ranks, self._device)
-        found: dict[str, dict[str, Any]] = {}
-        for described, received in zip(arrived, windows, strict=True):
-            tensors = iter(received)
-            for name, items in described:
-                if items:
-                    found[name] = {key: _taken(item, by_name[name], tensors) for key, item in items}
-        return found
-
-    def _receive_states(self, meeting: Meeting, values: Mapping[str, Mapping[str, Any]]) -> dict[int, State]:
-        ranks = meeting.ranks
-        sends = [
-            [
-                t
-                for m in meeting.owned_by(r)
-                for v in values.get(m.name, {}).values()
-                if isinstance(v, PerPiece)
-                for t in v
-            ]
-            for r in range(ranks.size)
-        ]
-        cut = [
-            (m, key, value[0].dtype)
-            for m in meeting.mine
-            for key, value in values.get(m.name, {}).items()
-            if isinstance(value, PerPiece)
-        ]
-        expected = [
-            [Expected(box.sizes, dtype) for m, _, dtype in cut for box in _of(m, rank)] for rank in range(ranks.size)
-        ]
-        arrived = exchange(sends, expected, ranks, self._device)
-        found: dict[int, State] = {
-            id(m): {
-                key: torch.empty(m.shape, dtype=value[0].dtype, device=self._device)
-                if isinstance(value, PerPiece)
-                else value
-                for key, value in values[m.name].items()
-            }
-            for m in meeting.mine
-            if m.name in values
-        }
-        for rank, items in enumerate(arrived):
-            windows = iter(items)
-            for matrix, key, _ in cut:
-                for box in _of(matrix, rank):
-                    box.cut(found[id(matrix)][key]).copy_(next(windows))
-        return found
-
-    def _check_same(self, meeting: Meeting, values: Mapping[str, Mapping[str, Any]]) -> None:
-        mine = {
-            m.name: [(key, isinstance(value, PerPiece)) for key, value in values.get(m.name, {}).items()]
-            for m in meeting.matrices
-        }
-        for rank, theirs in enumerate(exchange_objects([mine] * meeting.ranks.size, meeting.ranks, self._device)):
-            wrong = [name for name in mine if mine[name] != theirs[name]]
-            if wrong:
-                raise StateError(
-                    f"{wrong[0]}: this rank loads state {mine[wrong[0]]}, rank {meeting.ranks.members[rank]} loads "
-                    f"{theirs[wrong[0]]}. Load the same entries on every rank; flattened state dicts of torch cannot be "
-                    "loaded by whole-matrix optimizers, since only owners know the names of their state"
-                )
 
     def _trial_states(self) -> dict[int, State]:
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
@@ -353,7 +233,7 @@ class WholeMatrixStep:
     # ---- who owns what ----
 
     def _join(self, group_index: int, params: Sequence[Sequence[Piece]]) -> list[torch.Tensor]:
-        made = [_matrix(group_index, list(pieces)) for pieces in params]
+        made = [make_matrix(group_index, list(pieces)) for pieces in params]
         fresh: dict[tuple[int, ...], list[Matrix]] = {}
         for matrix in made:
             param = matrix.pieces[0].param
@@ -368,7 +248,7 @@ class WholeMatrixStep:
             if matrix.owner is None:
                 matrix.leaf = local_of(matrix.pieces[0]).detach()
             elif matrix.boxes is not None:
-                matrix.leaf = _without_memory(matrix, self._device)
+                matrix.leaf = without_memory(matrix, self._device)
         self._matrices += made
         return [matrix.leaf for matrix in made if matrix.leaf is not None]
 
@@ -409,82 +289,12 @@ class WholeMatrixStep:
         return torch.empty(matrix.shape, dtype=matrix.dtype, device=self._device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """State of the parameter's shape: comes in the shards of the parameter."""
-
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """State of another shape: comes whole."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _matrix(group_index: int, pieces: list[Piece]) -> Matrix:
-    param = pieces[0].param
-    return Matrix(pieces[0].name, group_index, tuple(param.shape), param.dtype, pieces)
-
-
-def _without_memory(matrix: Matrix, device: torch.device | None = None) -> torch.Tensor:
-    """Return a tensor of the matrix's shape that takes the memory of one element."""
-    place = matrix.leaf.device if matrix.leaf is not None else device
-    return torch.zeros((), dtype=matrix.dtype, device=place).expand(matrix.shape)
-
-
-def _leaf(matrix: Matrix) -> torch.Tensor:
-    assert matrix.leaf is not None
-    return matrix.leaf
-
-
-def _of(matrix: Matrix, rank: int) -> list[Box]:
-    assert matrix.boxes is not None
-    return matrix.boxes[rank]
-
-
-def _boxes(matrices: Sequence[Matrix], rank: int) -> Iterator[tuple[Matrix, Box]]:
-    for matrix in matrices:
-        for box in _of(matrix, rank):
-            yield matrix, box
-
-
 def _flag(matrix: Matrix, gradients: Sequence[torch.Tensor | None]) -> int:
     """Return 1 if there is a gradient, 0 if not, 2 if this rank holds nothing and cannot tell."""
     real = [g for piece, g in zip(matrix.pieces, gradients, strict=True) if piece.box.numel]
     if not real:
         return 2
     return int(all(gradient is not None for gradient in real))
-
-
-def _is_cut(value: object, matrix: Matrix) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == matrix.shape
-
-
-def _is_sent(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _describe(value: Any, matrix: Matrix) -> Any:
-    if _is_cut(value, matrix):
-        return _Cut(value.dtype)
-    if _is_sent(value):
-        return _Whole(tuple(value.shape), value.dtype)
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _expected_state(item: Any, matrix: Matrix) -> list[Expected]:
-    if isinstance(item, _Cut):
-        return [Expected(piece.box.sizes, item.dtype) for piece in matrix.pieces]
-    return [Expected(item.shape, item.dtype)] if isinstance(item, _Whole) else []
-
-
-def _taken(item: Any, matrix: Matrix, tensors: Iterator[torch.Tensor]) -> Any:
-    if isinstance(item, _Cut):
-        return PerPiece(next(tensors).clone() for _ in matrix.pieces)
-    return next(tensors).clone() if isinstance(item, _Whole) else item
 
 
 def _raise_if_wrong(found: Sequence[tuple[list[tuple[int, int]], Any]], cause: Exception | None) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, init_device_mesh
 
-from shardwise import ConfigError, LayoutError, fully_shard
+from shardwise import ConfigError, LayoutError, StateError, fully_shard
 from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.testing import WorkerPool
 
@@ -260,6 +260,18 @@ def refusals_and_hooks() -> None:
     assert all(torch.equal(s["exp_avg"].to_local(), kept[n]) for n, s in found["state"].items())
 
 
+def one_rank_loads_less() -> None:
+    """A whole-matrix optimizer names what one rank leaves out of a load, on every rank."""
+    model = _sharded("muon")
+    optimizer = _make("muon", model)
+    _step(model, optimizer, 0)
+    found = optimizer.full_state_dict()
+    if dist.get_rank() == 1:
+        del found["state"]["first.weight"]
+    with pytest.raises(StateError, match="first.weight: this rank loads state"):
+        optimizer.load_state_dict(found)
+
+
 def sharded_tensors(folder: str) -> None:
     """State of ShardedTensors is made of ShardedTensors, which DCP saves; DTensors of another mesh read them."""
     size = dist.get_world_size()
@@ -298,7 +310,7 @@ def sharded_tensors(folder: str) -> None:
     _assert_state(third.full_state_dict(by_index=True)["state"], expected.state_dict()["state"], "as DTensor")
 
 
-CASES = {case.__name__: case for case in (full_options, refusals_and_hooks)}
+CASES = {case.__name__: case for case in (full_options, refusals_and_hooks, one_rank_loads_less)}
 
 
 def _run(case: str) -> None:
