@@ -43,7 +43,9 @@ def assert_same(model: nn.Module, reference: nn.Module, exact: bool) -> None:
             assert (mine is None) == (other is None), f"{what} of {name}: {mine} against {other}"
             if mine is not None:
                 tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-5}
-                torch.testing.assert_close(mine, other, **tolerance, msg=lambda text, w=what, n=name: f"{w} of {n}: {text}")
+                torch.testing.assert_close(
+                    mine, other, **tolerance, msg=lambda text, w=what, n=name: f"{w} of {n}: {text}"
+                )
 
 
 def against_one_process(model: str, optimizer: str, reshard: bool | None, steps: int = 10) -> None:

@@ -210,7 +210,9 @@ class CountingAllGather:
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
         self.calls += 1
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
@@ -606,7 +608,9 @@ def run_wrong_use() -> None:
     for each in (*model, model):
         fully_shard(each)
     x = torch.randn(2, 4)
-    with pytest.raises(shardwise.StateError, match=r"encode\(\) computed with parameters that are sharded[\s\S]*inner.weight"):
+    with pytest.raises(
+        shardwise.StateError, match=r"encode\(\) computed with parameters that are sharded[\s\S]*inner.weight"
+    ):
         model[0].encode(x)
     kept: list[torch.Tensor] = []
     model[0].inner.register_forward_hook(lambda module, *_: kept.append(module.weight))
@@ -619,7 +623,9 @@ def run_wrong_use() -> None:
     early = nn.Linear(3, 3)
     optim = torch.optim.SGD(early.parameters(), lr=0.1)
     fully_shard(early)
-    with pytest.raises(shardwise.StateError, match=r"built before fully_shard and holds the unsharded \['weight', 'bias'\]"):
+    with pytest.raises(
+        shardwise.StateError, match=r"built before fully_shard and holds the unsharded \['weight', 'bias'\]"
+    ):
         early(torch.randn(1, 3))
     del optim
     early(torch.randn(1, 3)).sum().backward()

@@ -524,9 +524,7 @@ def run_tp_with_fsdp_offloading() -> None:
     reference = copy.deepcopy(model)
     ref_optim = torch.optim.Adam(reference.parameters(), lr=1e-2, foreach=False)
     with our_door():
-        model.parallelize(
-            mesh["tp"], mesh["dp"], False, reshard_after_forward=True, offload_policy=CPUOffloadPolicy()
-        )
+        model.parallelize(mesh["tp"], mesh["dp"], False, reshard_after_forward=True, offload_policy=CPUOffloadPolicy())
     assert all(param.device.type == "cpu" for param in model.parameters())
     num_mlps = sum(isinstance(module, MLP) for module in model.modules())
     optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)

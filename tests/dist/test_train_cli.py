@@ -107,8 +107,8 @@ def test_sharding_halves_what_a_rank_holds(trained: tuple[Path, Ended]) -> None:
 
 def test_torchrun_continues_the_run_behind_another_door(trained: tuple[Path, Ended], tmp_path: Path) -> None:
     run = _copy_cut_back(trained[0], tmp_path / "cut", 30)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    ended = _run([*launcher, *COMMAND[1:], "--resume", str(run), "--shard", "optimizer", "--accumulate", "1"])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = _run([*launcher, *COMMAND[1:], "--resume", str(run), "--shard", "optimizer", "--accumulate", "3"])
     assert ended.code == 0, ended.err
     assert "resuming after step 30, 360 windows into the text" in ended.out
     for (kind, step, loss), (kind_2, step_2, loss_2) in zip(_losses(run), _losses(trained[0]), strict=True):

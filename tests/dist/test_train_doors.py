@@ -84,7 +84,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def base(pool: WorkerPool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks with --shard full that nothing interrupted."""
     run = tmp_path_factory.mktemp("runs") / "base"
-    pool.run(run_jobs, num_ranks=2, jobs=[Job(Start(out=run), dataclasses.replace(BASE, data=str(text)))])
+    # Fresh processes: DTensor remembers meshes, whose groups ended with the test that made them.
+    pool.run(run_jobs, num_ranks=2, fresh=True, jobs=[Job(Start(out=run), dataclasses.replace(BASE, data=str(text)))])
     return run
 
 
@@ -104,8 +105,9 @@ CASES: dict[str, Case] = {
     "full": Case({"shard": "full", "accumulate": 2, "offload": True, "recompute": True}, (0.75, 0.75, 0.75)),
     "full-tp": Case({"shard": "full", "tp": 2, "recompute": True}, (1 - SPLIT / 4 - (1 - SPLIT) / 2,) * 3),
     "full-tp-alone": Case({"shard": "full", "tp": 4, "offload": True, "accumulate": 2}, (SPLIT * 3 / 4,) * 3),
-    "hybrid": Case({"shard": "hybrid", "accumulate": 2}, (0.5, 0.5, 0.5)),
-    "hybrid-all": Case({"shard": "hybrid", "offload": True, "recompute": True, **COMPILE}, (0.5, 0.5, 0.5)),
+    "hybrid": Case(
+        {"shard": "hybrid", "accumulate": 2, "offload": True, "recompute": True, **COMPILE}, (0.5, 0.5, 0.5)
+    ),
     "replicate": Case({"shard": "replicate", "accumulate": 2, "recompute": True, **COMPILE}, (0.0, 0.0, 0.0)),
     "replicate-tp": Case({"shard": "replicate", "tp": 2, "offload": True}, (SPLIT / 2,) * 3),
     "gradients": Case({"shard": "gradients", "accumulate": 2, "recompute": True, **COMPILE}, (0.0, 0.75, 0.75)),
@@ -136,8 +138,7 @@ def test_a_run_of_two_ranks_goes_on_behind_every_door_on_four_and_back_on_two(
     pool: WorkerPool, base: Path, tmp_path: Path
 ) -> None:
     there = {name: _continue(base, tmp_path / name, CUT, **case.options) for name, case in CASES.items()}
-    # Fresh processes: DTensor remembers meshes, whose groups ended with the test that made them.
-    printed = pool.run(run_jobs, num_ranks=4, fresh=True, jobs=list(there.values()))[0]
+    printed = pool.run(run_jobs, num_ranks=4, jobs=list(there.values()))[0]
     for name, said in zip(there, printed, strict=True):
         _assert_same_curve(tmp_path / name, base)
         assert _saved_shares(said) == pytest.approx(CASES[name].saves, abs=0.01), name
@@ -169,7 +170,7 @@ def test_a_resume_on_as_many_ranks_gives_the_same_losses_to_the_bit_and_bf16_tra
         mine, exact = _losses(tmp_path / shard), _losses(base)
         assert mine != exact
         for key, loss in exact.items():
-            assert mine[key] == pytest.approx(loss, abs=0.1)
+            assert mine[key] == pytest.approx(loss, rel=0.05), (shard, key)  # Adam's first steps amplify rounding
 
 
 def test_where_no_code_can_be_generated_a_run_says_so_and_goes_on(pool: WorkerPool, base: Path, tmp_path: Path) -> None:

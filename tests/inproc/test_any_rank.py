@@ -1,0 +1,99 @@
+"""One process stands for any rank of any world, on a fake process group: plans agree, shards tile, traces follow plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardwise import fully_shard
+from shardwise.api.build import attachment_of
+from shardwise.events import Event
+from shardwise.plan.memory import peak_bytes
+from shardwise.runtime.engine import Engine
+from shardwise.testing.models import Block, build, units_of
+
+
+@contextmanager
+def standing_for(rank: int, world: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(name: str) -> nn.Module:
+    model = build(name)
+    for module in units_of(name, model):
+        fully_shard(module)
+    return fully_shard(model)
+
+
+def engine_of(model: nn.Module) -> Engine:
+    attachment = attachment_of(model)
+    assert attachment is not None
+    engine = attachment.unit.engine_ref()
+    assert engine is not None
+    return engine
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def on_event(self, event: Event) -> None:
+        self.events.append(event)
+
+
+@pytest.mark.parametrize("name", ["plain", "tied"])
+def test_every_rank_plans_the_same_and_does_it(name: str) -> None:
+    fingerprints = set()
+    for rank in (0, 1, 5, 7):
+        with standing_for(rank, 8):
+            model = sharded(name)
+            batch = torch.zeros(4, dtype=torch.int64) if name == "tied" else torch.zeros(4, 7)
+            for _ in range(2):
+                model(batch).sum().backward()
+            engine, recorder = engine_of(model), Recorder()
+            plan = engine.journal.plan
+            assert plan is not None
+            engine.journal.instruments.append(recorder)
+            engine.pool.reset_peak()
+            model(batch).sum().backward()
+            assert tuple(recorder.events) == plan.calls
+            assert engine.pool.peak_leased_bytes == peak_bytes(plan.calls)
+            fingerprints.add(plan.fingerprint())
+    assert len(fingerprints) == 1
+
+
+def test_shards_of_a_thousand_ranks_tile_the_parameters() -> None:
+    rows = {name: 0 for name, _ in Block(9, 2100).named_parameters()}
+    for rank in range(1024):
+        if rank not in (0, 1, 699, 700, 1023):
+            continue
+        with standing_for(rank, 1024):
+            model = fully_shard(Block(9, 2100))
+            for name, param in model.named_parameters():
+                size = param.shape[0]
+                chunk = -(-size // 1024)
+                assert param.to_local().shape[0] == max(0, min(chunk, size - rank * chunk)), (rank, name)
+                rows[name] += param.to_local().shape[0]
+    assert rows["up.weight"] == 3 * 3
+
+
+def test_the_engine_gives_everything_back_after_an_exception() -> None:
+    with standing_for(3, 8):
+        model = sharded("plain")
+        handle = model[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(torch.zeros(2, 7))
+        handle.remove()
+        assert engine_of(model).pool.leased_bytes == 0
+        model(torch.zeros(2, 7)).sum().backward()
+        assert engine_of(model).pool.leased_bytes == 0
