@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import ConfigError, StateError, clip_grad_norm_, fully_shard
 from shardwise.api.sharded_optimizer import ShardedOptimizer
@@ -175,6 +176,70 @@ def uneven_units() -> None:
         _assert_close(model, plain)
 
 
+def tensor_parallel() -> None:
+    """Tensor parallelism below fully_shard: rows cut twice, columns and rows cut; state whole and back."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "tensor"))
+    for kind, options in ((torch.optim.Adam, {"lr": 0.1}), (torch.optim.Adafactor, {"lr": 0.1})):
+        model, plain = _model(blocks=1), _model(blocks=1)
+        parallelize_module(model[0], mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["shards"])
+        found = ShardedOptimizer(_named(model), kind, **options)
+        expected = kind(plain.parameters(), **options)
+        for step in range(3):
+            for (_, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+                torch.manual_seed(step)
+                other.grad = torch.randn(other.shape)
+                whole = distribute_tensor(other.grad, param.device_mesh, [Replicate()] * param.device_mesh.ndim)
+                param.grad = whole.redistribute(placements=param.placements)
+            found.step()
+            expected.step()
+        for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(param.full_tensor(), other), (kind, name)
+        full, wanted = found.full_state_dict(by_index=True)["state"], expected.state_dict()["state"]
+        for index, values in wanted.items():
+            for key, value in values.items():
+                assert torch.equal(full[index][key], value), (kind, index, key)
+        other_found = ShardedOptimizer(_named(model), kind, **options)
+        other_found.load_state_dict(expected.state_dict())
+        again = other_found.full_state_dict(by_index=True)["state"]
+        assert all(torch.equal(again[i][k], v) for i, values in wanted.items() for k, v in values.items())
+
+
+class Sign(torch.optim.Optimizer):
+    """A user's optimizer that keeps numbers in its param group, as schedule-free ones do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad.sign(), alpha=-group["lr"] / group["steps"])
+
+
+def own_classes() -> None:
+    """A class that is not known is refused until it says what it is; what it keeps in its groups is kept."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(12.0).view(6, 2)
+    for update in ("elementwise", "whole_matrix"):
+        param = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+        with pytest.raises(ConfigError, match="Sign is not known"):
+            ShardedOptimizer({"weight": param}, Sign)
+        found = ShardedOptimizer({"weight": param}, Sign, update=update)
+        plain = nn.Parameter(whole.clone())
+        expected = Sign([plain])
+        for _ in range(3):
+            param.grad = torch.ones_like(param)
+            plain.grad = torch.ones_like(plain)
+            found.step()
+            expected.step()
+        assert torch.equal(param.full_tensor(), plain)
+        assert found.param_groups[0]["steps"] == found.state_dict()["param_groups"][0]["steps"] == 3
+
+
 class _Counted:
     """Counts the collectives that the body issues."""
 
@@ -269,7 +334,16 @@ def whole_matrix_errors() -> None:
 
 CASES = {
     case.__name__: case
-    for case in (flat_updates, layouts_change, options, uneven_units, whole_matrices, whole_matrix_errors)
+    for case in (
+        flat_updates,
+        layouts_change,
+        options,
+        uneven_units,
+        tensor_parallel,
+        own_classes,
+        whole_matrices,
+        whole_matrix_errors,
+    )
 }
 
 
@@ -279,4 +353,4 @@ def _run(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_feature(pool: WorkerPool, case: str) -> None:
-    pool.run(_run, num_ranks=4 if case in ("uneven_units", "whole_matrices") else 2, case=case)
+    pool.run(_run, num_ranks=4 if case in ("uneven_units", "tensor_parallel", "whole_matrices") else 2, case=case)

@@ -89,7 +89,7 @@ def _mixed(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     grid = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("a", "b"))
     found: dict[str, torch.Tensor] = {}
     for index, (name, shape) in enumerate(shapes.items()):
-        whole, kind = _whole(shape, index), index % 6
+        whole, kind = _whole(shape, index), index % 7
         last = len(shape) - 1
         if kind == 0:
             found[name] = _sharded_tensor(whole, 0, tuple(range(size)))
@@ -101,8 +101,10 @@ def _mixed(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
             found[name] = nn.Parameter(place(whole, mesh, [Shard(last)]))
         elif kind == 4:
             found[name] = _sharded_tensor(whole, 0, (*range(size), 0, 1))
-        else:
+        elif kind == 5:
             found[name] = nn.Parameter(place(whole, grid, [Replicate(), Shard(0)]))
+        else:
+            found[name] = nn.Parameter(place(whole, mesh, [Replicate()]))
     return found
 
 
