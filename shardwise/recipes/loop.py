@@ -15,7 +15,7 @@ from shardwise.recipes.doors import DOORS, Door, local_optimizer
 from shardwise.recipes.gpt import build_gpt, next_byte_loss
 from shardwise.recipes.journal import Journal, TrainedStep
 from shardwise.recipes.memory import HeldBytes, measure_held, peak_bytes
-from shardwise.recipes.parallel import build_meshes, choose_backend, compile_blocks, split_heads
+from shardwise.recipes.parallel import build_meshes, compile_blocks, split_heads, why_not_compiled
 from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.run_folder import Run
 from shardwise.recipes.text import Windows, microbatch_numbers, open_windows, validation_part, windows_of
@@ -60,8 +60,9 @@ def build_trainer(run: Run, ranks: Ranks) -> Trainer:
         split_heads(plain, meshes.tensor)
     note: str | None = None
     if config.compile:
-        backend, note = choose_backend(config.compile_backend, ranks)
-        compile_blocks(plain, backend)
+        note = why_not_compiled(config.compile_backend, ranks)
+        if note is None:
+            compile_blocks(plain, config.compile_backend)
     model = door.wrap(plain, config, meshes.data)
     optimizer = door.build_optimizer(model, config)
     if run.checkpoint is not None:

@@ -66,21 +66,21 @@ def compile_blocks(model: GPT, backend: str) -> None:
             part.compile(backend=backend)
 
 
-def choose_backend(wanted: str, ranks: Ranks) -> tuple[str, str | None]:
-    """Return (backend, None), or ("eager", why) on every rank where one of them cannot compile with ``wanted``.
+def why_not_compiled(backend: str, ranks: Ranks) -> str | None:
+    """Return None if every rank can compile with ``backend``, else on every rank a sentence that says which cannot.
 
     Tries a small function, since a missing compiler shows only when code is generated.  Collective.
     """
     reason: str | None = None
     try:
-        compiled = cast("Callable[[Tensor], Tensor]", torch.compile(_probe, backend=wanted))
+        compiled = cast("Callable[[Tensor], Tensor]", torch.compile(_probe, backend=backend))
         compiled(torch.ones(4, device=ranks.device))
     except Exception as error:  # backends raise whatever their compilers raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     for rank, found in enumerate(ranks.gather(reason or "")):
         if found:
-            return "eager", f"--compile: rank {rank} cannot compile with {wanted!r} ({found}); blocks run uncompiled"
-    return wanted, None
+            return f"--compile: rank {rank} cannot compile with {backend!r} ({found}); blocks run uncompiled"
+    return None
 
 
 def _probe(x: Tensor) -> Tensor:

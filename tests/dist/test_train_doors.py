@@ -64,9 +64,15 @@ def _copy_cut_back(run: Path, to: Path, step: int) -> Path:
     return to
 
 
+def _norms(run: Path) -> dict[tuple[object, object], float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {("norm", line["step"]): line["grad_norm"] for line in lines if line["kind"] == "train"}
+
+
 def _assert_same_curve(run: Path, base: Path) -> None:
-    mine, expected = _losses(run), _losses(base)
+    mine, expected = _losses(run) | _norms(run), _losses(base) | _norms(base)
     assert mine.keys() == expected.keys()
+    assert max(_norms(base).values()) > BASE.clip  # else clipping would go untested
     for key, loss in expected.items():
         assert mine[key] == pytest.approx(loss, abs=1e-4), (run.name, key)
 
