@@ -24,6 +24,11 @@ from shardwise.optim.flat import (
 )
 from shardwise.optim.pieces import Piece, gradient_of, local_of
 
+# Unfused updates on a CPU pass over memory about ten times: joined further, large parameters leave the caches
+# (benchmarks/optimizer_step.py, few_large: 97 ms joined without a limit, 79 ms not joined).
+CACHED_NUMEL = 1 << 16
+UNLIMITED_NUMEL = 1 << 62
+
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 
@@ -139,7 +144,7 @@ class ElementwiseStep:
 
     def _prepare(self, index: int, group: _Group) -> None:
         found = group.find()
-        joins = find_joins(found, group.blocked) if self._is_flat else group.joins
+        joins = find_joins(found, group.blocked, self._max_numel(index)) if self._is_flat else group.joins
         if joins != group.joins or not _is_current(group.runs, found):
             found = self._lay_out(index, group)
         start = 0
@@ -161,7 +166,7 @@ class ElementwiseStep:
         if self._is_flat:
             group.order = [group.order[i] for i in in_memory_order(found)]
             found = group.find()
-        group.blocked, group.joins = self._join(found, states)
+        group.blocked, group.joins = self._join(found, states, self._max_numel(index))
         group.runs = []
         for start, stop in _ranges(group.joins):
             run = make_run(found[start:stop])
@@ -173,16 +178,23 @@ class ElementwiseStep:
         self.optimizer.param_groups[index]["params"] = [run.tensor for run in group.runs]
         return found
 
-    def _join(self, found: Sequence[Found], states: Mapping[Piece, State]) -> tuple[frozenset[int], list[bool]]:
+    def _join(
+        self, found: Sequence[Found], states: Mapping[Piece, State], max_numel: int
+    ) -> tuple[frozenset[int], list[bool]]:
         if not self._is_flat:
             return frozenset(), [False] * len(found)
         blocked: frozenset[int] = frozenset()
         while True:  # a blocked piece starts a run, and the next ones are compared with it instead
-            joins = find_joins(found, blocked)
+            joins = find_joins(found, blocked, max_numel)
             more = _mismatches(found, joins, states)
             if not more:
                 return blocked, joins
             blocked |= more
+
+    def _max_numel(self, index: int) -> int:
+        group = self.optimizer.param_groups[index]
+        is_cached = not group.get("fused") and all(tensor.device.type == "cpu" for tensor in group["params"][:1])
+        return CACHED_NUMEL if is_cached else UNLIMITED_NUMEL
 
     def _states_of(self, group: _Group) -> dict[Piece, State]:
         found: dict[Piece, State] = {}

@@ -46,15 +46,16 @@ def in_memory_order(found: Sequence[Found]) -> list[int]:
     return sorted(range(len(found)), key=lambda i: (not found[i].local.numel(), found[i].local.data_ptr()))
 
 
-def find_joins(found: Sequence[Found], blocked: frozenset[int]) -> list[bool]:
+def find_joins(found: Sequence[Found], blocked: frozenset[int], max_numel: int) -> list[bool]:
     """Return for each item whether it continues the one before: the same gap-free memory, in gradients too.
 
     Gaps end a run even where they are padding: what lies in one cannot be known.  An empty piece joins any run that has
-    a gradient.  ``blocked`` items never join.
+    a gradient.  ``blocked`` items never join; no run grows beyond ``max_numel`` elements by joining.
     """
     joins: list[bool] = []
     next_local = next_gradient = -1
     dtype: torch.dtype | None = None
+    numel = 0
     for index, item in enumerate(found):
         local, gradient = item.local, item.gradient
         if gradient is None or not local.dim() or gradient.layout != torch.strided:
@@ -70,11 +71,16 @@ def find_joins(found: Sequence[Found], blocked: frozenset[int]) -> list[bool]:
             continue
         address, from_gradient = local.data_ptr(), gradient.data_ptr()
         joined = (
-            address == next_local and from_gradient == next_gradient and dtype is local.dtype and index not in blocked
+            address == next_local
+            and from_gradient == next_gradient
+            and dtype is local.dtype
+            and numel + size <= max_numel
+            and index not in blocked
         )
         is_dense = local.is_contiguous() and gradient.is_contiguous() and gradient.dtype is local.dtype
         joined = joined and is_dense
         joins.append(joined)
+        numel = numel + size if joined else size
         num_bytes = size * local.element_size()
         dtype = local.dtype if is_dense else None
         next_local, next_gradient = address + num_bytes, from_gradient + num_bytes

@@ -32,19 +32,20 @@ def test_neighbours_join_and_nothing_else_does() -> None:
     found = _found(_windows(sizes), list(_windows(sizes)))
     found = [found[i] for i in in_memory_order(found)]
     assert [f.local.numel() for f in found] == [4, 3, 5, 0]
-    assert find_joins(found, frozenset()) == [False, True, True, True]
-    assert find_joins(found, frozenset({2})) == [False, True, False, True]
+    assert find_joins(found, frozenset(), 100) == [False, True, True, True]
+    assert find_joins(found, frozenset({2}), 100) == [False, True, False, True]
+    assert find_joins(found, frozenset(), 7) == [False, True, False, True]
     apart = _found(_windows([4, 3]), [torch.ones(4), torch.ones(3)])
-    assert find_joins(apart, frozenset()) == [False, False]
+    assert find_joins(apart, frozenset(), 100) == [False, False]
     missing = _found(_windows([2, 2, 2]), [_windows([2])[0], None, _windows([2])[0]])
-    assert find_joins(missing, frozenset()) == [False, False, False]
+    assert find_joins(missing, frozenset(), 100) == [False, False, False]
 
 
 def test_a_gap_ends_a_run() -> None:
     memory, gradients = torch.zeros(9), torch.zeros(9)
     spans = [(0, 4), (5, 4)]
     found = _found([memory.narrow(0, *s) for s in spans], [gradients.narrow(0, *s) for s in spans])
-    assert find_joins(found, frozenset()) == [False, False]
+    assert find_joins(found, frozenset(), 100) == [False, False]
 
 
 @given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6), seed=st.integers(0, 9))
