@@ -18,8 +18,8 @@ import pytest
 
 COMMAND = [sys.executable, "-m", "shardwise.cli.main", "train", "--device", "cpu"]
 SMALL = {
-    "layers": 1, "width": 32, "heads": 2, "context": 32, "batch": 12, "warmup": 2, "lr": 1e-2, "steps": 40,
-    "log-every": 4, "eval-every": 10, "eval-windows": 9, "save-every": 10, "sample-bytes": 8, "keep": 3,
+    "layers": 1, "width": 32, "heads": 2, "context": 32, "batch": 12, "warmup": 2, "lr": 2e-2, "steps": 20,
+    "log-every": 4, "eval-every": 5, "eval-windows": 9, "save-every": 5, "sample-bytes": 8, "keep": 3,
 }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def _copy_cut_back(run: Path, to: Path, step: int) -> Path:
     for checkpoint in (to / "checkpoints").iterdir():
         if checkpoint.name > f"step-{step:08d}":
             shutil.rmtree(checkpoint)
-    (to / "checkpoints" / f".writing-step-{step + 10:08d}").mkdir()
+    (to / "checkpoints" / f".writing-step-{step + 5:08d}").mkdir()
     return to
 
 
@@ -88,11 +88,11 @@ def test_it_trains_and_leaves_a_complete_run_folder(trained: tuple[Path, Ended])
     assert ended.err == ""
     names = {path.name for path in run.iterdir()}
     assert names >= {"config.json", "metrics.jsonl", "report.png", "checkpoints", "tensorboard", "text"}
-    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [f"step-000000{n}" for n in (20, 30, 40)]
+    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [f"step-000000{n}" for n in (10, 15, 20)]
     assert list((run / "tensorboard").glob("events.*"))
     config = json.loads((run / "config.json").read_text())
     losses = {kind: [loss for k, _, loss in _losses(run) if k == kind] for kind in ("train", "validation")}
-    assert len(losses["train"]) == 40
+    assert len(losses["train"]) == 20
     assert len(losses["validation"]) == 5
     assert losses["validation"][-1] < 0.8 * config["text"]["unigram_nats"] < losses["validation"][0]
     assert "tokens/s" in ended.out
@@ -106,11 +106,11 @@ def test_sharding_halves_what_a_rank_holds(trained: tuple[Path, Ended]) -> None:
 
 
 def test_torchrun_continues_the_run_behind_another_door(trained: tuple[Path, Ended], tmp_path: Path) -> None:
-    run = _copy_cut_back(trained[0], tmp_path / "cut", 30)
+    run = _copy_cut_back(trained[0], tmp_path / "cut", 15)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = _run([*launcher, *COMMAND[1:], "--resume", str(run), "--shard", "optimizer", "--accumulate", "3"])
     assert ended.code == 0, ended.err
-    assert "resuming after step 30, 360 windows into the text" in ended.out
+    assert "resuming after step 15, 180 windows into the text" in ended.out
     for (kind, step, loss), (kind_2, step_2, loss_2) in zip(_losses(run), _losses(trained[0]), strict=True):
         assert (kind, step) == (kind_2, step_2)
         assert loss == pytest.approx(loss_2, rel=1e-4)
@@ -119,7 +119,7 @@ def test_torchrun_continues_the_run_behind_another_door(trained: tuple[Path, End
 def test_a_checkpoint_that_cannot_be_written_ends_every_rank_and_spares_the_others(
     trained: tuple[Path, Ended], tmp_path: Path
 ) -> None:
-    run = _copy_cut_back(trained[0], tmp_path / "full", 30)
+    run = _copy_cut_back(trained[0], tmp_path / "full", 15)
     kept = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()}
     limit = 60_000  # bytes a file may have; this stands for a full disk: OSError from write, on both ranks
 
@@ -130,18 +130,18 @@ def test_a_checkpoint_that_cannot_be_written_ends_every_rank_and_spares_the_othe
     assert ended.code == 1
     assert "Traceback" not in ended.err
     assert ended.err.count("shardwise: error:") == 1
-    assert "step-00000040 could not be written: rank" in ended.err
+    assert "step-00000020 could not be written: rank" in ended.err
     assert {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()} == kept
 
 
 def test_a_damaged_checkpoint_is_named(trained: tuple[Path, Ended], tmp_path: Path) -> None:
-    run = _copy_cut_back(trained[0], tmp_path / "damaged", 30)
+    run = _copy_cut_back(trained[0], tmp_path / "damaged", 15)
     figures = (run / "metrics.jsonl").read_bytes()
-    (run / "checkpoints" / "step-00000030" / ".metadata").write_bytes(b"nothing")
+    (run / "checkpoints" / "step-00000015" / ".metadata").write_bytes(b"nothing")
     ended = _run([*COMMAND, "--resume", str(run), "--nproc", "1"])
     assert ended.code == 2, ended.err
     assert len(ended.err.strip().splitlines()) == 1, ended.err
-    assert "step-00000030 is damaged or of another model" in ended.err
+    assert "step-00000015 is damaged or of another model" in ended.err
     assert (run / "metrics.jsonl").read_bytes() == figures
 
 
@@ -179,7 +179,7 @@ def test_no_rank_outlives_the_others(
     text: Path, tmp_path: Path, target: str, how: signal.Signals, code: int, words: str
 ) -> None:
     run = tmp_path / "endless"
-    command = [*COMMAND, *_options(data=text, out=run, nproc=2, steps=1_000_000, eval_every=1_000_000, save_every=10)]
+    command = [*COMMAND, *_options(data=text, out=run, nproc=2, steps=1_000_000, eval_every=1_000_000, save_every=5)]
     with subprocess.Popen(
         command, env=_clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:

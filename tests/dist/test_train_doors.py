@@ -109,8 +109,10 @@ class Case:
 
 CASES: dict[str, Case] = {
     "full": Case({"shard": "full", "accumulate": 2, "offload": True, "recompute": True}, (0.75, 0.75, 0.75)),
-    "full-tp": Case({"shard": "full", "tp": 2, "recompute": True}, (1 - SPLIT / 4 - (1 - SPLIT) / 2,) * 3),
-    "full-tp-alone": Case({"shard": "full", "tp": 4, "offload": True, "accumulate": 2}, (SPLIT * 3 / 4,) * 3),
+    "full-tp": Case(
+        {"shard": "full", "tp": 2, "accumulate": 2, "offload": True, "recompute": True},
+        (1 - SPLIT / 4 - (1 - SPLIT) / 2,) * 3,
+    ),
     "hybrid": Case(
         {"shard": "hybrid", "accumulate": 2, "offload": True, "recompute": True, **COMPILE}, (0.5, 0.5, 0.5)
     ),
