@@ -9,6 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 JOBS: tuple[tuple[str, ...], ...] = (
+    ("optimizer_step.py", "--out", str(RESULTS / "optimizer_step_w2.json")),
     ("host_cost.py", "--out", str(RESULTS / "host_cost.json")),
     ("step.py", "--shape", "wide", "--ranks", "2", "--out", str(RESULTS / "step_wide_2.json")),
     ("step.py", "--shape", "deep", "--ranks", "2", "--rounds", "10", "--out", str(RESULTS / "step_deep_2.json")),

@@ -12,6 +12,7 @@ from shardwise.api.module import (
 )
 from shardwise.api.policy import policy
 from shardwise.api.replicate import ReplicateModule, replicate
+from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.api.zero import ZeroRedundancyOptimizer
 from shardwise.errors import ConfigError, DesyncError, LayoutError, ShardwiseError, StateError
 from shardwise.optim.clip import clip_grad_norm_
@@ -32,6 +33,7 @@ __all__ = [
     "OffloadPolicy",
     "ReplicateModule",
     "ShardPlacementResult",
+    "ShardedOptimizer",
     "ShardwiseError",
     "StateError",
     "UnshardHandle",
