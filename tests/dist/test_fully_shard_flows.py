@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import fully_shard, share_comm_ctx
 from shardwise.testing import WorkerPool
@@ -129,7 +130,51 @@ def run_odd() -> None:
     same_gradients(model, reference)
 
 
-FLOWS = [run_inference_first, run_explicit_unshard, run_grad_function, run_two_models, run_create_graph, run_odd]
+class Segments(nn.Module):
+    """Four blocks in two recomputed segments; blocks are recomputed inside them once more if ``nested``."""
+
+    def __init__(self, nested: bool, use_reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(7, 9) for _ in range(4))
+        self.nested, self.use_reentrant = nested, use_reentrant
+
+    def segment(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        for block in self.blocks[start : start + 2]:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant) if self.nested else block(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for start in (0, 2):
+            x = checkpoint(self.segment, x, start, use_reentrant=self.use_reentrant)
+        return x
+
+
+def run_recomputed_segments() -> None:
+    for nested in (False, True):
+        for use_reentrant in (False, True):
+            torch.manual_seed(0)
+            model, reference = Segments(nested, use_reentrant), Segments(False, False)
+            reference.load_state_dict(model.state_dict())
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+            for step in range(3):
+                for each in (model, reference):
+                    each.zero_grad()
+                    each(mine(step).requires_grad_()).square().sum().backward()
+                same_gradients(model, reference)
+                assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+FLOWS = [
+    run_recomputed_segments,
+    run_inference_first,
+    run_explicit_unshard,
+    run_grad_function,
+    run_two_models,
+    run_create_graph,
+    run_odd,
+]
 
 
 @pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.__name__)
