@@ -128,3 +128,8 @@ def test_no_environment_reads_outside_the_edges(path: Path) -> None:
         return
     assert "os.environ" not in path.read_text()
     assert "getenv" not in path.read_text()
+
+
+def test_pytest_looks_into_every_test_folder(request: pytest.FixtureRequest) -> None:
+    skipped = request.config.getini("norecursedirs")
+    assert not {"dist", "gpu", "pure", "inproc"} & set(skipped), "pytest's default passes over tests/dist"
