@@ -16,7 +16,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("events", "errors", "torch_private"),
     ("layout",),
     ("plan", "comm"),
-    ("runtime", "optim", "checkpoint", "observe"),
+    ("runtime", "optim"),
     ("api",),
     ("recipes", "testing"),
     ("cli",),
