@@ -15,7 +15,7 @@ from shardwise.api.replicate import ReplicateModule, replicate
 from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.api.zero import ZeroRedundancyOptimizer
 from shardwise.comm.link import set_default_transport
-from shardwise.errors import ConfigError, DesyncError, LayoutError, ShardwiseError, StateError
+from shardwise.errors import ConfigError, DesyncError, LayoutError, ShardwiseError, StateError, TransportError
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.runtime.axes import DataParallelMeshDims
 from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -37,6 +37,7 @@ __all__ = [
     "ShardedOptimizer",
     "ShardwiseError",
     "StateError",
+    "TransportError",
     "UnshardHandle",
     "ZeroRedundancyOptimizer",
     "clip_grad_norm_",

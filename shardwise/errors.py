@@ -25,3 +25,7 @@ class StateError(ShardwiseError, RuntimeError):
 
 class DesyncError(ShardwiseError, RuntimeError):
     """Ranks disagree about a fact that must be the same on all of them; names the ranks and the fact."""
+
+
+class TransportError(ShardwiseError, RuntimeError):
+    """An exchange with another rank failed: that rank is gone, or did not come in time."""

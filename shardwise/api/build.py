@@ -19,7 +19,7 @@ from shardwise.comm.agree import Bulletin
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import C10dCommunicator
 from shardwise.comm.lanes import Lane
-from shardwise.comm.link import default_transport
+from shardwise.comm.link import Transport, default_transport
 from shardwise.comm.routes import RoutedCommunicator
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.shard import ChunkShard
@@ -353,7 +353,7 @@ def _check_materialized(attachments: Sequence[Attachment]) -> None:
 def _new_engine(units: list[Unit]) -> Engine:
     device = next((group.device for unit in units for group in unit.groups), torch.device("cpu"))
     engine = Engine(device, Lanes.on(device), BufferPool(device))
-    wanted = [unit.transport for unit in units if unit.transport is not None]
+    wanted: list[Transport] = [unit.transport for unit in units if unit.transport is not None]
     engine.transport = wanted[0] if wanted else default_transport()
     engine.adopt(units)
     engine.journal.bulletin = _bulletin(units, device)

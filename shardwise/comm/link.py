@@ -18,7 +18,7 @@ Transport = Literal["auto", "gloo", "collective"]
 TRANSPORTS: tuple[Transport, ...] = ("auto", "gloo", "collective")
 
 
-_default: list[Transport] = ["auto"]
+_default: list[Transport] = ["auto"]  # one entry, set by set_default_transport alone
 
 
 def check_transport(transport: str) -> Transport:

@@ -14,7 +14,7 @@ from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.comm.protocol import GatherEnds, GatherPieces, Pending, Scale, ScatterPieces
-from shardwise.errors import DesyncError
+from shardwise.errors import TransportError
 from shardwise.layout.bucket import Bucket
 
 # Apart from tags that users of the same group are likely to choose.
@@ -50,7 +50,7 @@ class PeerLink:
             work.wait()
         for peer, (span, wants) in ((peer, words.tolist()) for peer, words in theirs.items()):
             if span != self._span:
-                raise DesyncError(
+                raise TransportError(
                     f"rank {peer} is in its forward or backward number {span}, rank {self.rank} in number {self._span}; "
                     "every rank must run the same forwards and backwards in the same order"
                 )

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 import torch
 
 from shardwise import torch_private
-from shardwise.comm.buffers import BufferPool
+from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.comm.protocol import GatherEnds, GatherPieces, Pending, Scale, ScatterPieces
 from shardwise.comm.segment import NUM_WORDS, Segment
-from shardwise.errors import DesyncError
+from shardwise.errors import TransportError
 from shardwise.layout.bucket import Bucket, align
 
 # Words of a segment's header: written by its owner, polled by the others.
@@ -164,24 +164,22 @@ class HostLink:
         layout = pieces.layout
         for peer in self._peers:
             pack_parts(layout, pieces.full_parts(peer), self._outgoing(self.rank, peer, index, pieces), peer)
+        tail = self._pool.lease(layout.tail_numel * pieces.dtype.itemsize)
+        pack_parts(layout, pieces.full_parts(self.rank), tail.tensor(pieces.dtype), self.rank, layout.num_large)
         self._mine[_LABELS + index % NUM_SLOTS] = _digest(pieces)
         self._mine[_POSTED] = self._key(index)
-        return _Scatter(self, pieces, scale, index)
+        return _Scatter(self, pieces, scale, index, tail)
 
-    def read_outboxes(self, pieces: ScatterPieces, scale: Scale, index: int) -> torch.Tensor:
+    def read_outboxes(self, pieces: ScatterPieces, scale: Scale, index: int, own_tail: torch.Tensor) -> torch.Tensor:
         """Wait for every rank's parts of reduction ``index`` and return this rank's section of the result."""
         self._wait(_POSTED, self._key(index), f"gradients of {pieces.label}")
         self._compare_labels(pieces, index)
-        layout, own = pieces.layout, pieces.full_parts(self.rank)
+        layout = pieces.layout
         sections = [
             None if rank == self.rank else self._outgoing(rank, self.rank, index, pieces) for rank in range(self.size)
         ]
         out = torch.empty(layout.section_numel, dtype=pieces.dtype)
-        lease = self._pool.lease(layout.tail_numel * pieces.dtype.itemsize)
-        tail = lease.tensor(pieces.dtype)
-        pack_parts(layout, own, tail, self.rank, layout.num_large)
-        sum_sections(layout, own, tail, sections, scale, self.rank, out)
-        lease.release()
+        sum_sections(layout, pieces.full_parts(self.rank), own_tail, sections, scale, self.rank, out)
         self._mine[_CONSUMED] = self._key(index)
         return out
 
@@ -201,7 +199,7 @@ class HostLink:
         expected = _digest(pieces)
         for peer in self._peers:
             if self._words[peer][_LABELS + index % NUM_SLOTS] != expected:
-                raise DesyncError(
+                raise TransportError(
                     f"rank {self.rank} reduces gradients of {pieces.label} ({pieces.section_numel} elements of "
                     f"{pieces.dtype} per rank) as number {index} of this backward, rank {peer} reduces something else. "
                     "Every rank must run the same units in the same order and get gradients for the same parameters."
@@ -224,7 +222,7 @@ class HostLink:
         sleep_s, look_s = _FIRST_SLEEP_S, _LIVENESS_S
         while words[word] < at_least:
             if words[_ABORTED] >= self._span and words[word] < at_least:
-                raise DesyncError(
+                raise TransportError(
                     f"rank {peer} left the forward or backward by an exception while rank {self.rank} waited for it at "
                     f"{what}; see the error of rank {peer}"
                 )
@@ -232,9 +230,9 @@ class HostLink:
             if waited_s > look_s:
                 look_s = waited_s + _LIVENESS_S
                 if not self._alive[peer].is_alive() and words[word] < at_least:
-                    raise DesyncError(f"rank {peer} is gone; rank {self.rank} waited for it at {what}")
+                    raise TransportError(f"rank {peer} is gone; rank {self.rank} waited for it at {what}")
                 if waited_s > self._timeout_s:
-                    raise DesyncError(
+                    raise TransportError(
                         f"rank {self.rank} waited {self._timeout_s:g} s for rank {peer} at {what}; every rank must make the "
                         "same calls in the same order"
                     )
@@ -267,10 +265,13 @@ class _Gather:
 
 
 class _Scatter:
-    __slots__ = ("_index", "_link", "_pieces", "_scale")
+    """A reduction whose parts are in the outbox; the others' are read when it is waited for."""
 
-    def __init__(self, link: HostLink, pieces: ScatterPieces, scale: Scale, index: int) -> None:
+    __slots__ = ("_index", "_link", "_pieces", "_scale", "_tail")
+
+    def __init__(self, link: HostLink, pieces: ScatterPieces, scale: Scale, index: int, tail: Lease) -> None:
         self._link = link
+        self._tail = tail
         self._pieces: ScatterPieces | None = pieces
         self._scale = scale
         self._index = index
@@ -278,10 +279,14 @@ class _Scatter:
     def wait(self) -> None:
         pieces, self._pieces = self._pieces, None
         if pieces is not None:
-            pieces.deliver(self._link.read_outboxes(pieces, self._scale, self._index))
+            own_tail = self._tail.tensor(pieces.dtype)
+            pieces.deliver(self._link.read_outboxes(pieces, self._scale, self._index, own_tail))
+            self._tail.release()
 
     def cancel(self) -> None:
-        self._pieces = None
+        if self._pieces is not None:
+            self._pieces = None
+            self._tail.release()
 
 
 class _Liveness:

@@ -16,6 +16,7 @@ from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.lanes import Lane
 from shardwise.comm.link import Spans, Transport
+from shardwise.errors import TransportError
 from shardwise.events import Op
 from shardwise.plan.order import Edge
 from shardwise.runtime.gradients import (
@@ -289,20 +290,29 @@ class Engine:
 
     def _reduce(self, unit: Unit, fresh: Gradients) -> None:
         while len(self._in_flight) >= self.max_reductions:
-            self._in_flight.pop(0).advance()
+            self._advance(self._in_flight.pop(0))
         gradients = add_gradients(unit.held, fresh)
         launch = _Launch(unit, [], unit.held, {p: unit.partial[p] for p in gradients if p in unit.partial})
         unit.held = {}
         self._launched.append(launch)
         for group in unit.groups:
             mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
-            launch.reductions += launch_reductions(
-                group, mine, unit.policy, launch.partial, self.lanes.reduce, unit.all_reduce_hook
-            )
+            try:
+                launch.reductions += launch_reductions(
+                    group, mine, unit.policy, launch.partial, self.lanes.reduce, unit.all_reduce_hook
+                )
+            except TransportError as error:
+                raise self.journal.explain(error, f"gradients of unit '{unit.name}'") from error
         for param in launch.partial:
             del unit.partial[param]
         unit.note(Op.REDUCE, sum(r.num_bytes for r in launch.reductions if r.is_collective))
         self._in_flight += launch.reductions
+
+    def _advance(self, reduction: Reduction) -> None:
+        try:
+            reduction.advance()
+        except RuntimeError as error:
+            raise self.journal.explain(error, f"gradients of {reduction.label}") from error
 
     def _begin_backward(self) -> None:
         if self._backward is not None:
@@ -339,7 +349,7 @@ class Engine:
                 self._commit()
             else:
                 for reduction in self._in_flight:  # while the others' gradients are there to be read
-                    reduction.advance()
+                    self._advance(reduction)
                 self._in_flight.clear()
                 self._leave_span()
                 self._keep_held()

@@ -215,6 +215,11 @@ class Reduction:
             pending.cancel()
 
     @property
+    def label(self) -> str:
+        """The parameters, for messages."""
+        return self.packing.label
+
+    @property
     def is_collective(self) -> bool:
         """True when shards of other ranks are summed."""
         return self.group.comm.reduce is not None

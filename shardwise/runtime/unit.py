@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.comm.link import Transport
+from shardwise.errors import TransportError
 from shardwise.events import Call, Event, Op
 from shardwise.plan.policy import UnitPolicy
 from shardwise.runtime.gradients import Gradients, in_reduce_dtype, planned_scatter_bytes, take_gradients
@@ -166,7 +167,10 @@ class Unit:
             engine.lanes.gather.wait_current()  # an optimizer may have just changed the shards
         from_sub = isinstance(self.state, Subsharded)
         checks = engine is None or not engine.is_in_step
-        pending = tuple(p for group in self.groups if (p := group.gather(from_sub, checks)) is not None)
+        try:
+            pending = tuple(p for group in self.groups if (p := group.gather(from_sub, checks)) is not None)
+        except TransportError as error:
+            raise self._explained(error) from error
         self._enter(Gathering(pending))
         num_bytes, is_in_place = self.gather_staging
         self.note(Op.UNSHARD, num_bytes, is_in_place)

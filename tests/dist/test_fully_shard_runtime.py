@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardwise import FSDPModule, StateError, fully_shard
+from shardwise import FSDPModule, StateError, fully_shard, set_default_transport
 from shardwise.api.build import attachment_of
+from shardwise.comm.link import Transport
 from shardwise.events import Call, Event, Op, OrderChanged
 from shardwise.plan.memory import peak_bytes
 from shardwise.runtime.engine import Engine
@@ -49,7 +50,8 @@ def step(model: nn.Module, name: str = "plain", seed: int = 0) -> None:
     model(batch).square().mean().backward()
 
 
-def run_trace_equals_plan() -> None:
+def run_trace_equals_plan(transport: Transport) -> None:
+    set_default_transport(transport)
     for name in ("plain", "tied"):
         for reshard in (None, True, False):
             model = sharded(name, reshard)
@@ -67,18 +69,23 @@ def run_trace_equals_plan() -> None:
             assert engine.pool.peak_leased_bytes == peak_bytes(plan.calls)
             assert engine.pool.num_allocations == before, "a warm step allocated"
             assert engine.pool.leased_bytes == 0
+            expected = {"auto": "shared memory", "gloo": "send/recv", "collective": "collectives"}[transport]
+            assert {route for _, route in plan.routes} <= {expected, "collectives"}, plan.routes
+    set_default_transport("auto")
 
 
+@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_trace_and_memory_equal_the_plan(pool: WorkerPool, num_ranks: int) -> None:
-    pool.run(run_trace_equals_plan, num_ranks=num_ranks)
+def test_trace_and_memory_equal_the_plan(pool: WorkerPool, num_ranks: int, transport: Transport) -> None:
+    pool.run(run_trace_equals_plan, num_ranks=num_ranks, transport=transport)
 
 
-def run_two_units_at_peak() -> None:
+def run_units_at_peak(transport: Transport, num_units: int) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
+    model.set_transport(transport)
     batch = torch.randn(2, 64)
     for _ in range(3):
         model(batch).sum().backward()
@@ -86,11 +93,13 @@ def run_two_units_at_peak() -> None:
         model(batch)
         engine_of(model).pool.reset_peak()
         model(batch)
-    assert engine_of(model).pool.peak_leased_bytes == 2 * 64 * 64 * 4
+    assert engine_of(model).pool.peak_leased_bytes == num_units * 64 * 64 * 4
 
 
-def test_forward_holds_two_units_with_prefetch(pool: WorkerPool) -> None:
-    pool.run(run_two_units_at_peak, num_ranks=2)
+@pytest.mark.parametrize(("transport", "num_units"), [("auto", 1), ("collective", 2)])
+def test_forward_holds_two_units_with_prefetch(pool: WorkerPool, transport: Transport, num_units: int) -> None:
+    """In shared memory a unit is read at once when it is needed: there the next one takes no memory ahead."""
+    pool.run(run_units_at_peak, transport=transport, num_units=num_units, num_ranks=2)
 
 
 def run_counts() -> None:
