@@ -1,6 +1,7 @@
 """Sharded data parallelism for PyTorch, as a library you call from your own training loop."""
 
 from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from shardwise.api.describe import describe_units
 from shardwise.api.fully_shard import fully_shard
 from shardwise.api.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from shardwise.api.module import (
@@ -12,10 +13,12 @@ from shardwise.api.module import (
 )
 from shardwise.api.policy import policy
 from shardwise.api.replicate import ReplicateModule, replicate
+from shardwise.api.shard_model import shard_model
 from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.api.zero import ZeroRedundancyOptimizer
 from shardwise.errors import ConfigError, DesyncError, LayoutError, ShardwiseError, StateError
 from shardwise.optim.clip import clip_grad_norm_
+from shardwise.plan.table import UnitRow, UnitTable
 from shardwise.runtime.axes import DataParallelMeshDims
 from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -36,9 +39,12 @@ __all__ = [
     "ShardedOptimizer",
     "ShardwiseError",
     "StateError",
+    "UnitRow",
+    "UnitTable",
     "UnshardHandle",
     "ZeroRedundancyOptimizer",
     "clip_grad_norm_",
+    "describe_units",
     "fully_shard",
     "get_cls_to_fsdp_cls",
     "hook_with_zero_step",
@@ -46,5 +52,6 @@ __all__ = [
     "policy",
     "register_fsdp_forward_method",
     "replicate",
+    "shard_model",
     "share_comm_ctx",
 ]

@@ -20,6 +20,7 @@ from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import C10dCommunicator
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.shard import ChunkShard
+from shardwise.plan.naming import compress_paths
 from shardwise.plan.policy import UnitPolicy
 from shardwise.runtime.axes import MeshAxes
 from shardwise.runtime.engine import Engine, Lanes
@@ -315,7 +316,7 @@ def _name_units(root: nn.Module, attachments: Sequence[Attachment]) -> None:
             names.setdefault(id(each), []).append(name)
     paths = {id(param): name for name, param in root.named_parameters()}
     for each in attachments:
-        each.unit.name = ", ".join(names.get(id(each), [""]))
+        each.unit.name = compress_paths(names.get(id(each), [""]))
         for param in each.unit.params:
             param.fqn = paths.get(id(param.sharded), param.fqn)
 
