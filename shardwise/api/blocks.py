@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -43,8 +44,16 @@ def families_of(model: nn.Module, ignored: frozenset[int]) -> Iterator[tuple[Chi
 def _describe(path: str, module: nn.Module, parent: nn.Module) -> Child:
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
     # The norms of a layer, or its projections, are alike too: in a plain module only what has parts can be a block.
-    can_be_unit = not is_list and (isinstance(parent, _CONTAINERS) or any(True for _ in module.children()))
-    return Child(path, _signature(module), is_explicit=attachment_of(module) is not None, can_be_unit=can_be_unit)
+    is_listed = isinstance(parent, _CONTAINERS)
+    inner = _unwrapped(module)
+    kind = _original_class(inner)
+    return Child(
+        path,
+        (kind, _structure(inner)),
+        is_explicit=attachment_of(module) is not None,
+        can_be_unit=not is_list and (is_listed or any(True for _ in module.children())),
+        kind=kind if is_listed else None,  # the first of many layers often has a parameter more than the others
+    )
 
 
 def _weighed(child: Child, module: nn.Module, counted: set[int]) -> Child:
@@ -55,7 +64,7 @@ def _weighed(child: Child, module: nn.Module, counted: set[int]) -> Child:
         if id(param) not in counted:
             counted.add(id(param))
             num_bytes += _num_bytes(param)
-    return Child(child.path, child.signature, num_bytes, child.is_explicit, child.can_be_unit)
+    return replace(child, num_bytes=num_bytes)
 
 
 def _has_parameters(module: nn.Module, ignored: frozenset[int]) -> bool:
@@ -83,15 +92,18 @@ def _num_bytes(param: nn.Parameter) -> int:
     return numel * param.element_size()
 
 
-def _signature(module: nn.Module) -> Hashable:
-    """Return a value that is equal for modules of one class whose parameters have the same names, shapes and dtypes.
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return what ``module`` wraps: compiled and checkpointed blocks are like the ones beside them."""
+    while len(children := list(module.children())) == 1 and not any(True for _ in module.parameters(recurse=False)):
+        module = children[0]
+    return module
 
-    Wrappers do not count: compiled and checkpointed blocks are like the ones beside them.
-    """
-    inner = module
-    while len(children := list(inner.children())) == 1 and not any(True for _ in inner.parameters(recurse=False)):
-        inner = children[0]
-    cls = type(inner)
-    original = cls.__dict__.get("_original_class", cls) if isinstance(inner, FSDPModule) else cls
-    named = inner.named_parameters(remove_duplicate=False)
-    return original, tuple((name, tuple(param.shape), param.dtype) for name, param in named)
+
+def _original_class(module: nn.Module) -> type:
+    cls = type(module)
+    return cls.__dict__.get("_original_class", cls) if isinstance(module, FSDPModule) else cls
+
+
+def _structure(module: nn.Module) -> Hashable:
+    named = module.named_parameters(remove_duplicate=False)
+    return tuple((name, tuple(param.shape), param.dtype) for name, param in named)

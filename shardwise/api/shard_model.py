@@ -38,10 +38,12 @@ def shard_model(
     """Call :func:`fully_shard` on the repeated blocks of ``model``, several small ones in one unit, and on ``model``.
 
     Blocks are the outermost children of one module that share class and parameter structure (names, shapes, dtypes), two
-    or more of them: all such children of a ``ModuleList``, ``ModuleDict`` or ``Sequential``, and of any other module those
-    that have children themselves.  Wrappers, as of compiled or checkpointed blocks, do not count.  Neighbours smaller than
-    ``min_unit_bytes`` are merged, evenly, into units of at least that size; larger blocks stand alone; what is in no
-    block belongs to the unit of ``model``.  A model without repeated blocks is one unit.
+    or more of them: all such children of a ``ModuleList``, ``ModuleDict`` or ``Sequential``, with the others of their class
+    (a first layer often has a parameter more), and of any other module those that have children themselves.  Wrappers, as
+    of compiled or checkpointed blocks, do not count.
+
+    Neighbours smaller than ``min_unit_bytes`` are merged, evenly, into units of at least that size; larger blocks stand
+    alone; what is in no block belongs to the unit of ``model``.  A model without repeated blocks is one unit.
 
     A module that ``fully_shard`` or ``replicate`` was called on before stays exactly as it is, and so does all it
     contains; it is never merged.  Print :func:`describe_units` to see what was chosen; rank 0 logs the same table at level

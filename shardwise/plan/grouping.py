@@ -19,6 +19,7 @@ class Child:
         num_bytes: its parameters unsharded, without those that another unit has.
         is_explicit: it is a unit already.
         can_be_unit: it may become one.
+        kind: children of the kind of a repeated block are blocks too, alike or not; None: of no kind.
     """
 
     path: str
@@ -26,15 +27,18 @@ class Child:
     num_bytes: int = 0
     is_explicit: bool = False
     can_be_unit: bool = True
+    kind: Hashable | None = None
 
 
 def repeated_blocks(children: Sequence[Child]) -> tuple[Child, ...]:
-    """Return the children of one module that are its repeated blocks: at least two have the same signature.
+    """Return the children of one module that are its repeated blocks: two or more of one signature, and their kind.
 
     Explicit units count as repetitions, so that one of two blocks may have been sharded by hand.
     """
-    repetitions = Counter(child.signature for child in children if child.can_be_unit)
-    return tuple(child for child in children if child.can_be_unit and repetitions[child.signature] > 1)
+    able = [child for child in children if child.can_be_unit]
+    repetitions = Counter(child.signature for child in able)
+    kinds = {child.kind for child in able if repetitions[child.signature] > 1} - {None}
+    return tuple(child for child in able if repetitions[child.signature] > 1 or child.kind in kinds)
 
 
 def group_blocks(children: Sequence[Child], min_unit_bytes: int) -> tuple[tuple[str, ...], ...]:

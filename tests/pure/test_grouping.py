@@ -22,7 +22,14 @@ def families(draw: st.DrawFn) -> list[Child]:
     kinds = st.tuples(st.sampled_from("abc"), st.integers(0, 40), st.booleans(), st.booleans())
     drawn = draw(st.lists(kinds, max_size=30))
     return [
-        Child(f"m.{index}", signature, size, is_explicit=explicit and size % 3 == 0, can_be_unit=able or size % 4 > 0)
+        Child(
+            f"m.{index}",
+            signature,
+            size,
+            is_explicit=explicit and size % 3 == 0,
+            can_be_unit=able or size % 4 > 0,
+            kind={"a": None, "b": "listed", "c": "listed"}[signature],
+        )
         for index, (signature, size, explicit, able) in enumerate(drawn)
     ]
 
@@ -96,6 +103,14 @@ def test_children_that_are_alike_are_blocks_also_when_one_is_a_unit_already() ->
     children = [Child("a", 1, is_explicit=True), Child("b", 1, 5), Child("c", 2, 5), Child("d", 3, 1), Child("e", 3, 1)]
     assert [child.path for child in repeated_blocks(children)] == ["a", "b", "d", "e"]
     assert group_blocks(children, 100) == (("b",), ("d", "e"))
+    first = [
+        Child("a", 0, 3, kind="T"),
+        Child("b", 1, 1, kind="T"),
+        Child("c", 1, 1, kind="T"),
+        Child("d", 2, 9, kind="U"),
+    ]
+    assert group_blocks(first, 100) == (("a", "b", "c"),), "others of the kind of a repeated block are blocks"
+    assert repeated_blocks([first[0], first[1], first[3]]) == (), "a kind alone is no repetition"
     assert group_blocks([Child("a", 1, can_be_unit=False), Child("b", 1, can_be_unit=False)], 0) == ()
 
 
