@@ -1,6 +1,7 @@
 """Sharded data parallelism for PyTorch, as a library you call from your own training loop."""
 
 from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from shardwise.api.describe import describe_units
 from shardwise.api.fully_shard import fully_shard
 from shardwise.api.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from shardwise.api.module import (
@@ -12,11 +13,13 @@ from shardwise.api.module import (
 )
 from shardwise.api.policy import policy
 from shardwise.api.replicate import ReplicateModule, replicate
+from shardwise.api.shard_model import shard_model
 from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.api.zero import ZeroRedundancyOptimizer
 from shardwise.comm.link import set_default_transport
 from shardwise.errors import ConfigError, DesyncError, LayoutError, ShardwiseError, StateError, TransportError
 from shardwise.optim.clip import clip_grad_norm_
+from shardwise.plan.table import UnitRow, UnitTable
 from shardwise.runtime.axes import DataParallelMeshDims
 from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -38,9 +41,12 @@ __all__ = [
     "ShardwiseError",
     "StateError",
     "TransportError",
+    "UnitRow",
+    "UnitTable",
     "UnshardHandle",
     "ZeroRedundancyOptimizer",
     "clip_grad_norm_",
+    "describe_units",
     "fully_shard",
     "get_cls_to_fsdp_cls",
     "hook_with_zero_step",
@@ -49,5 +55,6 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "set_default_transport",
+    "shard_model",
     "share_comm_ctx",
 ]

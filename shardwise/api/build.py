@@ -23,6 +23,7 @@ from shardwise.comm.link import Transport, default_transport
 from shardwise.comm.routes import RoutedCommunicator
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.shard import ChunkShard
+from shardwise.plan.naming import compress_paths
 from shardwise.plan.policy import UnitPolicy
 from shardwise.runtime.axes import MeshAxes
 from shardwise.runtime.engine import Engine, Lanes
@@ -319,7 +320,7 @@ def _name_units(root: nn.Module, attachments: Sequence[Attachment]) -> None:
             names.setdefault(id(each), []).append(name)
     paths = {id(param): name for name, param in root.named_parameters()}
     for each in attachments:
-        each.unit.name = ", ".join(names.get(id(each), [""]))
+        each.unit.name = compress_paths(names.get(id(each), [""]))
         for param in each.unit.params:
             param.fqn = paths.get(id(param.sharded), param.fqn)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from shardwise.recipes.config import DTYPES, PRESETS, SHARDS, TrainConfig, check
 from shardwise.recipes.doors import DOORS
 from shardwise.recipes.run_folder import Start, merge_resumed, read_run_config, with_overrides
 
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[kKmMgG]?)(?:i?[bB])?")
 DEVICES = ("auto", "cpu", "cuda")
 _NOT_CONFIG = frozenset({"command", "preset", "nproc", "device", "master_port", "out", "resume"})
 
@@ -64,6 +66,13 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         ("compile", "compile the attention and MLP of every block with torch.compile"),
     ):
         group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=f"{meaning} (default: off)")
+    group.add_argument(
+        "--min-unit-bytes",
+        type=read_num_bytes,
+        metavar="SIZE",
+        help="merge neighbouring blocks until a unit has this many bytes of parameters, with --shard full and hybrid; "
+        f"512k, 1.5M (powers of 1024); 0: never (default: {default.min_unit_bytes / 2**20:g}M)",
+    )
     group.add_argument("--compile-backend", metavar="NAME", help=argparse.SUPPRESS)
     group.add_argument("--dtype", choices=DTYPES, help=f"type of the computation (default: {default.dtype})")
     group.add_argument("--data", metavar="PATH", help="a text file or folder (default: Python's standard library)")
@@ -91,6 +100,16 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     ):
         value = getattr(default, name.replace("-", "_"))
         group.add_argument(f"--{name}", type=float, metavar="X", help=f"{meaning} (default: {value})")
+
+
+def read_num_bytes(text: str) -> int:
+    """Read ``0``, ``4096``, ``512k``, ``1.5M`` or ``2GiB``; units are powers of 1024.  Raises: ArgumentTypeError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size, expected a number of bytes such as 0, 4096, 512k or 1.5M"
+        )
+    return int(float(match["number"]) * 1024 ** " kmg".index(match["unit"].lower() or " "))
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from shardwise.errors import ConfigError
+from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 
 DTYPES = ("fp32", "bf16")
 SHARDS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")
@@ -40,6 +41,7 @@ class TrainConfig:
 
     model: ModelShape = field(default_factory=lambda: PRESETS["tiny"])
     shard: str = "full"
+    min_unit_bytes: int = DEFAULT_MIN_UNIT_BYTES
     replicas: int = 2
     tp: int = 1
     offload: bool = False
@@ -65,7 +67,9 @@ class TrainConfig:
 
 
 # How a step is carried out, but not what it computes.
-_EXECUTION = frozenset({"shard", "replicas", "tp", "offload", "recompute", "compile", "compile_backend", "accumulate"})
+_EXECUTION = frozenset({
+    "shard", "min_unit_bytes", "replicas", "tp", "offload", "recompute", "compile", "compile_backend", "accumulate"
+})  # fmt: skip
 # What --resume may change: nothing here alters which windows a step sees or what a past step computed.
 RESUME_MAY_CHANGE = _EXECUTION | {
     "steps", "log_every", "eval_every", "eval_windows", "save_every", "keep", "sample_bytes"
@@ -90,7 +94,7 @@ def check_config(config: TrainConfig) -> None:
     for name in _AT_LEAST_ONE:
         if getattr(config, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}, expected at least 1.")
-    for name in ("warmup", "sample_bytes", "weight_decay"):
+    for name in ("warmup", "sample_bytes", "weight_decay", "min_unit_bytes"):
         if getattr(config, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}, expected 0 or more.")
     for name in ("lr", "clip"):

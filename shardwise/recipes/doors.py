@@ -24,9 +24,9 @@ from shardwise import (
     OffloadPolicy,
     ZeroRedundancyOptimizer,
     clip_grad_norm_,
-    fully_shard,
     policy,
     replicate,
+    shard_model,
 )
 from shardwise.recipes.config import TrainConfig
 from shardwise.recipes.gpt import GPT
@@ -106,9 +106,9 @@ def _engine_options(config: TrainConfig) -> tuple[MixedPrecisionPolicy, OffloadP
 
 def _shard_fully(model: GPT, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
     precision, offload = _engine_options(config)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    return fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    return shard_model(
+        model, min_unit_bytes=config.min_unit_bytes, mesh=mesh, mp_policy=precision, offload_policy=offload
+    )
 
 
 def _replicate(model: GPT, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:

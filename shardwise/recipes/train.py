@@ -8,7 +8,8 @@ from importlib.metadata import version
 
 import torch
 
-from shardwise.recipes.config import TrainConfig, check_ranks
+from shardwise import describe_units
+from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks
 from shardwise.recipes.doors import DOORS
 from shardwise.recipes.gpt import generate
 from shardwise.recipes.journal import Journal, RunJournal, SilentJournal, open_lines
@@ -63,6 +64,8 @@ def _say_start(trainer: Trainer, journal: Journal) -> None:
         f"text: {run.facts.description}, {run.facts.num_files} files, {run.facts.train_bytes:,} bytes to train on, "
         f"{run.facts.validation_bytes:,} to validate; unigram entropy {run.facts.unigram_nats:.4f} nats per byte"
     )
+    if trainer.config.shard in ENGINE_SHARDS:
+        journal.say(str(describe_units(trainer.model)))
     if trainer.note is not None:
         journal.say(trainer.note)
     if run.done is not None:

@@ -17,10 +17,32 @@ from shardwise.comm.sync import broadcast_from_first
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.nested import cast_floating, map_tensors, tensors_in
 from shardwise.runtime.notes import note_range
-from shardwise.runtime.unit import Unit
+from shardwise.runtime.unit import Unit, is_in_backward
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+
+
+class _Boundary:
+    """The inputs of one pass through a unit's modules: backward has left the unit when all have their gradients."""
+
+    __slots__ = ("_backward", "_expected", "_missing")
+
+    def __init__(self) -> None:
+        self._backward = -1
+        self._expected = self._missing = 0
+
+    def expect(self, count: int) -> None:
+        """Wait for ``count`` more gradients."""
+        self._expected += count
+
+    def passed(self) -> bool:
+        """Count one gradient of the running backward; return True if it was the last."""
+        backward = torch_private.graph_task_id()
+        if backward != self._backward:  # a graph that is kept may run backward again
+            self._backward, self._missing = backward, self._expected
+        self._missing -= 1
+        return not self._missing
 
 
 class Attachment:
@@ -35,6 +57,8 @@ class Attachment:
         resolve: finds the root's engine; given by the door, because it knows how units become one engine.
         forward_methods: names of methods that are treated like ``forward``.
     """
+
+    _boundary: _Boundary | None = None
 
     def __init__(self, unit: Unit, resolve: Callable[[Attachment], Engine]) -> None:
         self.unit = unit
@@ -80,7 +104,7 @@ class Attachment:
         precision = self.unit.precision
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             args, kwargs = cast_floating(args, precision.param_dtype), cast_floating(kwargs, precision.param_dtype)
-        if self.unit.wants_boundary and torch.is_grad_enabled():
+        if self.unit.wants_boundary and torch.is_grad_enabled() and self._has_boundary():
             self._watch_inputs(args, kwargs)
         return args, kwargs
 
@@ -112,17 +136,32 @@ class Attachment:
 
     def _watch_inputs(self, args: Args, kwargs: Kwargs) -> None:
         watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
-        missing = num_watched = len(watched)
+        boundary = self._boundary_of_forward()
+        # A module whose inputs need no gradient has no end that could be seen: the unit then ends with the whole backward.
+        boundary.expect(max(1, len(watched)))
 
         def on_gradient(_: torch.Tensor) -> None:
-            nonlocal missing
-            missing -= 1
-            if missing == 0:
-                missing = num_watched  # a graph that is kept may run backward again
+            if boundary.passed():
                 self.inputs_done()
 
         for tensor in watched:
             tensor.register_hook(on_gradient)
+
+    def _has_boundary(self) -> bool:
+        # A recomputed module of several has been counted when it ran first.
+        return len(self.unit.modules) == 1 or not is_in_backward()
+
+    def _boundary_of_forward(self) -> _Boundary:
+        """Return what the module that starts its forward counts in: one boundary for the modules of one pass.
+
+        Backward leaves a unit of several modules when it has left all of them: resharding at the inputs of the last one
+        would take the parameters from those before it.
+        """
+        unit = self.unit
+        is_first = unit.holders == 1 and len(unit.awaited) == len(unit.modules)
+        if self._boundary is None or len(unit.modules) == 1 or is_first:
+            self._boundary = _Boundary()
+        return self._boundary
 
     @torch_private.dynamo_disabled
     def before_backward(self) -> None:

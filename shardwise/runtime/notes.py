@@ -24,3 +24,8 @@ def note_range(what: str, unit: str) -> AbstractContextManager[object]:
     if torch_private.is_profiling():
         return torch.profiler.record_function(f"FSDP::{what} ({unit})")
     return nullcontext()
+
+
+def say(what: str) -> None:
+    """Log ``what`` for people: a choice that was made for them."""
+    _logger.info("%s", what)

@@ -108,7 +108,9 @@ class Case:
 
 
 CASES: dict[str, Case] = {
-    "full": Case({"shard": "full", "accumulate": 2, "offload": True, "recompute": True}, (0.75, 0.75, 0.75)),
+    "full": Case(
+        {"shard": "full", "min_unit_bytes": 0, "accumulate": 2, "offload": True, "recompute": True}, (0.75, 0.75, 0.75)
+    ),
     "full-tp": Case(
         {"shard": "full", "tp": 2, "accumulate": 2, "offload": True, "recompute": True},
         (1 - SPLIT / 4 - (1 - SPLIT) / 2,) * 3,
@@ -120,6 +122,8 @@ CASES: dict[str, Case] = {
     "optimizer": Case({"shard": "optimizer", "accumulate": 2}, (0.0, 0.0, 0.75)),
     "none": Case({"shard": "none", "recompute": True}, (0.0, 0.0, 0.0)),
 }
+EACH, MERGED = ["(root)", "blocks.0", "blocks.1"], ["(root)", "blocks.0-1"]
+UNITS = {"full": EACH, "full-tp": MERGED, "hybrid": MERGED, "replicate": EACH, "replicate-tp": EACH}
 BACK: dict[str, dict[str, object]] = {  # compiled here: fewer ranks, so fewer compilations
     "full-tp": {"shard": "gradients", "recompute": True, **COMPILE},
     "hybrid": {"shard": "optimizer", **COMPILE},
@@ -132,13 +136,21 @@ BACK: dict[str, dict[str, object]] = {  # compiled here: fewer ranks, so fewer c
 
 def _continue(run: Path, to: Path, step: int, **options: object) -> Job:
     config = config_from_json(json.loads((run / "config.json").read_text())["config"])
-    plain: dict[str, object] = {"tp": 1, "offload": False, "recompute": False, "compile": False, "accumulate": 1}
+    plain: dict[str, object] = {"min_unit_bytes": 2**20, "tp": 1, "offload": False, "recompute": False, "compile": False, "accumulate": 1}
     return Job(Start(resume=_copy_cut_back(run, to, step)), with_overrides(config, plain | options))
 
 
 def _saved_shares(printed: str) -> list[float]:
     rows = [line.replace("│", " ").split() for line in printed.splitlines() if line.rstrip(" │").endswith("%")]
     return [float(row[-1].rstrip("%")) / 100 for row in rows[:3]]
+
+
+def _unit_names(printed: str) -> list[str]:
+    """Return the first column of the table of units that a run begins with."""
+    lines = printed.splitlines()
+    start = next((index for index, line in enumerate(lines) if line.startswith("unit ")), len(lines))
+    stop = next((index for index in range(start, len(lines)) if " units, " in lines[index]), start)
+    return [line.split()[0] for line in lines[start + 1 : stop]]
 
 
 def test_a_run_of_two_ranks_goes_on_behind_every_door_on_four_and_back_on_two(
@@ -149,6 +161,7 @@ def test_a_run_of_two_ranks_goes_on_behind_every_door_on_four_and_back_on_two(
     for name, said in zip(there, printed, strict=True):
         _assert_same_curve(tmp_path / name, base)
         assert _saved_shares(said) == pytest.approx(CASES[name].saves, abs=0.01), name
+        assert _unit_names(said) == UNITS.get(name, []), name
     back = {
         name: _continue(tmp_path / name, tmp_path / f"{name}-back", AGAIN, **options) for name, options in BACK.items()
     }

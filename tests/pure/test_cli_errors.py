@@ -46,6 +46,7 @@ def _fails(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) 
         (["--batch", "7", "--nproc", "2"], "--batch 7"),
         (["--batch", "8", "--nproc", "2", "--accumulate", "3"], "Use --batch 6 or 12"),
         (["--nproc", "0"], "--nproc is 0"),
+        (["--steps", "0", "--min-unit-bytes", "1M"], "--steps is 0"),
         (["--shard", "none", "--offload"], "--offload does not go with --shard none"),
         (["--shard", "optimizer", "--tp", "2"], "--tp 2 does not go with --shard optimizer"),
         (["--tp", "4"], "--tp 4 does not divide --heads 6"),
@@ -64,12 +65,29 @@ def test_a_wrong_value_is_refused(capsys: pytest.CaptureFixture[str], words: lis
     _fails(capsys, ["--device", "cpu", *words], expected)
 
 
-@pytest.mark.parametrize("words", [["--shard", "some"], ["--model", "huge"], ["--steps", "x"], ["--unknown"], []])
+@pytest.mark.parametrize(
+    "words", [["--shard", "some"], ["--model", "huge"], ["--steps", "x"], ["--min-unit-bytes", "x"], ["--unknown"], []]
+)
 def test_an_unknown_option_value_ends_with_usage(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["train", *words] if words else [])
     assert caught.value.code == 2
     assert "usage: shardwise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [("0", 0), ("4096", 4096), ("512k", 2**19), ("1.5M", 3 * 2**19), ("2GiB", 2**31), ("1MB", 2**20), ("7b", 7)],
+)
+def test_sizes_are_read_in_powers_of_1024(size: str, num_bytes: int) -> None:
+    assert _request("--min-unit-bytes", size).config.min_unit_bytes == num_bytes
+
+
+@pytest.mark.parametrize("size", ["-1", "M", "1T", "1 5M", "1e6", "", "x"])
+def test_what_is_no_size_is_refused(capsys: pytest.CaptureFixture[str], size: str) -> None:
+    with pytest.raises(SystemExit):
+        _request(f"--min-unit-bytes={size}")
+    assert "is no size, expected a number of bytes such as 0, 4096, 512k or 1.5M" in capsys.readouterr().err
 
 
 def test_empty_and_short_texts_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_presets_are_valid() -> None:
         ({"steps": 0}, "--steps is 0"),
         ({"save_every": -1}, "--save-every is -1"),
         ({"warmup": -1}, "--warmup is -1"),
+        ({"min_unit_bytes": -1}, "--min-unit-bytes is -1"),
         ({"lr": float("nan")}, "--lr is nan"),
         ({"clip": 0.0}, "--clip is 0.0"),
         ({"dtype": "fp8"}, "--dtype is 'fp8'"),

@@ -1,0 +1,162 @@
+"""Which neighbouring blocks become one unit, and how their paths are written."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.plan.grouping import Child, group_blocks, repeated_blocks
+from shardwise.plan.naming import compress_paths, expand_paths
+from shardwise.plan.table import UnitRow, UnitTable
+
+
+def blocks(sizes: list[int]) -> list[Child]:
+    return [Child(f"blocks.{index}", "block", size) for index, size in enumerate(sizes)]
+
+
+@st.composite
+def families(draw: st.DrawFn) -> list[Child]:
+    kinds = st.tuples(st.sampled_from("abc"), st.integers(0, 40), st.booleans(), st.booleans())
+    drawn = draw(st.lists(kinds, max_size=30))
+    return [
+        Child(
+            f"m.{index}",
+            signature,
+            size,
+            is_explicit=explicit and size % 3 == 0,
+            can_be_unit=able or size % 4 > 0,
+            kind={"a": None, "b": "listed", "c": "listed"}[signature],
+        )
+        for index, (signature, size, explicit, able) in enumerate(drawn)
+    ]
+
+
+@given(families(), st.integers(0, 120))
+def test_every_new_block_is_in_one_group_and_order_is_kept(children: list[Child], least: int) -> None:
+    groups = group_blocks(children, least)
+    wanted = [child.path for child in repeated_blocks(children) if not child.is_explicit]
+    assert [path for group in groups for path in group] == wanted
+    assert all(groups)
+
+
+@given(families(), st.integers(0, 120))
+def test_no_group_crosses_an_explicit_unit_or_what_is_no_block(children: list[Child], least: int) -> None:
+    position = {child.path: index for index, child in enumerate(children)}
+    for group in group_blocks(children, least):
+        first = position[group[0]]
+        assert [position[path] for path in group] == list(range(first, first + len(group)))
+
+
+@given(families(), st.integers(0, 120))
+def test_groups_are_large_enough_unless_their_run_is_not(children: list[Child], least: int) -> None:
+    size = {child.path: child.num_bytes for child in children}
+    able = {child.path for child in repeated_blocks(children) if not child.is_explicit and child.num_bytes < least}
+    runs = [
+        tuple(child.path for child in run)
+        for is_small, run in groupby(children, key=lambda child: child.path in able)
+        if is_small
+    ]
+    for group in group_blocks(children, least):
+        if sum(size[path] for path in group) < least:
+            assert group in runs
+        assert len(group) == 1 or all(size[path] < least for path in group)
+
+
+@given(st.integers(2, 60), st.integers(1, 50), st.integers(0, 500))
+def test_equal_blocks_make_equal_groups_and_as_many_as_fit(count: int, size: int, least: int) -> None:
+    groups = group_blocks(blocks([size] * count), least)
+    lengths = [len(group) for group in groups]
+    assert max(lengths) - min(lengths) <= 1
+    each = max(1, -(-least // size))
+    assert len(lengths) == max(1, count // each)
+
+
+@given(families(), st.integers(0, 120), st.integers(0, 120))
+def test_a_larger_minimum_never_makes_more_units(children: list[Child], one: int, other: int) -> None:
+    low, high = sorted((one, other))
+    assert len(group_blocks(children, high)) <= len(group_blocks(children, low))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "least", "lengths"),
+    [
+        ([10] * 8, 0, [1] * 8),
+        ([10] * 8, 10, [1] * 8),
+        ([10] * 8, 11, [2] * 4),
+        ([10] * 7, 20, [3, 2, 2]),
+        ([10] * 8, 10_000, [8]),
+        ([10, 10, 100, 10, 10], 50, [2, 1, 2]),
+        ([1, 1, 30, 1, 1, 30, 1, 1], 31, [4, 4]),
+        ([1, 1, 1, 1, 9, 9], 10, [6]),  # what is left, too small for a unit of its own, joins the group before
+        ([0, 0, 0], 5, [3]),
+        ([0, 0, 0], 0, [1, 1, 1]),
+    ],
+)
+def test_examples(sizes: list[int], least: int, lengths: list[int]) -> None:
+    assert [len(group) for group in group_blocks(blocks(sizes), least)] == lengths
+
+
+def test_children_that_are_alike_are_blocks_also_when_one_is_a_unit_already() -> None:
+    children = [Child("a", 1, is_explicit=True), Child("b", 1, 5), Child("c", 2, 5), Child("d", 3, 1), Child("e", 3, 1)]
+    assert [child.path for child in repeated_blocks(children)] == ["a", "b", "d", "e"]
+    assert group_blocks(children, 100) == (("b",), ("d", "e"))
+    first = [
+        Child("a", 0, 3, kind="T"),
+        Child("b", 1, 1, kind="T"),
+        Child("c", 1, 1, kind="T"),
+        Child("d", 2, 9, kind="U"),
+    ]
+    assert group_blocks(first, 100) == (("a", "b", "c"),), "others of the kind of a repeated block are blocks"
+    assert repeated_blocks([first[0], first[1], first[3]]) == (), "a kind alone is no repetition"
+    assert group_blocks([Child("a", 1, can_be_unit=False), Child("b", 1, can_be_unit=False)], 0) == ()
+
+
+SEGMENTS = st.one_of(
+    st.sampled_from(
+        ["blocks", "layer1", "layer2", "layer3", "0", "1", "2", "3", "01", "0-1", "1-2", "a-", "-1", "a,b"]
+    ),
+    st.text(alphabet='ab019-," \n', min_size=1, max_size=6),
+)
+PATHS = st.lists(SEGMENTS, min_size=1, max_size=3).map(".".join)
+
+
+@given(
+    st.lists(PATHS, min_size=1, max_size=8) | st.integers(0, 12).map(lambda n: [f"blocks.{i}" for i in range(n + 1)])
+)
+def test_compressed_paths_can_be_read_back(paths: list[str]) -> None:
+    assert expand_paths(compress_paths(paths)) == tuple(paths)
+
+
+@given(st.text(alphabet='a09-,". ', max_size=8), st.integers(0, 99), st.integers(2, 20))
+def test_ranges_of_any_stem_can_be_read_back(stem: str, first: int, count: int) -> None:
+    paths = [f"{stem}{number}" for number in range(first, first + count)]
+    assert expand_paths(compress_paths(paths)) == tuple(paths)
+
+
+@pytest.mark.parametrize(
+    ("paths", "text"),
+    [
+        ([""], ""),
+        (["head"], "head"),
+        ([f"blocks.{n}" for n in range(8)], "blocks.0-7"),
+        (["h.9", "h.10", "h.12", "head", "layer1", "layer2"], "h.9-10, h.12, head, layer1-2"),
+        (["h.1", "h.0"], "h.1, h.0"),
+        (["x.0-1"], '"x.0-1"'),
+        (["h.01", "h.02"], "h.01, h.02"),
+    ],
+)
+def test_compressed_paths_are_short(paths: list[str], text: str) -> None:
+    assert compress_paths(paths) == text
+
+
+def test_the_table_has_one_line_a_unit_and_says_when_there_is_but_one() -> None:
+    root, merged = UnitRow("", 1, 100, 400, 1.0), UnitRow("blocks.0-7", 8, 500_000, 2_000_000, 1.25)
+    lines = str(UnitTable((root, merged))).splitlines()
+    assert [line.split()[0] for line in lines] == ["unit", "(root)", "blocks.0-7", "2"]
+    assert lines[2].split() == ["blocks.0-7", "8", "500,000", "1.907", "MiB", "1.25"]
+    assert lines[-1] == "2 units, 500,100 parameters, 1.908 MiB"
+    assert len({len(line) for line in lines[:-1]}) == 1
+    assert "no block is a unit of its own" in str(UnitTable((root,)))
