@@ -12,12 +12,15 @@ import torch
 from shardwise.cli.bench_args import BenchRequest
 from shardwise.cli.exits import EXIT_FAILED
 from shardwise.cli.launch import check_extras
-from shardwise.recipes.bench.config import BenchConfig
+from shardwise.recipes.bench.config import SHAPES, BenchConfig
 from shardwise.recipes.bench.contenders import CONTENDERS
 from shardwise.recipes.bench.figures import RankMemory, make_rows
+from shardwise.recipes.bench.fit import check_fit
 from shardwise.recipes.bench.machine import describe_machine
 from shardwise.recipes.bench.memory import measure_memory
+from shardwise.recipes.bench.probe import available_bytes
 from shardwise.recipes.bench.report import format_table, title_of, write_json
+from shardwise.recipes.bench.setup import count_parameters
 from shardwise.recipes.bench.timing import RankTimes, time_steps
 from shardwise.testing import RankFailure, WorkerPool
 
@@ -34,9 +37,12 @@ def count_host() -> tuple[int, int]:
 def run_bench(request: BenchRequest, words: Sequence[str]) -> int:
     """Measure and report; return the exit code: 0, or 1 if a rank failed or a contender computes something else.
 
-    Raises: ConfigError if the packages for the chart are missing.
+    Raises: ConfigError if the package for the chart is missing, or memory for all contenders at once.
     """
     config = request.config
+    available = _available_bytes(config)
+    if available is not None:
+        check_fit(config, count_parameters(SHAPES[config.shape].model), available)
     if request.out is not None:
         check_extras(("matplotlib",), "bench")
         request.out.mkdir(parents=True, exist_ok=True)
@@ -52,6 +58,12 @@ def run_bench(request: BenchRequest, words: Sequence[str]) -> int:
         return _fail("a rank failed", (str(failure),))
     _report(request, words, times, memory)
     return 0
+
+
+def _available_bytes(config: BenchConfig) -> int | None:
+    if config.backend == "nccl":
+        return sum(torch.cuda.mem_get_info(index)[0] for index in range(config.ranks))
+    return available_bytes()
 
 
 def _time(pool: WorkerPool, config: BenchConfig) -> list[RankTimes]:
@@ -89,7 +101,8 @@ def _report(
     config = request.config
     contenders = [CONTENDERS[name] for name in config.names]
     rows = make_rows(contenders, [t.seconds for t in times], times[0].losses, memory, config.tokens_per_step)
-    title = title_of(config, times[0].num_parameters)
+    num_parameters = count_parameters(SHAPES[config.shape].model)
+    title = title_of(config, num_parameters)
     print(f"{title}\n\n{format_table(rows)}")
     if request.out is None:
         return
@@ -97,9 +110,7 @@ def _report(
 
     stem = request.out / config.label
     machine = describe_machine(times[0].num_threads)
-    write_json(
-        stem.with_suffix(".json"), config, rows, machine, shlex.join(["shardwise", *words]), times[0].num_parameters
-    )
+    write_json(stem.with_suffix(".json"), config, rows, machine, shlex.join(["shardwise", *words]), num_parameters)
     draw_chart(stem.with_suffix(".png"), title, rows)
     print(f"\n{stem}.json\n{stem}.png")
 

@@ -27,12 +27,12 @@ def draw_chart(path: Path, title: str, rows: Sequence[Row]) -> None:
     values = [row.x_local for row in rows]
     axes.barh(names, values, color=[COLORS[row.family] for row in rows], height=0.72)
     for index, row in enumerate(rows):
-        label = f"{row.x_local:.2f}  ({1000 * row.median_s:.4g} ms)"
+        label = f"{row.x_local:.2f}  ({1000 * row.median_s:.1f} ms)"
         axes.annotate(
             label, xy=(row.x_local, index), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9
         )
     axes.axvline(1.0, color="#333333", linestyle="--", linewidth=1.0)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, 1.22 * max(values))
     axes.set_xlabel("step time / local (shorter is faster; dashed: no communication at all)")
     axes.set_title("\n".join(textwrap.wrap(title, 100)), fontsize=10)

@@ -21,6 +21,9 @@ from shardwise.recipes.gpt import GPT
 
 Family = Literal["local", "DDP", "ZeRO", "FSDP2", "shardwise"]
 Transport = Literal["auto", "gloo"]
+Sharded = Literal["nothing", "state", "everything"]
+
+_FP32, _BF16 = MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +31,13 @@ class Contender:
     """One way to train the GPT.
 
     ``wrap`` gets the model on its device; ``reduce`` is called between backward and step; ``refusal(ranks, backend)`` says
-    why this cannot run there, or None.  ``dtype`` is that of the computation, and decides how closely losses must agree.
+    why this cannot run there, or None.  ``sharded``: what a rank holds only its share of.  ``dtype`` is that of the
+    computation, and decides how closely losses must agree.
     """
 
     name: str
     family: Family
+    sharded: Sharded
     wrap: Callable[[GPT, Setup], nn.Module]
     build_optimizer: Callable[[nn.Module], Optimizer]
     reduce: Callable[[Optimizer], None] = lambda optimizer: None
@@ -66,8 +71,7 @@ def build_trained(contender: Contender, model: GPT, setup: Setup) -> Trained:
     return Trained(contender, wrapped, contender.build_optimizer(wrapped))
 
 
-def _shard_blocks(model: GPT, setup: Setup, precision: MixedPrecisionPolicy | None = None) -> nn.Module:
-    precision = precision or MixedPrecisionPolicy()
+def _shard_blocks(model: GPT, setup: Setup, precision: MixedPrecisionPolicy = _FP32) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, mesh=setup.mesh, mp_policy=precision)
     return fully_shard(model, mesh=setup.mesh, mp_policy=precision)
@@ -77,12 +81,12 @@ def _shard_hybrid(model: GPT, setup: Setup) -> nn.Module:
     return _shard_blocks(model, replace(setup, mesh=setup.hybrid_mesh()))
 
 
-def _shard_recommended(model: GPT, setup: Setup, precision: MixedPrecisionPolicy | None = None) -> nn.Module:
+def _shard_recommended(model: GPT, setup: Setup, precision: MixedPrecisionPolicy = _FP32) -> nn.Module:
     return _shard_blocks(model, setup, precision)
 
 
 def _shard_recommended_bf16(model: GPT, setup: Setup) -> nn.Module:
-    return _shard_recommended(model, setup, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return _shard_recommended(model, setup, _BF16)
 
 
 def _replicate_blocks(model: GPT, setup: Setup) -> nn.Module:
@@ -142,28 +146,28 @@ def _over_gloo(contender: Contender) -> Contender:
     return replace(contender, name=f"{contender.name} (gloo)", transport="gloo", refusal=_needs_gloo)
 
 
-_FULL = Contender("shardwise full", "shardwise", _shard_blocks, adamw)
-_RECOMMENDED = Contender("shardwise recommended", "shardwise", _shard_recommended, _recommended_adamw)
-_REPLICATE = Contender("shardwise replicate", "shardwise", _replicate_blocks, adamw)
-_ZERO_1 = Contender("shardwise ZeRO-1", "shardwise", _ddp_views, _zero_adamw)
-_ZERO_2 = Contender("shardwise ZeRO-2", "shardwise", _plain, _zero_adamw, reduce=_reduce_to_owners)
+_FULL = Contender("shardwise full", "shardwise", "everything", _shard_blocks, adamw)
+_RECOMMENDED = Contender("shardwise recommended", "shardwise", "everything", _shard_recommended, _recommended_adamw)
+_REPLICATE = Contender("shardwise replicate", "shardwise", "nothing", _replicate_blocks, adamw)
+_ZERO_1 = Contender("shardwise ZeRO-1", "shardwise", "state", _ddp_views, _zero_adamw)
+_ZERO_2 = Contender("shardwise ZeRO-2", "shardwise", "state", _plain, _zero_adamw, reduce=_reduce_to_owners)
 
 _ALL = (
-    Contender("local", "local", _plain, adamw),
-    Contender("local + fused", "local", _plain, fused_adamw),
-    Contender("local bf16", "local", _plain_bf16, adamw, dtype="bf16"),
-    Contender("DDP", "DDP", _ddp, adamw),
-    Contender("DDP + bucket view", "DDP", _ddp_views, adamw),
-    Contender("torch ZeRO", "ZeRO", _ddp, peers.zero_adamw),
-    Contender("torch ZeRO + bucket view", "ZeRO", _ddp, peers.zero_adamw_bucket_view),
-    Contender("FSDP2", "FSDP2", peers.shard_blocks, adamw),
-    Contender("FSDP2 + fused", "FSDP2", peers.shard_blocks, fused_adamw),
-    Contender("FSDP2 tuned", "FSDP2", peers.shard_tuned, fused_adamw),
-    Contender("FSDP2 bf16", "FSDP2", peers.shard_blocks_bf16, adamw, dtype="bf16"),
+    Contender("local", "local", "nothing", _plain, adamw),
+    Contender("local + fused", "local", "nothing", _plain, fused_adamw),
+    Contender("local bf16", "local", "nothing", _plain_bf16, adamw, dtype="bf16"),
+    Contender("DDP", "DDP", "nothing", _ddp, adamw),
+    Contender("DDP + bucket view", "DDP", "nothing", _ddp_views, adamw),
+    Contender("torch ZeRO", "ZeRO", "state", _ddp, peers.zero_adamw),
+    Contender("torch ZeRO + bucket view", "ZeRO", "state", _ddp, peers.zero_adamw_bucket_view),
+    Contender("FSDP2", "FSDP2", "everything", peers.shard_blocks, adamw),
+    Contender("FSDP2 + fused", "FSDP2", "everything", peers.shard_blocks, fused_adamw),
+    Contender("FSDP2 tuned", "FSDP2", "everything", peers.shard_tuned, fused_adamw),
+    Contender("FSDP2 bf16", "FSDP2", "everything", peers.shard_blocks_bf16, adamw, dtype="bf16"),
     _FULL,
     _over_gloo(_FULL),
-    Contender("shardwise full + fused", "shardwise", _shard_blocks, fused_adamw),
-    Contender("shardwise hybrid", "shardwise", _shard_hybrid, adamw, refusal=_needs_two_groups),
+    Contender("shardwise full + fused", "shardwise", "everything", _shard_blocks, fused_adamw),
+    Contender("shardwise hybrid", "shardwise", "everything", _shard_hybrid, adamw, refusal=_needs_two_groups),
     _RECOMMENDED,
     _over_gloo(_RECOMMENDED),
     replace(_RECOMMENDED, name="shardwise recommended bf16", wrap=_shard_recommended_bf16, dtype="bf16"),

@@ -77,6 +77,16 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
+def available_bytes() -> int | None:
+    """Return the memory of this host that processes can still have without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return found[0] if found else None
+
+
 def minor_faults() -> int:
     """Return how many page faults without input or output this process, all threads, has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

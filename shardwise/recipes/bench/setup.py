@@ -11,6 +11,7 @@ from torch.distributed.tensor import DeviceMesh, init_device_mesh
 from torch.optim import AdamW, Optimizer
 
 from shardwise.recipes.bench.config import SHAPES, BenchConfig, BenchShape
+from shardwise.recipes.config import ModelShape
 from shardwise.recipes.gpt import GPT, NUM_BYTES, build_gpt
 
 LR = 1e-3
@@ -51,6 +52,12 @@ def make_setup(config: BenchConfig) -> Setup:
     tokens = torch.randint(0, NUM_BYTES, (config.batch, shape.model.context + 1), generator=generator)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     return Setup(shape, config.seed, device, mesh, tokens.to(device))
+
+
+def count_parameters(shape: ModelShape) -> int:
+    """Return how many elements the parameters of a GPT have, without allocating them."""
+    with torch.device("meta"):
+        return sum(param.numel() for param in GPT(shape).parameters())
 
 
 def adamw(model: nn.Module) -> Optimizer:

@@ -32,7 +32,6 @@ class RankTimes:
     seconds: dict[str, list[float]]
     losses: dict[str, float]
     wrong: tuple[str, ...]
-    num_parameters: int
     num_threads: int
 
 
@@ -43,7 +42,6 @@ def time_steps(config: BenchConfig, contenders: Mapping[str, Contender] = CONTEN
     """
     setup = make_setup(config)
     ranks = Ranks(dist.get_rank(), config.ranks, setup.device)
-    num_parameters = sum(param.numel() for param in setup.build_model().parameters())
     alone, averaged = ranks.mean([_reference_loss(setup, average) for average in (False, True)])
     trained = {name: build_trained(contenders[name], setup.build_model(), setup) for name in config.names}
     losses: dict[str, float] = {}
@@ -53,7 +51,7 @@ def time_steps(config: BenchConfig, contenders: Mapping[str, Contender] = CONTEN
     expected = {name: alone if contenders[name].family == "local" else averaged for name in config.names}
     wrong = find_wrong_losses(losses, expected, {name: contenders[name].dtype for name in config.names})
     seconds = {} if wrong else _time_rounds(config, trained, setup)
-    return RankTimes(seconds, losses, wrong, num_parameters, torch.get_num_threads())
+    return RankTimes(seconds, losses, wrong, torch.get_num_threads())
 
 
 def take_step(trained: Trained, setup: Setup) -> Tensor:
