@@ -102,7 +102,7 @@ def _describe(base: _Base, sampler: PeakSampler, setup: Setup, faults: int, wire
     largest, before = sampler.largest, base.resident
     rss = anonymous = shared = live = peak_shared = None
     if largest is not None and before is not None:
-        rss = max(0, peak_rss_bytes() - before.total)
+        rss = max(peak_rss_bytes(), largest.total) - before.total  # either can miss a little
         anonymous = largest.anonymous - before.anonymous
         shared = largest.shared - before.shared
         if sampler.shared is not None:
