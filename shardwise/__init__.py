@@ -14,6 +14,7 @@ from shardwise.api.policy import policy
 from shardwise.api.replicate import ReplicateModule, replicate
 from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise.comm.link import set_default_transport
 from shardwise.errors import ConfigError, DesyncError, LayoutError, ShardwiseError, StateError
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.runtime.axes import DataParallelMeshDims
@@ -46,5 +47,6 @@ __all__ = [
     "policy",
     "register_fsdp_forward_method",
     "replicate",
+    "set_default_transport",
     "share_comm_ctx",
 ]

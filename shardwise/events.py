@@ -26,11 +26,13 @@ class Call:
         op: what is done.
         unit: path of the unit's module in the root ("" is the root itself).
         num_bytes: bytes that this rank's buffers for it hold (staging of a collective, full parameters of a wait).
+        in_place: an unshard that holds the full parameters from its launch on; they are among ``num_bytes``.
     """
 
     op: Op
     unit: str
     num_bytes: int = 0
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)

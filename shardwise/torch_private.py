@@ -149,10 +149,25 @@ def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> A
     return group._get_backend(device)
 
 
+def is_gloo(group: torch.distributed.ProcessGroup) -> bool:
+    """Return True if gloo itself (no wrapper, no fake) serves CPU tensors in ``group``."""
+    try:
+        return type(group._get_backend(torch.device("cpu"))).__name__ == "ProcessGroupGloo"
+    except (AttributeError, RuntimeError):
+        return False
+
+
 def accelerator_type() -> str:
     """Return the device type that default meshes use: the accelerator's, "cpu" where there is none."""
     device = torch._C._get_accelerator()
     return device.type
+
+
+def has_dispatch_mode() -> bool:
+    """Return True while a ``TorchDispatchMode`` (CommDebugMode, a FLOP counter, ...) sees every operation of this thread."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    return _get_current_dispatch_mode() is not None
 
 
 def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,9 @@ from shardwise.api.mesh import ShardPlacementResult, smaller_axes
 from shardwise.comm.agree import Bulletin
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import C10dCommunicator
+from shardwise.comm.lanes import Lane
+from shardwise.comm.link import default_transport
+from shardwise.comm.routes import RoutedCommunicator
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.shard import ChunkShard
 from shardwise.plan.policy import UnitPolicy
@@ -25,6 +28,7 @@ from shardwise.runtime.axes import MeshAxes
 from shardwise.runtime.engine import Engine, Lanes
 from shardwise.runtime.group import GroupComm, ShardGroup
 from shardwise.runtime.hooks import Attachment
+from shardwise.runtime.links import GroupLink, can_link
 from shardwise.runtime.param import Slot, UnitParam
 from shardwise.runtime.placement import place
 from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -349,6 +353,8 @@ def _check_materialized(attachments: Sequence[Attachment]) -> None:
 def _new_engine(units: list[Unit]) -> Engine:
     device = next((group.device for unit in units for group in unit.groups), torch.device("cpu"))
     engine = Engine(device, Lanes.on(device), BufferPool(device))
+    wanted = [unit.transport for unit in units if unit.transport is not None]
+    engine.transport = wanted[0] if wanted else default_transport()
     engine.adopt(units)
     engine.journal.bulletin = _bulletin(units, device)
     engine.max_reductions = max((unit.max_reductions for unit in units), default=1)
@@ -371,26 +377,44 @@ def _bulletin(units: list[Unit], device: torch.device) -> Bulletin | None:
 
 def communicators(group: ShardGroup, engine: Engine) -> GroupComm:
     """Return how ``group`` talks, on the lanes and with the memory of ``engine``, as its settings say."""
-    axes, lanes, pool = group.axes, engine.lanes, engine.pool
+    axes, lanes = group.axes, engine.lanes
+
+    def over(process_group: dist.ProcessGroup, lane: Lane) -> RoutedCommunicator:
+        packed = C10dCommunicator(process_group, lane, engine.pool)
+        packed.custom_all_gather = group.custom_all_gather
+        packed.custom_reduce_scatter = group.custom_reduce_scatter
+        packed.allocates_from_process_group = group.allocates_from_process_group
+        return RoutedCommunicator(packed, engine.spans)
+
     shards = reduce = replicas = sub = None
     if group.is_collective and axes.shard_mesh_dim is not None:
         process_group = axes.mesh.get_group(axes.shard_mesh_dim)
-        shards = C10dCommunicator(process_group, lanes.gather, pool)
-        shards.custom_all_gather = group.custom_all_gather
-        shards.allocates_from_process_group = group.allocates_from_process_group
-        reduce = C10dCommunicator(group.reduce_process_group or process_group, lanes.reduce, pool)
-        reduce.custom_reduce_scatter = group.custom_reduce_scatter
-        reduce.allocates_from_process_group = group.allocates_from_process_group
+        shards = over(process_group, lanes.gather)
+        reduce = over(group.reduce_process_group or process_group, lanes.reduce)
     if axes.replicate_mesh_dim is not None and axes.num_replicas > 1:
-        replicas = C10dCommunicator(axes.mesh.get_group(axes.replicate_mesh_dim), lanes.reduce, pool)
+        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), lanes.reduce)
     if group.sub_axes is not None and group.sub_axes.shard_mesh_dim is not None:
-        sub_group = group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim)
-        sub = C10dCommunicator(sub_group, lanes.gather, pool)
+        sub = over(group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim), lanes.gather)
+        sub.packed.custom_all_gather = None
     return GroupComm(shards, reduce, replicas, sub)
 
 
 def bind_units(engine: Engine) -> None:
     """Give every group of the engine's units its communicators and its memory (again, after a setting has changed)."""
-    for unit in engine.units:
-        for group in unit.groups:
-            group.bind(engine.pool, communicators(group, engine))
+    gathers: dict[str, list[ShardGroup]] = {}
+    reduces: dict[str, list[ShardGroup]] = {}
+    process_groups: dict[str, dist.ProcessGroup] = {}
+    for group in (group for unit in engine.units for group in unit.groups):
+        comm = communicators(group, engine)
+        group.bind(engine.pool, comm)
+        for way, users in ((comm.shards, gathers), (comm.reduce, reduces)):
+            if way is not None and can_link(group, way.packed.group):
+                process_groups[way.packed.group.group_name] = way.packed.group
+                users.setdefault(way.packed.group.group_name, []).append(group)
+    for name, process_group in process_groups.items():
+        wanted = gathers.get(name, []), reduces.get(name, []), engine.transport
+        link = engine.links.get(name)
+        if link is None or not link.is_for(*wanted):
+            timeout_s = torch_private.timeout_s_of(process_group, engine.device)
+            link = engine.links[name] = GroupLink(process_group, *wanted, engine.pool, timeout_s)
+            engine.spans.register(process_group, link.prepare)

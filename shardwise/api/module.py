@@ -14,6 +14,7 @@ from torch import nn
 from shardwise.api.build import attachment_of, bind_units, provisional_engine
 from shardwise.api.explain import explained_methods
 from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
+from shardwise.comm.link import Transport, check_transport
 from shardwise.errors import ConfigError
 from shardwise.runtime.copying import copy_module
 from shardwise.runtime.engine import Engine
@@ -103,7 +104,31 @@ class FSDPModule:
         if engine is not None:
             engine.forget_step()
 
+    def release_memory(self) -> None:
+        """Give idle staging and parameter buffers back to the allocator; the next step makes them anew.
+
+        Unsharded parameters that are in use stay.
+        """
+        engine = self._attachment().unit.engine_ref()
+        if engine is not None:
+            engine.pool.trim()
+
     # ---- behaviour ----
+
+    def set_transport(self, transport: Transport) -> None:
+        """Say how ranks exchange CPU tensors; to be called on the root, alike on every rank.
+
+        Args:
+            transport: "auto", "gloo" or "collective", see :func:`shardwise.set_default_transport`.
+
+        Raises: ConfigError for another name.
+        """
+        unit = self._attachment().unit
+        unit.transport = check_transport(transport)
+        engine = unit.engine_ref()
+        if engine is not None:
+            engine.transport = unit.transport
+            bind_units(engine)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward ends the step; only then pending reductions are waited for."""

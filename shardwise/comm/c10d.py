@@ -8,6 +8,7 @@ Collectives are looked up on ``torch.distributed`` at every call, so tools and t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -70,13 +71,14 @@ def reduce_scatter_single(
 class _Launched:
     """A collective whose end runs once: wait for the work, deliver, give the buffers back."""
 
-    __slots__ = ("_end", "_lane", "_mark", "_work")
+    __slots__ = ("_end", "_forget", "_lane", "_mark", "_work")
 
-    def __init__(self, work: dist.Work | None, lane: Lane, end: Callable[[], None]) -> None:
+    def __init__(self, work: dist.Work | None, lane: Lane, end: Callable[[], None], forget: Callable[[], None]) -> None:
         self._work = work
         self._lane = lane
         self._mark = lane.mark()
         self._end: Callable[[], None] | None = end
+        self._forget = forget
 
     def wait(self) -> None:
         end, self._end = self._end, None
@@ -86,6 +88,16 @@ class _Launched:
             self._work.wait()
         self._lane.current_waits(self._mark)
         end()
+
+    def cancel(self) -> None:
+        # The backend may still write to the buffers: they must live until it is done, whatever it says.
+        end, self._end = self._end, None
+        if end is None or self._work is None:
+            return
+        with contextlib.suppress(RuntimeError):  # a peer may be gone; then the buffers are lost with it
+            self._work.wait()
+            self._lane.current_waits(self._mark)
+            self._forget()
 
 
 class C10dCommunicator:
@@ -126,7 +138,7 @@ class C10dCommunicator:
             pieces.deliver(packed)
             self._give_back(lease)
 
-        return _Launched(work, self.lane, end)
+        return _Launched(work, self.lane, end, lambda: self._give_back(lease))
 
     def reduce_scatter(self, pieces: ScatterPieces, scale: Scale) -> Pending:
         """Fill one packed buffer, reduce it, and hand this rank's section to ``pieces.deliver``."""
@@ -156,7 +168,7 @@ class C10dCommunicator:
             self._give_back(lease)
             pieces.deliver(output)
 
-        return _Launched(work, self.lane, end)
+        return _Launched(work, self.lane, end, lambda: self._give_back(lease))
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale) -> Pending:
         """Reduce ``tensor`` over the group, in place."""
@@ -171,7 +183,7 @@ class C10dCommunicator:
             if after is not None:
                 tensor.div_(after)
 
-        return _Launched(work, self.lane, end)
+        return _Launched(work, self.lane, end, lambda: None)
 
     def _buffer(
         self, numel: int, like: torch.Tensor, custom: AllGatherFunction | ReduceScatterFunction | None

@@ -1,15 +1,19 @@
 """What the runtime asks of a transport.
 
-A collective is asked for by an object that can hand out and take in bytes; the transport decides how they travel.  A
-packed buffer has one equal section per rank, in rank order.
+A collective is asked for by an object that knows where bytes come from and go to; the transport decides how they travel:
+through one packed buffer, with one equal section per rank in rank order, or in parts, straight between full tensors and
+sections.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from shardwise.layout.bucket import Bucket
 
 
 class Pending(Protocol):
@@ -19,9 +23,43 @@ class Pending(Protocol):
         """Order the current stream after it (on CPU: block), deliver its result, give its buffers back; once."""
         ...
 
+    def cancel(self) -> None:
+        """Forget the result and give the buffers back; waits only if the backend may still write to them."""
+        ...
+
+
+class GatherEnds(Protocol):
+    """One bucket of an all-gather, for transports that move parts.
+
+    Attributes:
+        layout: where parts lie in a section.
+        dtype: of the section as it is stored.  full_dtype: of the full parameters, which is sent.
+    """
+
+    layout: Bucket
+    dtype: torch.dtype
+    full_dtype: torch.dtype
+
+    @property
+    def home(self) -> int | None:
+        """Where the stored section starts in every rank's shared segment; None: it is not in one."""
+        ...
+
+    def section(self) -> torch.Tensor:
+        """Return this rank's section in ``full_dtype``: 1-D, ``layout.section_numel`` elements."""
+        ...
+
+    def full_parts(self, rank: int) -> list[torch.Tensor]:
+        """Return, for every tensor of ``layout``, the window of the full parameter that ``rank``'s part goes to."""
+        ...
+
 
 class GatherPieces(Protocol):
     """The two ends of an all-gather."""
+
+    def buckets(self) -> Sequence[GatherEnds]:
+        """Return the buckets if they can travel in parts; nothing if the packed way is the only one."""
+        ...
 
     def shard(self) -> torch.Tensor:
         """Return this rank's section: 1-D, contiguous; every rank's has the same dtype and length."""
@@ -36,6 +74,16 @@ class ScatterPieces(Protocol):
     """The two ends of a reduce-scatter."""
 
     @property
+    def layout(self) -> Bucket:
+        """Where the parts of every gradient lie in a section."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """What is reduced, the same on every rank: transports that can, compare it."""
+        ...
+
+    @property
     def section_numel(self) -> int:
         """Elements of one section."""
         ...
@@ -47,6 +95,10 @@ class ScatterPieces(Protocol):
 
     def fill(self, packed: torch.Tensor) -> None:
         """Write every section of the 1-D buffer ``packed`` (``size * section_numel`` elements)."""
+        ...
+
+    def full_parts(self, rank: int) -> list[torch.Tensor]:
+        """Return, for every tensor of ``layout``, the window of the gradient that belongs to ``rank``."""
         ...
 
     def deliver(self, section: torch.Tensor) -> None:

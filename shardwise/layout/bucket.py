@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from shardwise.layout.shard import ChunkShard, Move
 
+LARGE_NUMEL = 16_384  # a shard of this many elements is worth a message of its own
+
 
 def align(numel: int, alignment: int) -> int:
     """Return ``numel`` rounded up to a multiple of ``alignment``."""
@@ -54,6 +56,29 @@ class Bucket:
         """
         return not self.has_padding and all(shard.outer == 1 and not shard.is_whole for shard in self.shards)
 
+    @property
+    def num_large(self) -> int:
+        """How many shards at the start of a section are large: with :func:`by_size` first, all that are."""
+        count = 0
+        while count < len(self.shards) and self.shards[count].section_numel >= LARGE_NUMEL:
+            count += 1
+        return count
+
+    @property
+    def tail_start(self) -> int:
+        """Elements from the start of a section to its tail: everything behind the large shards."""
+        large = self.num_large
+        return self.offsets[large] if large < len(self.offsets) else self.section_numel
+
+    @property
+    def tail_numel(self) -> int:
+        """Elements of the tail, which travels as one message."""
+        return self.section_numel - self.tail_start
+
+    def parts(self, rank: int) -> tuple[Move, ...]:
+        """Return, for every tensor, the copy between it and ``rank``'s section; full offsets count from its own start."""
+        return tuple(shard.part(rank, offset) for shard, offset in zip(self.shards, self.offsets, strict=True))
+
     def moves(
         self, index: int, *, into_full: bool, section_offset: int = 0, section_stride: int | None = None
     ) -> tuple[Move, ...]:
@@ -64,6 +89,11 @@ class Bucket:
         """
         stride = self.section_numel if section_stride is None else section_stride
         return self.shards[index].moves(section_offset + self.offsets[index], stride, into_full=into_full)
+
+
+def by_size(shards: Sequence[ChunkShard]) -> list[int]:
+    """Return the indices of ``shards`` with the large ones first, otherwise in order: then the small ones are one block."""
+    return sorted(range(len(shards)), key=lambda index: shards[index].section_numel < LARGE_NUMEL)
 
 
 def build_bucket(shards: Sequence[ChunkShard], alignment: int = 1, full_alignment: int = 1) -> Bucket:

@@ -129,6 +129,18 @@ class ChunkShard:
             moves.append(self._move(1, rest, start, num_full * section_stride + offset, section_stride))
         return tuple(moves)
 
+    def part(self, rank: int, offset: int) -> Move:
+        """Return the copy between the full tensor and ``rank``'s shard, which starts ``offset`` elements into its section.
+
+        Unlike in :meth:`moves`, ``packed_*`` address one section.  Shards of dim 0 are 1-D: contiguous on both sides.
+        """
+        rows = len(self.rows(rank)) if not self.is_whole else 1
+        block = rows * self.inner
+        start = self.rows(rank).start * self.inner if rows and not self.is_whole else 0
+        if self.outer == 1:
+            return Move((block,), (1,), start, (1,), offset)
+        return Move((self.outer, block), (self.size * self.inner, 1), start, (block, 1), offset)
+
     def _move(self, shards: int, rows: int, full_offset: int, packed_offset: int, section_stride: int) -> Move:
         block = rows * self.inner
         if self.outer == 1:

@@ -14,11 +14,11 @@ def unsharded_bytes(calls: Iterable[Call], reductions_in_flight: int = 1) -> Ite
     are not counted: they do not move during a step.
     """
     live = 0
-    staged: dict[str, int] = {}
+    staged: dict[str, Call] = {}
     reducing: list[int] = []
     for call in calls:
         if call.op is Op.UNSHARD:
-            staged[call.unit] = call.num_bytes
+            staged[call.unit] = call
             live += call.num_bytes
         elif call.op is Op.RESHARD:
             live -= call.num_bytes
@@ -28,9 +28,12 @@ def unsharded_bytes(calls: Iterable[Call], reductions_in_flight: int = 1) -> Ite
             reducing.append(call.num_bytes)
             live += call.num_bytes
         elif call.op is Op.WAIT:
-            live += call.num_bytes
+            launch = staged.pop(call.unit, None)
+            is_held = launch is not None and launch.in_place
+            live += 0 if is_held else call.num_bytes
             yield live
-            live -= staged.pop(call.unit, 0)
+            if launch is not None:
+                live -= launch.num_bytes - (call.num_bytes if is_held else 0)
             continue
         elif call.op is Op.COMMIT and reducing:
             live -= sum(reducing)

@@ -18,16 +18,20 @@ class UnitFacts:
     Attributes:
         name: path of its module in the root.
         policy: its behaviour.
-        packed_bytes: staging of its all-gather.  full_bytes: its full parameters.  reduce_bytes: staging of its reduction.
+        gather_bytes: what its launched all-gather holds.  in_place: its full parameters are among these.
+        full_bytes: its full parameters.  reduce_bytes: staging of its reduction.
+        route: how its parameters travel, for readers of the plan.
         borrows: units whose parameters its modules use too (weights tied across units).
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
     """
 
     name: str
     policy: UnitPolicy = field(default_factory=UnitPolicy)
-    packed_bytes: int = 0
+    gather_bytes: int = 0
+    in_place: bool = False
     full_bytes: int = 0
     reduce_bytes: int = 0
+    route: str = ""
     borrows: tuple[int, ...] = ()
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None
@@ -41,11 +45,13 @@ class StepPlan:
         order: the visits it was made for.
         calls: what the runtime will do, in order.
         ahead: for each visit, the units to unshard right after it.
+        routes: how the parameters of each unit travel: (unit, "shared memory" | "send/recv" | "collectives").
     """
 
     order: Order
     calls: tuple[Call, ...]
     ahead: tuple[tuple[int, ...], ...]
+    routes: tuple[tuple[str, str], ...] = ()
 
     def fingerprint(self) -> str:
         """Return a digest that is the same on every rank that has the same plan."""
@@ -68,13 +74,14 @@ class _Simulation:
         self.in_backward: set[int] = set()
         self.reduced: list[int] = []
 
-    def call(self, op: Op, unit: int, num_bytes: int = 0) -> None:
-        self.calls.append(Call(op, self.units[unit].name, num_bytes))
+    def call(self, op: Op, unit: int, num_bytes: int = 0, in_place: bool = False) -> None:
+        self.calls.append(Call(op, self.units[unit].name, num_bytes, in_place))
 
     def unshard(self, unit: int) -> None:
         if unit not in self.is_full and unit not in self.is_gathering:
             self.is_gathering.add(unit)
-            self.call(Op.UNSHARD, unit, self.units[unit].packed_bytes)
+            facts = self.units[unit]
+            self.call(Op.UNSHARD, unit, facts.gather_bytes, facts.in_place)
 
     def need(self, unit: int) -> None:
         self.unshard(unit)
@@ -172,4 +179,5 @@ def plan_step(order: Order, units: Sequence[UnitFacts], depth: int = 1) -> StepP
     """
     simulation = _Simulation(order, units, depth)
     simulation.run()
-    return StepPlan(order, tuple(simulation.calls), tuple(simulation.ahead))
+    routes = tuple((facts.name, facts.route) for facts in units if facts.route)
+    return StepPlan(order, tuple(simulation.calls), tuple(simulation.ahead), routes)

@@ -53,6 +53,7 @@ def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
     if old.is_root and source.uses_default_reshard:
         unit.policy = source.policy  # a root that has run keeps its parameters after forward; so does its copy
     unit.max_reductions = source.max_reductions
+    unit.transport = source.transport
     unit.all_reduce_hook = source.all_reduce_hook
     unit.groups = [_copy_group(group, unit, memo) for group in source.groups]
     unit.number_parameters()

@@ -15,6 +15,7 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.lanes import Lane
+from shardwise.comm.link import Spans, Transport
 from shardwise.events import Op
 from shardwise.plan.order import Edge
 from shardwise.runtime.gradients import (
@@ -26,6 +27,7 @@ from shardwise.runtime.gradients import (
     set_gradients,
 )
 from shardwise.runtime.journal import Journal
+from shardwise.runtime.links import GroupLink
 from shardwise.runtime.notes import note
 from shardwise.runtime.unit import Unit, is_in_backward
 
@@ -82,6 +84,8 @@ class Engine:
     Attributes:
         units: the units of the root's module tree, root first; ``units[i]`` is number i of every plan.
         lanes, pool: where collectives run and where their memory comes from.
+        spans: when links between ranks may be used.  links: those links, by name of their process group.
+        transport: which links this rank wants.
         journal: the order of the running step, and the plan made from an earlier one.
         is_last_backward: False defers waiting for reductions to a later backward.
         max_reductions: reduce-scatter inputs that may live at once.
@@ -93,6 +97,9 @@ class Engine:
         self.lanes = lanes
         self.pool = pool
         self.journal = Journal()
+        self.spans = Spans()
+        self.links: dict[str, GroupLink] = {}
+        self.transport: Transport = "auto"
         self.is_last_backward = True
         self.max_reductions = 1
         self.post_optim_event: torch.Event | None = None
@@ -189,12 +196,19 @@ class Engine:
             self._abort_backward()
         note("root_pre_forward")
         self.journal.begin()
+        self._enter_span()
         event, self.post_optim_event = self.post_optim_event, None
         for lane in (self.lanes.gather, self.lanes.reduce):
             if event is None:
                 lane.wait_current()
             else:
                 lane.wait_event(event)
+
+    def _enter_span(self) -> None:
+        for unit in self.units:
+            for group in unit.groups:
+                group.ensure_packed()
+        self.spans.begin()
 
     def _end_forward(self, outermost: Unit) -> None:
         for unit in self.units:
@@ -204,8 +218,16 @@ class Engine:
                 unit.awaited = set()
                 if unit is not outermost:
                     unit.reshard_after_forward()
+        self._leave_span()
         if not torch.is_grad_enabled() and not self.journal.has_planned_forward():
             self.journal.replan()
+
+    def _leave_span(self) -> None:
+        try:
+            self.spans.end()
+        except RuntimeError as error:
+            self.spans.abort()
+            raise self.journal.explain(error, "the other ranks at the end of forward or backward") from error
 
     def _abort_forward(self, unit: Unit) -> None:
         unit.awaited = set()
@@ -296,6 +318,7 @@ class Engine:
                 engine._abort_backward()
 
         self._backward = weakref.ref(end, on_death)
+        self._enter_span()
         torch_private.call_after_backward(end)
 
     def finish(self) -> None:
@@ -315,6 +338,10 @@ class Engine:
             if self.is_last_backward:
                 self._commit()
             else:
+                for reduction in self._in_flight:  # while the others' gradients are there to be read
+                    reduction.advance()
+                self._in_flight.clear()
+                self._leave_span()
                 self._keep_held()
         except BaseException:
             self._abort_backward()
@@ -337,6 +364,7 @@ class Engine:
             for launch in self._launched
             for each in launch.reductions
         ]
+        self._leave_span()
         self._keep_held()
         launched, self._launched = self._launched, []
         self._in_flight.clear()
@@ -361,6 +389,7 @@ class Engine:
         """Forget a backward that raised: its gradients, its reductions, its full parameters."""
         self._backward = None
         self._fresh_held.clear()
+        self.spans.abort()
         launched, self._launched = self._launched, []
         self._in_flight.clear()
         for launch in reversed(launched):
@@ -391,6 +420,7 @@ class Engine:
     def reset(self) -> None:
         """Bring every unit back to its shards; gradients held from earlier backwards stay."""
         self._stack.clear()
+        self.spans.abort()
         for unit in self.units:
             unit.holders = 0
             unit.awaited = set()

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.comm.buffers import Lease
-from shardwise.comm.protocol import GatherPieces, Pending
+from shardwise.comm.protocol import GatherEnds, GatherPieces, Pending
 from shardwise.errors import LayoutError
 from shardwise.layout.bucket import align
 from shardwise.runtime.param import UnitParam
@@ -209,6 +209,10 @@ class _MixedPieces:
         self._metadata = metadata
         self._plain_dtype = torch.uint8
         self._plain_bytes = 0
+
+    def buckets(self) -> Sequence[GatherEnds]:
+        """Extensions' results are taken out of one packed buffer."""
+        return ()
 
     def shard(self) -> torch.Tensor:
         parts: list[torch.Tensor] = []

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from shardwise import torch_private
 from shardwise.comm.lanes import Lane
 from shardwise.comm.protocol import Pending, Scale
-from shardwise.layout.bucket import build_bucket
+from shardwise.layout.bucket import Bucket, build_bucket
+from shardwise.layout.shard import Move
 from shardwise.plan.policy import UnitPolicy
 from shardwise.runtime.group import ShardGroup
 from shardwise.runtime.param import UnitParam
@@ -68,8 +68,10 @@ class ReduceLayout:
 
     def __init__(self, params: list[UnitParam], alignment: int, rank: int) -> None:
         self.bucket = build_bucket([param.shard for param in params], alignment)
+        self.names = ", ".join(param.fqn for param in params[:3]) + (f" and {len(params) - 3} more" * (len(params) > 3))
         self.is_even = self.bucket.is_even
         self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
+        self._parts: dict[int, tuple[Move, ...]] = {}
         self._windows = [
             (offset, shard.shard_numel(rank), shard.shard_shape(rank))
             for offset, shard in zip(self.bucket.offsets, self.bucket.shards, strict=True)
@@ -94,6 +96,16 @@ class ReduceLayout:
                 sources.append(full_window(flat, move, 0))
         torch_private.copy_all(targets, sources)
 
+    def full_parts(self, gradients: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
+        """Return the windows of ``gradients`` (row-major) that belong to ``rank``."""
+        parts = self._parts.get(rank)
+        if parts is None:
+            parts = self._parts[rank] = self.bucket.parts(rank)
+        return [
+            gradient.as_strided(move.shape, move.full_stride, gradient.storage_offset() + move.full_offset)
+            for gradient, move in zip(gradients, parts, strict=True)
+        ]
+
     def windows(self, section: torch.Tensor) -> list[torch.Tensor]:
         """Return the shards in this rank's section."""
         return [section.narrow(0, offset, numel).view(shape) for offset, numel, shape in self._windows]
@@ -112,21 +124,37 @@ def _layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) -
 class _Packing:
     """The sending and receiving end of a reduce-scatter."""
 
-    layout: ReduceLayout
+    reduced: ReduceLayout
     gradients: list[torch.Tensor]
     dtype: torch.dtype
     section: torch.Tensor | None = None
+    is_dense: bool = False
+
+    @property
+    def layout(self) -> Bucket:
+        return self.reduced.bucket
+
+    @property
+    def label(self) -> str:
+        return self.reduced.names
 
     @property
     def section_numel(self) -> int:
-        return self.layout.bucket.section_numel
+        return self.reduced.bucket.section_numel
 
     def fill(self, packed: torch.Tensor) -> None:
-        self.layout.pack(self.gradients, packed)
+        self.reduced.pack(self.gradients, packed)
         self.gradients = []
+
+    def full_parts(self, rank: int) -> list[torch.Tensor]:
+        if not self.is_dense:
+            self.gradients = [gradient.contiguous() for gradient in self.gradients]
+            self.is_dense = True
+        return self.reduced.full_parts(self.gradients, rank)
 
     def deliver(self, section: torch.Tensor) -> None:
         self.section = section
+        self.gradients = []
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +169,7 @@ class Reduction:
     packing: _Packing
     pending: Pending | None
     lane: Lane
+    scale: Scale
     replica_scale: Scale
     syncs_replicas: bool
     partial: Gradients
@@ -157,7 +186,7 @@ class Reduction:
                 self.pending.wait()
             section = self._section()
             if self.partial:
-                for param, window in zip(self.params, self.packing.layout.windows(section), strict=True):
+                for param, window in zip(self.params, self.packing.reduced.windows(section), strict=True):
                     if param in self.partial:
                         window.add_(self.partial[param])
             self.pending = None
@@ -177,14 +206,13 @@ class Reduction:
                 if self.hook is not None:
                     self.hook(self._section())
         self.lane.current_waits(self.lane.mark())
-        return dict(zip(self.params, self.packing.layout.windows(self._section()), strict=True))
+        return dict(zip(self.params, self.packing.reduced.windows(self._section()), strict=True))
 
     def cancel(self) -> None:
         """Let the collective end, if it can, and forget its result."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            with contextlib.suppress(RuntimeError):  # a peer may be gone; then the buffers are lost with it
-                pending.wait()
+            pending.cancel()
 
     @property
     def is_collective(self) -> bool:
@@ -198,8 +226,8 @@ class Reduction:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the packed buffer."""
-        return self.packing.section_numel * self.group.axes.num_shards * self.packing.dtype.itemsize
+        """Bytes that it stages."""
+        return _staging(self.group, self.packing, self.scale)
 
     def _section(self) -> torch.Tensor:
         section = self.packing.section
@@ -215,15 +243,39 @@ def launch_reductions(
     lane: Lane,
     hook: Callable[[torch.Tensor], None] | None,
 ) -> list[Reduction]:
-    """Start the reduction of ``gradients``: one per reduce dtype, parameters in the group's order on every rank."""
-    by_dtype: dict[torch.dtype, list[UnitParam]] = {}
-    for param in group.params:
-        if param in gradients:
-            by_dtype.setdefault(group.precision.dtype_of_reduction(param.dtype), []).append(param)
+    """Start the reduction of ``gradients``: one per reduce dtype, parameters in the same order on every rank."""
     return [
         _launch(group, params, [gradients[p] for p in params], dtype, policy, partial, lane, hook)
-        for dtype, params in by_dtype.items()
+        for dtype, params in _by_reduce_dtype(group, gradients)
     ]
+
+
+def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
+    """Return the bytes that the reduction of all trainable parameters stages."""
+    if not group.is_collective:
+        return 0
+    trainable = {param for param in group.params if param.sharded.requires_grad}
+    return sum(
+        _staging(group, _Packing(_layout_of(group, params, dtype), [], dtype), scale_of(group, dtype, policy))
+        for dtype, params in _by_reduce_dtype(group, trainable)
+    )
+
+
+def _staging(group: ShardGroup, packing: _Packing, scale: Scale) -> int:
+    itemsize = packing.dtype.itemsize
+    comm = group.bound_comm.reduce if group.bound_comm is not None else None
+    link = comm.planned_link if comm is not None else None
+    if link is not None and link.takes_scatter(packing, scale):
+        return link.scatter_staging(packing.layout, itemsize)
+    return packing.section_numel * group.axes.num_shards * itemsize
+
+
+def _by_reduce_dtype(group: ShardGroup, chosen: Collection[UnitParam]) -> list[tuple[torch.dtype, list[UnitParam]]]:
+    by_dtype: dict[torch.dtype, list[UnitParam]] = {}
+    for param in group.by_size:
+        if param in chosen:
+            by_dtype.setdefault(group.precision.dtype_of_reduction(param.dtype), []).append(param)
+    return list(by_dtype.items())
 
 
 def _launch(
@@ -238,7 +290,7 @@ def _launch(
 ) -> Reduction:
     layout = _layout_of(group, params, dtype)
     packing = _Packing(layout, gradients, dtype)
-    scale = _scale(group, dtype, policy)
+    scale = scale_of(group, dtype, policy)
     mine = {param: partial[param] for param in params if param in partial}
     pending: Pending | None = None
     replica_scale = _replica_scale(scale)
@@ -252,13 +304,15 @@ def _launch(
             section.div_(scale.divisor)
     else:
         pending = comm.reduce_scatter(packing, scale)
-    reduction = Reduction(group, params, packing, pending, lane, replica_scale, policy.syncs_replicas, mine, hook)
+    reduction = Reduction(
+        group, params, packing, pending, lane, scale, replica_scale, policy.syncs_replicas, mine, hook
+    )
     if lane.is_concurrent:
         reduction.advance()
     return reduction
 
 
-def _scale(group: ShardGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale:
+def scale_of(group: ShardGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale:
     """Return the scale of the reduce-scatter; the all-reduce after it takes :func:`_replica_scale`."""
     risky = dtype not in (torch.float32, torch.float64, torch.bfloat16)
     size = group.axes.num_shards * group.axes.num_replicas

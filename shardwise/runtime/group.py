@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,9 +13,11 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
-from shardwise.comm.protocol import Communicator, Pending
+from shardwise.comm.link import Link
+from shardwise.comm.protocol import GatherEnds, Pending
+from shardwise.comm.routes import RoutedCommunicator
 from shardwise.errors import StateError
-from shardwise.layout.bucket import build_bucket
+from shardwise.layout.bucket import build_bucket, by_size
 from shardwise.layout.shard import ChunkShard
 from shardwise.runtime.axes import MeshAxes
 from shardwise.runtime.extension import ExtensionParams
@@ -29,10 +32,10 @@ from shardwise.runtime.shards import FlatBucket, FullBuffer, Shards, make_full_p
 class GroupComm:
     """How a group talks: along the shard axis, along the replica axis, and along the smaller mesh after forward."""
 
-    shards: Communicator | None
-    reduce: Communicator | None
-    replicas: Communicator | None
-    sub: Communicator | None = None
+    shards: RoutedCommunicator | None
+    reduce: RoutedCommunicator | None
+    replicas: RoutedCommunicator | None
+    sub: RoutedCommunicator | None = None
 
 
 @dataclass(slots=True)
@@ -41,6 +44,10 @@ class _Delivery:
 
     group: ShardGroup
     shards: Shards
+    ends: Sequence[GatherEnds] = ()
+
+    def buckets(self) -> Sequence[GatherEnds]:
+        return self.ends
 
     def shard(self) -> torch.Tensor:
         return self.shards.section()
@@ -49,11 +56,32 @@ class _Delivery:
         self.shards.unpack(packed, self.group.hold_fulls())
 
 
+class _BucketEnds:
+    """One bucket of a group, for transports that move parts."""
+
+    def __init__(self, group: ShardGroup, shards: Shards, number: int) -> None:
+        self._group_ref, self._shards, self._number = weakref.ref(group), shards, number
+        self._bucket = bucket = shards.buckets[number]
+        self.layout, self.dtype, self.full_dtype = bucket.layout, bucket.dtype, bucket.full_dtype
+
+    @property
+    def home(self) -> int | None:
+        return self._bucket.home
+
+    def section(self) -> torch.Tensor:
+        return self._shards.section_of(self._bucket)
+
+    def full_parts(self, rank: int) -> list[torch.Tensor]:
+        group = self._group_ref()
+        assert group is not None
+        return self._shards.full_parts(self._number, rank, group.hold_full(self._number))
+
+
 class ShardGroup:
     """Parameters of one unit that share a mesh.
 
     Attributes:
-        params: in the order of the modules.
+        params: in the order of the modules.  by_size: the order in memory, large ones first.
         is_collective: gathering and reducing take a collective.
         axes: the data-parallel mesh.  sub_axes: the smaller one that parameters go to after forward, if any.
     """
@@ -67,6 +95,7 @@ class ShardGroup:
         device: torch.device,
     ) -> None:
         self.params = params
+        self.by_size = [params[index] for index in by_size([param.shard for param in params])]
         self._members = set(params)
         self.axes = axes
         self.sub_axes: MeshAxes | None = None
@@ -81,6 +110,7 @@ class ShardGroup:
         self._main: Shards | None = None
         self._sub: Shards | None = None
         self._fulls: list[FullBuffer] = []
+        self._ends: list[_BucketEnds] = []
         self.custom_all_gather: AllGatherFunction | None = None
         self.custom_reduce_scatter: ReduceScatterFunction | None = None
         self.reduce_process_group: dist.ProcessGroup | None = None
@@ -97,9 +127,31 @@ class ShardGroup:
         return torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.device
 
     @property
-    def packed_bytes(self) -> int:
-        """Bytes of staging that an all-gather needs; 0 when nothing is gathered."""
-        return self._main.packed_bytes if self._main is not None and self.is_collective else 0
+    def gather_staging(self) -> tuple[int, bool]:
+        """Bytes that a launched all-gather holds, and whether its full parameters are among them."""
+        if self._main is None or not self.is_collective:
+            return 0, False
+        link = self._planned_link()
+        if link is None:
+            return self._main.packed_bytes, False
+        stagings = [link.gather_staging(bucket.layout, bucket.full_dtype.itemsize) for bucket in self._main.buckets]
+        in_place = any(is_in_place for _, is_in_place in stagings)
+        return sum(num_bytes for num_bytes, _ in stagings) + (self.full_bytes if in_place else 0), in_place
+
+    @property
+    def route(self) -> str:
+        """How parameters travel, as far as it is known: the name of a link, "collectives", or "" for not at all."""
+        if self._main is None or not self.is_collective:
+            return ""
+        link = self._planned_link()
+        return "collectives" if link is None else link.name
+
+    def _planned_link(self) -> Link | None:
+        comm = self._comm.shards if self._comm is not None else None
+        link = comm.planned_link if comm is not None else None
+        if link is None or self._main is None or self.extended.params:
+            return None
+        return link if link.takes_gather(_Delivery(self, self._main, self._ends)) else None
 
     @property
     def members(self) -> set[UnitParam]:
@@ -107,21 +159,27 @@ class ShardGroup:
         return self._members
 
     @property
-    def reduce_bytes(self) -> int:
-        """Bytes of staging that the reduction of all trainable parameters needs."""
-        if not self.is_collective:
-            return 0
-        sections = (
-            param.shard.section_numel * self.precision.dtype_of_reduction(param.dtype).itemsize
-            for param in self.params
-            if param.sharded.requires_grad
-        )
-        return self.axes.num_shards * sum(sections)
-
-    @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters beyond the shards."""
         return sum(full.num_bytes for full in self._fulls)
+
+    @property
+    def main_buckets(self) -> Sequence[FlatBucket]:
+        """The sections of all ranks' shards, as they are now."""
+        return self._main.buckets if self._main is not None else ()
+
+    def forget_homes(self) -> None:
+        """Take it that no section lies in shared memory: what it lay in is no link's any more."""
+        for bucket in self.main_buckets:
+            bucket.home = None
+
+    def largest_reductions(self) -> list[tuple[int, int]]:
+        """Return (elements of a section, bytes of an element) of the reduction of all parameters, per reduce dtype."""
+        by_dtype: dict[torch.dtype, int] = {}
+        for param in self.params:
+            dtype = self.precision.dtype_of_reduction(param.dtype)
+            by_dtype[dtype] = by_dtype.get(dtype, 0) + param.shard.section_numel
+        return [(numel, dtype.itemsize) for dtype, numel in by_dtype.items()]
 
     def ensure_packed(self) -> None:
         """Gather the shards into flat memory again if user code has replaced a parameter or its memory."""
@@ -149,12 +207,13 @@ class ShardGroup:
         plain = [param for param in self.params if not self.extended.wants(param)]
         self.extended.adopt([param for param in self.params if self.extended.wants(param)])
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[UnitParam]] = {}
-        for param in plain:
+        for param in (each for each in self.by_size if each in set(plain)):
             by_dtype.setdefault((param.dtype, self.precision.dtype_of_full(param.dtype)), []).append(param)
         buckets = [self._make_bucket(params, *dtypes) for dtypes, params in by_dtype.items()]
         self._main = Shards(buckets, self.axes.num_shards, self.device)
         self._sub = None
         self._fulls = [self._make_full(bucket) for bucket in buckets]
+        self._ends = [_BucketEnds(self, self._main, number) for number in range(len(buckets))]
         for param in plain:
             param.full = None
             param.is_hooked = False
@@ -201,6 +260,11 @@ class ShardGroup:
         return self._pool
 
     @property
+    def bound_comm(self) -> GroupComm | None:
+        """How the group talks, None before an engine is there."""
+        return self._comm
+
+    @property
     def comm(self) -> GroupComm:
         """How the group talks."""
         if self._comm is None:
@@ -209,13 +273,16 @@ class ShardGroup:
             )
         return self._comm
 
-    def gather(self, from_sub: bool) -> Pending | None:
-        """Launch the all-gather of the full parameters; None if there is nothing to wait for."""
-        if not from_sub:
+    def gather(self, from_sub: bool, checks: bool = True) -> Pending | None:
+        """Launch the all-gather of the full parameters; None if there is nothing to wait for.
+
+        ``checks=False``: the caller knows that nobody has replaced a parameter since the last check.
+        """
+        if not from_sub and (checks or self._main is None):
             self.ensure_packed()
         shards, comm = (self._sub, self.comm.sub) if from_sub else (self._main, self.comm.shards)
         assert shards is not None
-        delivery = _Delivery(self, shards)
+        delivery = _Delivery(self, shards, () if from_sub or self.extended.params else self._ends)
         if self.extended.params and not from_sub:
             return self.extended.gather(delivery, len(shards.buckets))
         if not shards.buckets:
@@ -225,6 +292,10 @@ class ShardGroup:
                 delivery.deliver(delivery.shard())
             return None
         return comm.all_gather(delivery)
+
+    def hold_full(self, number: int) -> torch.Tensor:
+        """Return the 1-D full buffer of bucket ``number``, with memory under it."""
+        return self._fulls[number].hold(self.pool)
 
     def hold_fulls(self) -> list[torch.Tensor]:
         """Return the 1-D full buffers, with memory under them."""

@@ -131,19 +131,21 @@ class Journal:
 
     def facts(self) -> tuple[UnitFacts, ...]:
         """Return what planning needs to know of every unit."""
-        numbers = self._numbers
-        return tuple(
-            UnitFacts(
-                name=unit.name,
-                policy=unit.policy,
-                packed_bytes=unit.packed_bytes,
-                full_bytes=unit.full_bytes,
-                reduce_bytes=unit.reduce_bytes,
-                borrows=tuple(numbers[other] for other in unit.borrows),
-                forward_prefetch=_numbers_of(unit.forward_prefetch, numbers),
-                backward_prefetch=_numbers_of(unit.backward_prefetch, numbers),
-            )
-            for unit in self._units
+        return tuple(self._facts_of(unit) for unit in self._units)
+
+    def _facts_of(self, unit: Unit) -> UnitFacts:
+        gather_bytes, in_place = unit.gather_staging
+        return UnitFacts(
+            name=unit.name,
+            policy=unit.policy,
+            gather_bytes=gather_bytes,
+            in_place=in_place,
+            full_bytes=unit.full_bytes,
+            reduce_bytes=unit.reduce_bytes,
+            route=unit.route,
+            borrows=tuple(self._numbers[other] for other in unit.borrows),
+            forward_prefetch=_numbers_of(unit.forward_prefetch, self._numbers),
+            backward_prefetch=_numbers_of(unit.backward_prefetch, self._numbers),
         )
 
 

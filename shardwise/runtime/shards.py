@@ -42,6 +42,7 @@ class FlatBucket:
         dtype: of the shards.  full_dtype: of the all-gather and the full parameters.
         local: 1-D, ``layout.section_numel`` elements: this rank's section; every shard is a view of it.
         byte_offset: where the bucket starts in a section that several buckets share.
+        home: where ``local`` starts in the segment that ranks of this host share, if it lies there.
     """
 
     params: list[UnitParam]
@@ -50,6 +51,13 @@ class FlatBucket:
     full_dtype: torch.dtype
     local: torch.Tensor
     byte_offset: int = 0
+    home: int | None = None
+
+    def move_home(self, memory: torch.Tensor, home: int) -> None:
+        """Let the section live in ``memory`` (1-D, of the same size and dtype); every view of it moves along."""
+        memory.copy_(self.local)
+        torch_private.swap_storage(self.local.untyped_storage(), memory.untyped_storage())
+        self.home = home
 
 
 class FullBuffer:
@@ -123,6 +131,7 @@ class Shards:
         self._section_bytes = offset
         self._moves = [self._bucket_moves(bucket) for bucket in buckets]
         self._full_windows: list[list[torch.Tensor]] | None = None
+        self._full_parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
         self._is_even = len(buckets) == 1 and buckets[0].layout.is_even
 
@@ -153,14 +162,26 @@ class Shards:
     def section(self) -> torch.Tensor:
         """Return this rank's section in the dtype of the all-gather, on the device: the shards themselves if they are that."""
         if len(self.buckets) == 1:
-            bucket = self.buckets[0]
-            return bucket.local.to(self._device, bucket.full_dtype, non_blocking=True)
+            return self.section_of(self.buckets[0])
         section = torch.empty(self._section_bytes, dtype=torch.uint8, device=self._device)
         for bucket in self.buckets:
             numel = bucket.layout.section_numel
             window = section.narrow(0, bucket.byte_offset, numel * bucket.full_dtype.itemsize).view(bucket.full_dtype)
             window.copy_(bucket.local, non_blocking=True)
         return section
+
+    def section_of(self, bucket: FlatBucket) -> torch.Tensor:
+        """Return this rank's section of one bucket in the dtype of the all-gather, on the device."""
+        return bucket.local.to(self._device, bucket.full_dtype, non_blocking=True)
+
+    def full_parts(self, number: int, rank: int, full: torch.Tensor) -> list[torch.Tensor]:
+        """Return the windows of ``full`` (bucket ``number``'s full buffer) that ``rank``'s shards go to."""
+        parts = self._full_parts.get((number, rank))
+        if parts is None:
+            layout = self.buckets[number].layout
+            moves = zip(layout.parts(rank), layout.full_offsets, strict=True)
+            parts = self._full_parts[number, rank] = [full_window(full, move, base) for move, base in moves]
+        return parts
 
     def unpack(self, packed: torch.Tensor, fulls: Sequence[torch.Tensor]) -> None:
         """Copy every shard from the packed buffer to its place in the full buffers."""

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
+from shardwise.comm.link import Transport
 from shardwise.events import Call, Event, Op
 from shardwise.plan.policy import UnitPolicy
-from shardwise.runtime.gradients import Gradients, in_reduce_dtype, take_gradients
+from shardwise.runtime.gradients import Gradients, in_reduce_dtype, planned_scatter_bytes, take_gradients
 from shardwise.runtime.group import ShardGroup
 from shardwise.runtime.param import UnitParam
 from shardwise.runtime.precision import MixedPrecisionPolicy
@@ -39,6 +40,7 @@ class Unit:
         awaited: ids of the modules that have not run yet in a forward that has begun; only units of several modules wait.
         uses_default_reshard: ``reshard_after_forward`` was not given, so a root keeps its parameters.
         max_reductions: reduce-scatter inputs that may live at once; the largest of an engine's units holds.
+        transport: how its engine's ranks may exchange tensors, if the user has said so of this unit; a root's holds.
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
         ended_late: its last backward ended without some gradient, at the end of the whole backward.
     """
@@ -62,6 +64,7 @@ class Unit:
         self.ended_late = False
         self.uses_default_reshard = False
         self.max_reductions = 1
+        self.transport: Transport | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
@@ -106,12 +109,24 @@ class Unit:
     @property
     def reduce_bytes(self) -> int:
         """Staging bytes of the reduction of all trainable parameters."""
-        return sum(group.reduce_bytes for group in self.groups)
+        return sum(planned_scatter_bytes(group, self.policy) for group in self.groups)
 
     @property
-    def packed_bytes(self) -> int:
-        """Staging bytes of one unshard."""
-        return sum(group.packed_bytes for group in self.groups)
+    def gather_staging(self) -> tuple[int, bool]:
+        """Bytes that a launched unshard holds, and whether (all of) the full parameters are among them."""
+        stagings = [group.gather_staging for group in self.groups]
+        if all(is_in_place for _, is_in_place in stagings):
+            return sum(num_bytes for num_bytes, _ in stagings), bool(stagings)
+        # Of groups that do not agree, the full parameters count when they are waited for.
+        held = sum(
+            group.full_bytes for group, (_, is_in_place) in zip(self.groups, stagings, strict=True) if is_in_place
+        )
+        return sum(num_bytes for num_bytes, _ in stagings) - held, False
+
+    @property
+    def route(self) -> str:
+        """How parameters travel: the names of links, as far as they are known."""
+        return ", ".join(dict.fromkeys(route for group in self.groups if (route := group.route)))
 
     @property
     def full_bytes(self) -> int:
@@ -131,10 +146,10 @@ class Unit:
         check_move(self.name, self.state, new)
         self.state = new
 
-    def note(self, op: Op, num_bytes: int = 0) -> None:
+    def note(self, op: Op, num_bytes: int = 0, in_place: bool = False) -> None:
         """Tell the engine's instruments what this unit has just done."""
         if self.emit is not None:
-            self.emit(Call(op, self.name, num_bytes))
+            self.emit(Call(op, self.name, num_bytes, in_place))
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
         engine = self.engine_ref()
@@ -150,9 +165,11 @@ class Unit:
         if engine is not None and not engine.is_in_step:
             engine.lanes.gather.wait_current()  # an optimizer may have just changed the shards
         from_sub = isinstance(self.state, Subsharded)
-        pending = tuple(p for group in self.groups if (p := group.gather(from_sub)) is not None)
+        checks = engine is None or not engine.is_in_step
+        pending = tuple(p for group in self.groups if (p := group.gather(from_sub, checks)) is not None)
         self._enter(Gathering(pending))
-        self.note(Op.UNSHARD, self.packed_bytes)
+        num_bytes, is_in_place = self.gather_staging
+        self.note(Op.UNSHARD, num_bytes, is_in_place)
 
     def wait(self) -> None:
         """Register the full parameters once the all-gather has delivered them; launches it if nobody has."""
@@ -189,13 +206,13 @@ class Unit:
 
     def abandon(self) -> None:
         """Reshard after a failure: an all-gather that cannot end any more is forgotten."""
-        try:
-            self.reshard()
-        except RuntimeError:
-            for group in self.groups:
-                group.register_sharded()
-                group.drop_sub()
-            self.state = Sharded()
+        if isinstance(self.state, Gathering):
+            for pending in self.state.pending:
+                pending.cancel()
+        for group in self.groups:
+            group.register_sharded()
+            group.drop_sub()
+        self.state = Sharded()
 
     def reshard_after_forward(self) -> None:
         """Do what the policy says at the end of forward."""

@@ -1,0 +1,145 @@
+"""How the ranks of a group find out by which link they can talk: through the store, so that one that does not come is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardwise.comm.link import TRANSPORTS, Transport
+from shardwise.comm.segment import Segment, SegmentAddress
+from shardwise.errors import DesyncError
+
+_log = logging.getLogger(__name__)
+_ORDERED_STORES = ("x86_64", "AMD64")  # architectures whose stores other cores see in order
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a rank brings: the transport it wants, the segment it needs, and a digest of what will lie in it."""
+
+    transport: Transport
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What the ranks agreed on: the segments of all ranks (``segments[rank]``) if they share memory, else None."""
+
+    transport: Transport
+    segments: tuple[Segment, ...] | None = None
+    pids: tuple[int, ...] = ()
+
+
+def meet(group: dist.ProcessGroup, store: dist.Store, offer: Offer, timeout_s: float) -> Meeting:
+    """Meet the other ranks of ``group``.  Collective.
+
+    Raises: DesyncError on every rank if one does not come within ``timeout_s`` seconds or brings another digest.
+    """
+    rank, size = group.rank(), group.size()
+    ranks = [dist.get_global_rank(group, index) for index in range(size)]
+    topic = f"shardwise/link/{'-'.join(map(str, ranks))}"
+    number = store.add(f"{topic}/{rank}", 1)
+    desk = _Desk(store, f"{topic}/{number}", rank, ranks, timeout_s)
+    own: Segment | None = None
+    problem = ""
+    if offer.transport == "auto":
+        own, problem = _create(offer.num_bytes)
+    address = own.address if own is not None else None
+    facts = [offer.transport, offer.digest, _host_id(), problem, *_fields(address)]
+    theirs = desk.exchange("offer", json.dumps(facts))
+    found = [json.loads(text) for text in theirs]
+    _compare_digests([fields[1] for fields in found], ranks, rank)
+    transport = max((fields[0] for fields in found), key=TRANSPORTS.index)
+    if transport != "auto":
+        return Meeting(transport)
+    segments, problem = _open_all(found, rank, own)
+    problems = [text for text in desk.exchange("opened", problem) if text]
+    if problems or segments is None:
+        if rank == 0:
+            _log.warning("ranks %s do not share memory (%s); they use the network", ranks, problems[0])
+        return Meeting(transport)
+    return Meeting(transport, segments, tuple(fields[4] for fields in found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Desk:
+    store: dist.Store
+    prefix: str
+    rank: int
+    ranks: Sequence[int]
+    timeout_s: float
+
+    def exchange(self, what: str, text: str) -> list[str]:
+        """Return what every rank has put down; each leaves its own."""
+        self.store.set(f"{self.prefix}/{what}/{self.rank}", text)
+        return [self._read(f"{self.prefix}/{what}/{index}", index) for index in range(len(self.ranks))]
+
+    def _read(self, key: str, index: int) -> str:
+        try:
+            self.store.wait([key], timedelta(seconds=self.timeout_s))
+            return self.store.get(key).decode()
+        except (RuntimeError, ValueError) as error:
+            raise DesyncError(
+                f"rank {self.ranks[index]} did not come to its first forward or backward within {self.timeout_s:g} s of "
+                f"rank {self.ranks[self.rank]}; every rank must run the same units in the same order"
+            ) from error
+
+
+def _compare_digests(digests: Sequence[str], ranks: Sequence[int], rank: int) -> None:
+    for other, digest in enumerate(digests):
+        if digest != digests[rank]:
+            raise DesyncError(
+                f"rank {ranks[other]} and rank {ranks[rank]} have shards of different sizes or dtypes; build the same model "
+                "and apply fully_shard to the same modules on every rank"
+            )
+
+
+def _create(num_bytes: int) -> tuple[Segment | None, str]:
+    if platform.machine() not in _ORDERED_STORES:
+        return None, f"the order of stores is not defined on {platform.machine()}"
+    try:
+        return Segment.create(num_bytes), ""
+    except (OSError, AttributeError) as error:
+        return None, f"no shared memory: {error}"
+
+
+def _fields(address: SegmentAddress | None) -> list[int | str]:
+    return [0, 0, 0, ""] if address is None else [address.pid, address.fd, address.num_bytes, address.token]
+
+
+def _open_all(
+    found: Sequence[Sequence[object]], rank: int, own: Segment | None
+) -> tuple[tuple[Segment, ...] | None, str]:
+    problem = next((str(fields[3]) for fields in found if fields[3]), "")
+    if not problem and len({fields[2] for fields in found}) > 1:
+        problem = "they are on different hosts"
+    if not problem and len({fields[4] for fields in found}) < len(found):
+        problem = "some are threads of one process"
+    if problem or own is None:
+        return None, problem or "no segment of its own"
+    segments: list[Segment] = []
+    for other, fields in enumerate(found):
+        pid, fd, num_bytes, token = fields[4:]
+        if other == rank:
+            segments.append(own)
+            continue
+        try:
+            segments.append(Segment.open(SegmentAddress(int(str(pid)), int(str(fd)), int(str(num_bytes)), str(token))))
+        except OSError as error:
+            return None, f"rank {rank} cannot open the memory of rank {other}: {error}"
+    return tuple(segments), ""
+
+
+def _host_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()

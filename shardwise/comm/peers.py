@@ -1,0 +1,254 @@
+"""Sends and receives between the ranks of a gloo group: parts go straight between full tensors and sections.
+
+Gloo's own all-gather fills one buffer that must be copied out, and its reduce-scatter is an all-reduce: twice the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise import torch_private
+from shardwise.comm.buffers import BufferPool, Lease
+from shardwise.comm.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
+from shardwise.comm.protocol import GatherEnds, GatherPieces, Pending, Scale, ScatterPieces
+from shardwise.errors import DesyncError
+from shardwise.layout.bucket import Bucket
+
+# Apart from tags that users of the same group are likely to choose.
+_TAG_SPAN, _TAG_GATHER, _TAG_SCATTER = 0x5A00, 0x5A01, 0x5A02
+MAX_RANKS = 32  # beyond, a message per peer and tensor costs more than the copies it saves
+MIN_SECTION_BYTES = 64 * 1024  # below, one collective costs less than two messages per peer
+
+
+class PeerLink:
+    """Point-to-point messages in place of collectives; for groups of up to ``MAX_RANKS`` ranks."""
+
+    name = "send/recv"
+
+    def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        # Each rank starts with its right neighbour, so that not all of them send to the same one first.
+        self.peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
+        self.pool = pool
+        self._span = 0
+        self._sends: list[dist.Work] = []
+
+    # ---- spans ----
+
+    def open(self, wants_collectives: bool) -> bool:
+        self._span += 1
+        mine = torch.tensor([self._span, wants_collectives], dtype=torch.int64)
+        theirs = {peer: torch.empty_like(mine) for peer in self.peers}
+        works = [self.send(mine, peer, _TAG_SPAN) for peer in self.peers]
+        works += [self.recv(theirs[peer], peer, _TAG_SPAN) for peer in self.peers]
+        for work in works:
+            work.wait()
+        for peer, (span, wants) in ((peer, words.tolist()) for peer, words in theirs.items()):
+            if span != self._span:
+                raise DesyncError(
+                    f"rank {peer} is in its forward or backward number {span}, rank {self.rank} in number {self._span}; "
+                    "every rank must run the same forwards and backwards in the same order"
+                )
+            wants_collectives = wants_collectives or bool(wants)
+        return not wants_collectives
+
+    def close(self) -> None:
+        sends, self._sends = self._sends, []
+        for work in sends:
+            work.wait()
+
+    def abort(self) -> None:
+        # Messages that were not received stay with the backend, as an interrupted collective would.
+        self._sends.clear()
+
+    # ---- collectives ----
+
+    def takes_gather(self, pieces: GatherPieces) -> bool:
+        buckets = pieces.buckets()
+        return bool(buckets) and all(_is_worth(each.layout, each.full_dtype.itemsize) for each in buckets)
+
+    def takes_scatter(self, pieces: ScatterPieces, scale: Scale) -> bool:
+        return _is_worth(pieces.layout, pieces.dtype.itemsize) and can_sum_in_parts(scale, self.size)
+
+    def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
+        return (self.size - 1) * layout.tail_numel * itemsize, True
+
+    def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
+        return ((self.size - 1) * layout.section_numel + self.size * layout.tail_numel) * itemsize
+
+    def all_gather(self, pieces: GatherPieces) -> Pending:
+        return _Gather(self, pieces)
+
+    def reduce_scatter(self, pieces: ScatterPieces, scale: Scale) -> Pending:
+        return _Scatter(self, pieces, scale)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Launch; ``tensor``: contiguous, unchanged until the message is received."""
+        return self.group.send([tensor], peer, tag)
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Launch."""
+        return self.group.recv([tensor], peer, tag)
+
+    def wait_sends_at_close(self, works: list[dist.Work]) -> None:
+        """Leave these sends to the end of the span: what they read does not change before."""
+        self._sends = [work for work in self._sends if not work.is_completed()] + works
+
+
+class _Gather:
+    """Large parts are received where they belong, the small ones of each bucket as one message."""
+
+    def __init__(self, link: PeerLink, pieces: GatherPieces) -> None:
+        self._link = link
+        self._buckets: list[_GatherBucket] | None = [_GatherBucket(link, ends) for ends in pieces.buckets()]
+
+    def wait(self) -> None:
+        buckets, self._buckets = self._buckets, None
+        for bucket in buckets or ():
+            bucket.finish()
+
+    def cancel(self) -> None:
+        buckets, self._buckets = self._buckets, None
+        for bucket in buckets or ():
+            bucket.cancel()
+
+
+class _GatherBucket:
+    def __init__(self, link: PeerLink, ends: GatherEnds) -> None:
+        self._link, self._ends = link, ends
+        layout, large = ends.layout, ends.layout.num_large
+        self._section = section = ends.section()
+        mine = section_parts(layout, section, link.rank)[:large]
+        tail = section.narrow(0, layout.tail_start, layout.tail_numel)
+        tail_bytes = layout.tail_numel * section.element_size()
+        self._leases = {peer: link.pool.lease(tail_bytes) for peer in link.peers}
+        self._sends: list[dist.Work] = []
+        self._recvs: list[dist.Work] = []
+        for peer in link.peers:
+            for part, target in zip(mine, ends.full_parts(peer)[:large], strict=True):
+                if target.numel():
+                    self._recvs.append(_receive(link, target, peer, _TAG_GATHER))
+                if part.numel():
+                    self._sends.append(link.send(part.reshape(-1), peer, _TAG_GATHER))
+            if layout.tail_numel:
+                self._recvs.append(link.recv(self._leases[peer].tensor(section.dtype), peer, _TAG_GATHER))
+                self._sends.append(link.send(tail, peer, _TAG_GATHER))
+
+    def finish(self) -> None:
+        layout, link = self._ends.layout, self._link
+        torch_private.copy_all(self._ends.full_parts(link.rank), section_parts(layout, self._section, link.rank))
+        for work in self._recvs:
+            work.wait()
+        first = layout.num_large
+        if layout.tail_numel:
+            for peer, lease in self._leases.items():
+                tail = lease.tensor(self._section.dtype)
+                torch_private.copy_all(self._ends.full_parts(peer)[first:], section_parts(layout, tail, peer, first))
+        if self._section.dtype is self._ends.dtype:
+            link.wait_sends_at_close(self._sends)  # they read the shards
+        else:
+            for work in self._sends:
+                work.wait()
+        self._release()
+
+    def cancel(self) -> None:
+        _let_end(self._recvs + self._sends)
+        self._release()
+
+    def _release(self) -> None:
+        for lease in self._leases.values():
+            lease.release()
+
+
+class _Scatter:
+    """Large gradients are sent from where they are, the small ones for each peer as one message."""
+
+    def __init__(self, link: PeerLink, pieces: ScatterPieces, scale: Scale) -> None:
+        self._link, self._scale = link, scale
+        self._pieces: ScatterPieces | None = pieces
+        layout, dtype, large = pieces.layout, pieces.dtype, pieces.layout.num_large
+        self._received = {peer: link.pool.lease(layout.section_numel * dtype.itemsize) for peer in link.peers}
+        self._tails = [link.pool.lease(layout.tail_numel * dtype.itemsize) for _ in range(link.size)]
+        self._works: list[dist.Work] = []
+        self._packed: list[torch.Tensor] = []
+        for peer in link.peers:
+            section = self._received[peer].tensor(dtype)
+            theirs = pieces.full_parts(peer)
+            for window, part in zip(section_parts(layout, section, link.rank)[:large], theirs[:large], strict=True):
+                if window.numel():
+                    self._works.append(link.recv(window.reshape(-1), peer, _TAG_SCATTER))
+                if part.numel():
+                    flat = part.reshape(-1)  # a copy if the parameter is not cut along dim 0
+                    self._packed.append(flat)
+                    self._works.append(link.send(flat, peer, _TAG_SCATTER))
+            if layout.tail_numel:
+                tail = self._tails[peer].tensor(dtype)
+                pack_parts(layout, theirs, tail, peer, large)
+                window = section.narrow(0, layout.tail_start, layout.tail_numel)
+                self._works.append(link.recv(window, peer, _TAG_SCATTER))
+                self._works.append(link.send(tail, peer, _TAG_SCATTER))
+
+    def wait(self) -> None:
+        pieces, self._pieces = self._pieces, None
+        if pieces is None:
+            return
+        for work in self._works:
+            work.wait()
+        link, layout, dtype = self._link, pieces.layout, pieces.dtype
+        own = pieces.full_parts(link.rank)
+        tail = self._tails[link.rank].tensor(dtype)
+        pack_parts(layout, own, tail, link.rank, layout.num_large)
+        sections = [None if rank == link.rank else self._received[rank].tensor(dtype) for rank in range(link.size)]
+        out = torch.empty(layout.section_numel, dtype=dtype)
+        sum_sections(layout, own, tail, sections, self._scale, link.rank, out)
+        self._release()
+        pieces.deliver(out)
+
+    def cancel(self) -> None:
+        if self._pieces is not None:
+            self._pieces = None
+            _let_end(self._works)
+            self._release()
+
+    def _release(self) -> None:
+        self._packed.clear()
+        for lease in (*self._received.values(), *self._tails):
+            lease.release()
+
+
+def _receive(link: PeerLink, target: torch.Tensor, peer: int, tag: int) -> Any:
+    if target.is_contiguous():
+        return link.recv(target.reshape(-1), peer, tag)
+    return _ReceiveAndCopy(link, target, peer, tag)
+
+
+class _ReceiveAndCopy:
+    """A receive into a strided window: parameters that are not cut along dim 0."""
+
+    def __init__(self, link: PeerLink, target: torch.Tensor, peer: int, tag: int) -> None:
+        self._target = target
+        self._lease: Lease = link.pool.lease(target.numel() * target.element_size())
+        self._buffer = self._lease.tensor(target.dtype)
+        self._work = link.recv(self._buffer, peer, tag)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._target.copy_(self._buffer.view(self._target.shape))
+        self._lease.release()
+
+
+def _let_end(works: list[Any]) -> None:
+    for work in works:
+        try:
+            work.wait()
+        except RuntimeError:  # a peer may be gone; then the buffers are lost with it
+            return
+
+
+def _is_worth(layout: Bucket, itemsize: int) -> bool:
+    return layout.section_numel * itemsize >= MIN_SECTION_BYTES

@@ -1,0 +1,114 @@
+"""Memory that processes of one host share: nameless files, gone with the last process that maps them, even after kill -9."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+_TOKEN_BYTES = 16
+WORDS_START = 64  # bytes; the token and room before it
+NUM_WORDS = 504
+HEADER_BYTES = WORDS_START + 8 * NUM_WORDS  # one page
+_MAP_FIXED = 0x10
+
+# Segments that a forked child must be cut off from: it inherits shared mappings.
+_live: weakref.WeakSet[Segment] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentAddress:
+    """What another process of the host needs to map a segment."""
+
+    pid: int
+    fd: int
+    num_bytes: int
+    token: str
+
+
+class Segment:
+    """A shared mapping: a header page with 64-bit words that one process writes and others poll, then bytes.
+
+    Attributes:
+        words: the header's words; aligned 8-byte loads and stores.
+        num_bytes: size, header included.
+    """
+
+    def __init__(self, fd: int, num_bytes: int, token: bytes | None) -> None:
+        self._fd = fd
+        self._map = mmap.mmap(fd, num_bytes)
+        self.num_bytes = num_bytes
+        if token is not None:
+            self._map[:_TOKEN_BYTES] = token
+        self.token = self._map[:_TOKEN_BYTES].hex()
+        self.words = memoryview(self._map)[WORDS_START:HEADER_BYTES].cast("q")
+        weakref.finalize(self, os.close, fd)
+        _live.add(self)
+
+    @classmethod
+    def create(cls, num_bytes: int) -> Segment:
+        """Return a new segment of zeros; pages take memory when they are first written.
+
+        Raises: OSError where the platform has no memfds or no memory is left; AttributeError outside of Linux.
+        """
+        fd = os.memfd_create("shardwise", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, num_bytes)
+            return cls(fd, num_bytes, secrets.token_bytes(_TOKEN_BYTES))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def open(cls, address: SegmentAddress) -> Segment:
+        """Map another process's segment.
+
+        Raises: OSError if that process is not of this host, container or user, or the file there is another.
+        """
+        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size != address.num_bytes:
+                raise OSError(f"process {address.pid} has another file there")
+            found = cls(fd, address.num_bytes, None)
+        except BaseException:
+            os.close(fd)
+            raise
+        if found.token != address.token:
+            raise OSError(f"process {address.pid} has another file there")
+        return found
+
+    @property
+    def address(self) -> SegmentAddress:
+        """How other processes find this segment, which this process has made."""
+        return SegmentAddress(os.getpid(), self._fd, self.num_bytes, self.token)
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``numel`` elements from byte ``offset`` as a 1-D tensor whose storage starts there.
+
+        The mapping lives as long as the storage.
+        """
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
+
+    def make_private(self) -> None:
+        """Replace the mapping by one that others do not see writes to (and whose writes of others may show)."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        libc.mmap(address, self.num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, self._fd, 0)
+
+
+def _after_fork_in_child() -> None:
+    for segment in list(_live):
+        segment.make_private()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
