@@ -13,7 +13,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from shardwise import MixedPrecisionPolicy, ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard, replicate
+from shardwise import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ShardedOptimizer,
+    ZeroRedundancyOptimizer,
+    fully_shard,
+    replicate,
+)
 from shardwise.errors import ConfigError
 from shardwise.recipes.bench import peers
 from shardwise.recipes.bench.setup import LR, Setup, adamw, fused_adamw
@@ -47,12 +54,12 @@ class Contender:
 
 
 def use_transport(model: nn.Module, transport: Transport) -> None:
-    """Make the engine behind ``model`` move its bytes over ``transport``; "auto" leaves the choice to the library.
+    """Make the engine behind ``model`` move its bytes over ``transport``; models without our engine are left alone.
 
-    Every collective goes through the process group so far, so both values mean the same: this is the place to tell the
-    engine once it knows another transport.
+    "auto" is shared memory between processes of one host, "gloo" sends every byte through the network.
     """
-    del model, transport
+    if isinstance(model, FSDPModule):
+        model.set_transport(transport)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +155,6 @@ def _over_gloo(contender: Contender) -> Contender:
 
 _FULL = Contender("shardwise full", "shardwise", "everything", _shard_blocks, adamw)
 _RECOMMENDED = Contender("shardwise recommended", "shardwise", "everything", _shard_recommended, _recommended_adamw)
-_REPLICATE = Contender("shardwise replicate", "shardwise", "nothing", _replicate_blocks, adamw)
 _ZERO_1 = Contender("shardwise ZeRO-1", "shardwise", "state", _ddp_views, _zero_adamw)
 _ZERO_2 = Contender("shardwise ZeRO-2", "shardwise", "state", _plain, _zero_adamw, reduce=_reduce_to_owners)
 
@@ -171,8 +177,7 @@ _ALL = (
     _RECOMMENDED,
     _over_gloo(_RECOMMENDED),
     replace(_RECOMMENDED, name="shardwise recommended bf16", wrap=_shard_recommended_bf16, dtype="bf16"),
-    _REPLICATE,
-    _over_gloo(_REPLICATE),
+    Contender("shardwise replicate", "shardwise", "nothing", _replicate_blocks, adamw),
     _ZERO_1,
     replace(_ZERO_1, name="shardwise ZeRO-1 + fused", build_optimizer=_zero_fused_adamw),
     _ZERO_2,
