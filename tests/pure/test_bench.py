@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import runpy
 import statistics
 import sys
 from dataclasses import dataclass
@@ -289,3 +290,11 @@ def test_the_probes_see_memory_come_and_go() -> None:
         assert sampler.live is not None
         assert live - live_before >= 0.99 * size
         assert peak - sampler.live >= 0.99 * size
+
+
+def test_make_bench_asks_for_what_there_is() -> None:
+    jobs = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "run.py"))["list_jobs"](Path("out"))
+    requests = [_request(*job[3:]) for job in jobs if job[0] == "-m"]
+    assert {(r.config.shape, r.config.ranks) for r in requests} == {(s, w) for s in ("wide", "deep") for w in (2, 4)}
+    for request in requests:
+        check_fit(request.config, count_parameters(SHAPES[request.config.shape].model), 16_000_000_000)
