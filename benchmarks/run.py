@@ -1,4 +1,4 @@
-"""Run the benchmarks one after another and write benchmarks/results/*.json (``make bench``)."""
+"""Run the benchmarks one after another and write benchmarks/results/ (``make bench``)."""
 
 from __future__ import annotations
 
@@ -6,21 +6,35 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-JOBS: tuple[tuple[str, ...], ...] = (
-    ("optimizer_step.py", "--out", str(RESULTS / "optimizer_step_w2.json")),
-    ("host_cost.py", "--out", str(RESULTS / "host_cost.json")),
-    ("step.py", "--shape", "wide", "--ranks", "2", "--out", str(RESULTS / "step_wide_2.json")),
-    ("step.py", "--shape", "deep", "--ranks", "2", "--rounds", "10", "--out", str(RESULTS / "step_deep_2.json")),
-)
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path("benchmarks/results")  # seen from ROOT: commands are recorded, and name no place of one machine
+# All contenders at once hold too much for a host of two cores, four times over.
+AT_FOUR = (
+    "local", "local + fused", "DDP + bucket view", "torch ZeRO + bucket view", "FSDP2", "FSDP2 + fused", "FSDP2 tuned",
+    "shardwise full", "shardwise full + fused", "shardwise hybrid", "shardwise recommended", "shardwise recommended (gloo)",
+    "shardwise replicate", "shardwise ZeRO-1 + fused", "shardwise ZeRO-2 + fused",
+)  # fmt: skip
+
+
+def list_jobs(out: Path) -> list[list[str]]:
+    """Return the command lines after ``python``; results go to the folder ``out``."""
+    bench = ["-m", "shardwise.cli.main", "bench", "--backend", "gloo", "--out", str(out)]
+    at_four = ["--ranks", "4", "--rounds", "7", "--no-memory", "--only", *AT_FOUR]
+    return [
+        ["benchmarks/host_cost.py", "--out", str(out / "host_cost.json")],
+        ["benchmarks/optimizer_step.py", "--out", str(out / "optimizer_step_w2.json")],
+        [*bench, "--shape", "wide", "--ranks", "2"],
+        [*bench, "--shape", "deep", "--ranks", "2"],
+        [*bench, "--shape", "wide", *at_four],
+        [*bench, "--shape", "deep", *at_four],
+    ]
 
 
 def main() -> int:
-    RESULTS.mkdir(exist_ok=True)
-    for script, *arguments in JOBS:
-        print(f"== {script} {' '.join(a for a in arguments if not a.endswith('.json') and a != '--out')}", flush=True)
-        status = subprocess.run([sys.executable, str(HERE / script), *arguments], check=False).returncode
+    (ROOT / RESULTS).mkdir(exist_ok=True)
+    for words in list_jobs(RESULTS):
+        print(f"== {' '.join(words)}", flush=True)
+        status = subprocess.run([sys.executable, *words], cwd=ROOT, check=False).returncode
         if status:
             return status
     return 0

@@ -52,12 +52,12 @@ def _run_here(request: TrainRequest, device_type: str) -> int:
     return run_rank(request, device_type, os.environ)
 
 
-def check_extras(names: Sequence[str]) -> None:
-    """Refuse to start without the packages that only training needs.  Raises: ConfigError."""
+def check_extras(names: Sequence[str], command: str = "train") -> None:
+    """Refuse to start without the packages that only ``command`` needs.  Raises: ConfigError."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"shardwise train needs {', '.join(missing)}, which is not installed here. "
+            f"shardwise {command} needs {', '.join(missing)}, which is not installed here. "
             f"Install with: pip install 'shardwise[train]'"
         )
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from shardwise.cli.bench_args import add_bench_arguments, read_bench_request
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_INTERRUPTED
 from shardwise.cli.train_args import add_train_arguments, read_train_request
 from shardwise.errors import ShardwiseError
@@ -17,6 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardwise", description="Sharded data-parallel training for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_train_arguments(commands)
+    add_bench_arguments(commands)
     return parser
 
 
@@ -25,15 +27,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         arguments = build_parser().parse_args(words)
-        from shardwise.cli.launch import run_train
-
-        return run_train(read_train_request(arguments, os.environ), words)
+        return _run(arguments, words)
     except ShardwiseError as error:
         print(f"shardwise: error: {error}", file=sys.stderr)
         return EXIT_CONFIG
     except KeyboardInterrupt:
         print("shardwise: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    if arguments.command == "bench":
+        from shardwise.cli.bench import count_host, run_bench
+
+        return run_bench(read_bench_request(arguments, *count_host()), words)
+    from shardwise.cli.launch import run_train
+
+    return run_train(read_train_request(arguments, os.environ), words)
 
 
 if __name__ == "__main__":

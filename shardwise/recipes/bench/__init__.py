@@ -1,0 +1,1 @@
+"""``shardwise bench``: ours and torch's ways of training the same GPT, stepped in turns within one run."""

@@ -1,0 +1,206 @@
+"""The table of contenders: how each wraps the model, which optimizer steps it, and over which transport it talks."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from shardwise import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ShardedOptimizer,
+    ZeroRedundancyOptimizer,
+    fully_shard,
+    replicate,
+)
+from shardwise.errors import ConfigError
+from shardwise.recipes.bench import peers
+from shardwise.recipes.bench.setup import LR, Setup, adamw, fused_adamw
+from shardwise.recipes.gpt import GPT
+
+Family = Literal["local", "DDP", "ZeRO", "FSDP2", "shardwise"]
+Transport = Literal["auto", "gloo"]
+Sharded = Literal["nothing", "state", "everything"]
+
+_FP32, _BF16 = MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to train the GPT.
+
+    ``wrap`` gets the model on its device; ``reduce`` is called between backward and step; ``refusal(ranks, backend)`` says
+    why this cannot run there, or None.  ``sharded``: what a rank holds only its share of.  ``dtype`` is that of the
+    computation, and decides how closely losses must agree.
+    """
+
+    name: str
+    family: Family
+    sharded: Sharded
+    wrap: Callable[[GPT, Setup], nn.Module]
+    build_optimizer: Callable[[nn.Module], Optimizer]
+    reduce: Callable[[Optimizer], None] = lambda optimizer: None
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    transport: Transport = "auto"
+    refusal: Callable[[int, str], str | None] = lambda ranks, backend: None
+
+
+def use_transport(model: nn.Module, transport: Transport) -> None:
+    """Make the engine behind ``model`` move its bytes over ``transport``; models without our engine are left alone.
+
+    "auto" is shared memory between processes of one host, "gloo" sends every byte through the network.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_transport(transport)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A contender that is ready to step."""
+
+    contender: Contender
+    model: nn.Module
+    optimizer: Optimizer
+
+
+def build_trained(contender: Contender, model: GPT, setup: Setup) -> Trained:
+    """Wrap ``model`` and build its optimizer.  Collective."""
+    wrapped = contender.wrap(model, setup)
+    use_transport(wrapped, contender.transport)
+    return Trained(contender, wrapped, contender.build_optimizer(wrapped))
+
+
+def _shard_blocks(model: GPT, setup: Setup, precision: MixedPrecisionPolicy = _FP32) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=setup.mesh, mp_policy=precision)
+    return fully_shard(model, mesh=setup.mesh, mp_policy=precision)
+
+
+def _shard_hybrid(model: GPT, setup: Setup) -> nn.Module:
+    return _shard_blocks(model, replace(setup, mesh=setup.hybrid_mesh()))
+
+
+def _shard_recommended(model: GPT, setup: Setup, precision: MixedPrecisionPolicy = _FP32) -> nn.Module:
+    return _shard_blocks(model, setup, precision)
+
+
+def _shard_recommended_bf16(model: GPT, setup: Setup) -> nn.Module:
+    return _shard_recommended(model, setup, _BF16)
+
+
+def _replicate_blocks(model: GPT, setup: Setup) -> nn.Module:
+    for block in model.blocks:
+        replicate(block, mesh=setup.mesh)
+    replicate(model, mesh=setup.mesh)
+    return model
+
+
+def _recommended_adamw(model: nn.Module) -> Optimizer:
+    return ShardedOptimizer(dict(model.named_parameters()), AdamW, lr=LR, fused=True)
+
+
+def _zero_adamw(model: nn.Module) -> Optimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="even", lr=LR)
+
+
+def _zero_fused_adamw(model: nn.Module) -> Optimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="even", lr=LR, fused=True)
+
+
+def _reduce_to_owners(optimizer: Optimizer) -> None:
+    cast(ZeroRedundancyOptimizer, optimizer).reduce_gradients()
+
+
+def _plain(model: GPT, setup: Setup) -> nn.Module:
+    del setup
+    return model
+
+
+def _plain_bf16(model: GPT, setup: Setup) -> nn.Module:
+    del setup
+    return model.to(torch.bfloat16)
+
+
+def _ddp(model: GPT, setup: Setup) -> nn.Module:
+    del setup
+    return DistributedDataParallel(model)
+
+
+def _ddp_views(model: GPT, setup: Setup) -> nn.Module:
+    del setup
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def _needs_two_groups(ranks: int, backend: str) -> str | None:
+    del backend
+    return None if ranks >= 4 and ranks % 2 == 0 else "two copies of two or more shards need an even number from 4"
+
+
+def _needs_gloo(ranks: int, backend: str) -> str | None:
+    del ranks
+    return None if backend == "gloo" else f"{backend} leaves no choice of transport"
+
+
+def _over_gloo(contender: Contender) -> Contender:
+    return replace(contender, name=f"{contender.name} (gloo)", transport="gloo", refusal=_needs_gloo)
+
+
+_FULL = Contender("shardwise full", "shardwise", "everything", _shard_blocks, adamw)
+_RECOMMENDED = Contender("shardwise recommended", "shardwise", "everything", _shard_recommended, _recommended_adamw)
+_ZERO_1 = Contender("shardwise ZeRO-1", "shardwise", "state", _ddp_views, _zero_adamw)
+_ZERO_2 = Contender("shardwise ZeRO-2", "shardwise", "state", _plain, _zero_adamw, reduce=_reduce_to_owners)
+
+_ALL = (
+    Contender("local", "local", "nothing", _plain, adamw),
+    Contender("local + fused", "local", "nothing", _plain, fused_adamw),
+    Contender("local bf16", "local", "nothing", _plain_bf16, adamw, dtype="bf16"),
+    Contender("DDP", "DDP", "nothing", _ddp, adamw),
+    Contender("DDP + bucket view", "DDP", "nothing", _ddp_views, adamw),
+    Contender("torch ZeRO", "ZeRO", "state", _ddp, peers.zero_adamw),
+    Contender("torch ZeRO + bucket view", "ZeRO", "state", _ddp, peers.zero_adamw_bucket_view),
+    Contender("FSDP2", "FSDP2", "everything", peers.shard_blocks, adamw),
+    Contender("FSDP2 + fused", "FSDP2", "everything", peers.shard_blocks, fused_adamw),
+    Contender("FSDP2 tuned", "FSDP2", "everything", peers.shard_tuned, fused_adamw),
+    Contender("FSDP2 bf16", "FSDP2", "everything", peers.shard_blocks_bf16, adamw, dtype="bf16"),
+    _FULL,
+    _over_gloo(_FULL),
+    Contender("shardwise full + fused", "shardwise", "everything", _shard_blocks, fused_adamw),
+    Contender("shardwise hybrid", "shardwise", "everything", _shard_hybrid, adamw, refusal=_needs_two_groups),
+    _RECOMMENDED,
+    _over_gloo(_RECOMMENDED),
+    replace(_RECOMMENDED, name="shardwise recommended bf16", wrap=_shard_recommended_bf16, dtype="bf16"),
+    Contender("shardwise replicate", "shardwise", "nothing", _replicate_blocks, adamw),
+    _ZERO_1,
+    replace(_ZERO_1, name="shardwise ZeRO-1 + fused", build_optimizer=_zero_fused_adamw),
+    _ZERO_2,
+    replace(_ZERO_2, name="shardwise ZeRO-2 + fused", build_optimizer=_zero_fused_adamw),
+)
+CONTENDERS: Mapping[str, Contender] = MappingProxyType({contender.name: contender for contender in _ALL})
+
+
+def choose_names(patterns: Sequence[str] | None, ranks: int, backend: str) -> tuple[str, ...]:
+    """Return the contenders that match any of ``patterns`` (``*`` and ``?`` allowed), in the table's order.
+
+    None means all that can run on ``ranks`` ranks over ``backend``.  "local" is always among them: ratios are to it.
+    Raises: ConfigError for a pattern that matches nothing, or nothing that can run here.
+    """
+    refusals = {name: contender.refusal(ranks, backend) for name, contender in CONTENDERS.items()}
+    wanted = {"local"}
+    for pattern in ("*",) if patterns is None else patterns:
+        found = [name for name in CONTENDERS if fnmatch.fnmatchcase(name, pattern)]
+        if not found:
+            raise ConfigError(f"--only {pattern!r} is no contender. Known: {', '.join(map(repr, CONTENDERS))}.")
+        able = [name for name in found if refusals[name] is None]
+        if not able:
+            reason = refusals[found[0]]
+            raise ConfigError(f"--only {pattern!r} cannot run on {ranks} rank(s) over {backend}: {reason}.")
+        wanted.update(able)
+    return tuple(name for name in CONTENDERS if name in wanted)

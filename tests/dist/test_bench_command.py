@@ -1,0 +1,93 @@
+"""``shardwise bench`` in real processes: it measures, writes what it says, and notices a contender that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from shardwise.recipes.bench.config import BenchConfig
+from shardwise.recipes.bench.contenders import CONTENDERS, choose_names
+from shardwise.recipes.bench.setup import Setup
+from shardwise.recipes.bench.timing import RankTimes, time_steps
+from shardwise.recipes.gpt import GPT
+from shardwise.testing import WorkerPool
+
+FP32_BYTES = 4
+
+
+def _config(*names: str, ranks: int = 2) -> BenchConfig:
+    return BenchConfig("small", ranks, 1, 2, "gloo", 0, names)
+
+
+def _no_communication(model: GPT, setup: Setup) -> nn.Module:
+    del setup
+    return model
+
+
+def time_with_a_wrong_door(config: BenchConfig) -> RankTimes:
+    """Runs on every rank: one contender forgets to communicate."""
+    wrong = dataclasses.replace(CONTENDERS["shardwise full"], wrap=_no_communication)
+    return time_steps(config, {**CONTENDERS, wrong.name: wrong})
+
+
+def test_a_contender_that_does_not_communicate_is_found(pool: WorkerPool) -> None:
+    found = pool.run(time_with_a_wrong_door, config=_config("local", "DDP", "shardwise full"))
+    for times in found:
+        assert times.seconds == {}
+        assert len(times.wrong) == 1
+        assert times.wrong[0].startswith("shardwise full: loss ")
+
+
+@pytest.mark.parametrize(("patterns", "ranks"), [(None, 2), (["shardwise hybrid"], 4)])
+def test_every_contender_trains_alike(pool: WorkerPool, patterns: list[str] | None, ranks: int) -> None:
+    names = choose_names(patterns, ranks, "gloo")
+    config = dataclasses.replace(_config(*names, ranks=ranks), rounds=1)
+    for times in pool.run(time_steps, num_ranks=ranks, fresh=True, timeout_s=240, config=config):
+        assert times.wrong == ()
+        assert {name: len(seconds) for name, seconds in times.seconds.items()} == dict.fromkeys(names, 1)
+
+
+def _bench(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
+    command = [sys.executable, "-m", "shardwise.cli.main", "bench", "--backend", "gloo", "--out", str(out), *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory and bytes on the wire are read from /proc")
+def test_the_command_measures_times_and_memory_and_writes_them(tmp_path: Path) -> None:
+    words = ["--shape", "small", "--ranks", "2", "--rounds", "1", "--only", "FSDP2", "shardwise full"]
+    ended = _bench(tmp_path / "results", *words)
+    assert ended.returncode == 0, ended.stderr
+    names = ["local", "FSDP2", "shardwise full"]
+    table = [line for line in ended.stdout.splitlines() if line.startswith(tuple(names))]
+    assert [line[:14].strip() for line in table] == names
+    stem = tmp_path / "results" / "bench_small_w2_gloo"
+    assert stem.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads(stem.with_suffix(".json").read_text())
+    assert set(found) == {
+        "command", "machine", "shape", "ranks", "backend", "batch_per_rank", "rounds", "seed", "rows", "notes"
+    }  # fmt: skip
+    assert set(found["machine"]) == {
+        "cpu", "cores", "system", "python", "torch", "threads_per_rank", "gpus", "date"
+    }  # fmt: skip
+    assert found["command"].startswith("shardwise bench --backend gloo")
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == names
+    assert rows["FSDP2"]["loss"] == pytest.approx(rows["shardwise full"]["loss"], abs=1e-3)
+    model_bytes = FP32_BYTES * found["shape"]["parameters"]
+    wire = {name: row["memory"]["wire_bytes_per_step"] for name, row in rows.items()}
+    assert wire["local"] < 0.1 * model_bytes < 2 * model_bytes < wire["FSDP2"]
+    for row in rows.values():
+        memory = row["memory"]
+        assert row["median_s"] > 0
+        assert memory["peak_rss_bytes"] > 0
+        assert memory["peak_live_bytes"] is None or memory["peak_live_bytes"] > model_bytes
+        assert memory["faults_per_step"] >= 0

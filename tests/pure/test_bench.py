@@ -1,0 +1,300 @@
+"""``shardwise bench`` without processes: options, the choice of contenders, figures, table, JSON and picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import runpy
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.cli import bench as bench_command
+from shardwise.cli.bench_args import BenchRequest, read_bench_request
+from shardwise.cli.main import build_parser, main
+from shardwise.errors import ConfigError
+from shardwise.recipes.bench.chart import COLORS, draw_chart
+from shardwise.recipes.bench.config import SHAPES, BenchConfig, settle_ranks
+from shardwise.recipes.bench.contenders import CONTENDERS, choose_names
+from shardwise.recipes.bench.figures import LOSS_TOLERANCE, RankMemory, Row, find_wrong_losses, largest, make_rows
+from shardwise.recipes.bench.fit import check_fit, held_bytes
+from shardwise.recipes.bench.probe import (
+    PeakSampler,
+    available_bytes,
+    loopback_bytes,
+    malloc_live_bytes,
+    peak_rss_bytes,
+    resident,
+)
+from shardwise.recipes.bench.report import format_table, title_of, write_json
+from shardwise.recipes.bench.setup import count_parameters
+from shardwise.recipes.bench.timing import RankTimes
+from shardwise.recipes.config import ModelShape
+from shardwise.recipes.gpt import build_gpt
+
+CONFIG = BenchConfig("small", 2, 2, 3, "gloo", 0, ("local", "FSDP2"))
+
+
+def _request(*words: str, num_gpus: int = 0, num_cores: int = 8) -> BenchRequest:
+    return read_bench_request(build_parser().parse_args(["bench", *words]), num_gpus, num_cores)
+
+
+@pytest.mark.parametrize(
+    ("words", "num_gpus", "expected"),
+    [
+        (["--ranks", "0"], 0, "--ranks is 0"),
+        (["--rounds", "0"], 0, "--rounds is 0"),
+        (["--batch", "-1"], 0, "--batch is -1"),
+        (["--backend", "nccl"], 0, "finds no GPU"),
+        (["--ranks", "2"], 1, "NCCL refuses ranks that share one. Use --ranks 1, or --backend gloo"),
+        (["--ranks", "2", "--backend", "nccl"], 1, "this host has 1 GPU"),
+        (["--only", "FSDP3"], 0, "'FSDP3' is no contender. Known: 'local'"),
+        (["--only", "shardwise hybrid"], 0, "cannot run on 2 rank(s) over gloo: two copies"),
+        (["--only", "* (gloo)"], 1, "nccl leaves no choice of transport"),
+        (["--out", sys.executable], 0, "is a file"),
+    ],
+)
+def test_a_wrong_value_is_refused(words: list[str], num_gpus: int, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _request(*words, num_gpus=num_gpus)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [["--shape", "round"], ["--backend", "mpi"], ["--only"], ["--rounds", "x"], ["more"]])
+def test_an_unknown_option_value_ends_with_usage(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *words])
+    assert caught.value.code == 2
+    assert "usage: shardwise" in capsys.readouterr().err
+
+
+def test_the_command_says_once_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--only", "nobody"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("shardwise: error: --only 'nobody'")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "num_gpus", "num_cores", "settled"),
+    [
+        ("auto", None, 0, 8, ("gloo", 2)),
+        ("auto", None, 0, 1, ("gloo", 1)),
+        ("auto", 4, 0, 1, ("gloo", 4)),
+        ("auto", None, 3, 8, ("nccl", 3)),
+        ("auto", 1, 3, 8, ("nccl", 1)),
+        ("gloo", None, 3, 8, ("gloo", 2)),
+    ],
+)
+def test_the_host_decides_what_is_not_given(
+    backend: str, ranks: int | None, num_gpus: int, num_cores: int, settled: tuple[str, int]
+) -> None:
+    assert settle_ranks(backend, ranks, num_gpus, num_cores) == settled
+
+
+def test_options_become_the_config(tmp_path: Path) -> None:
+    request = _request("--shape", "deep", "--ranks", "4", "--batch", "3", "--seed", "5", "--out", str(tmp_path / "new"))
+    assert (request.config.shape, request.config.ranks, request.config.batch, request.config.seed) == ("deep", 4, 3, 5)
+    assert request.config.names == tuple(CONTENDERS)
+    assert request.config.tokens_per_step == 4 * 3 * SHAPES["deep"].model.context
+    assert request.config.label == "bench_deep_w4_gloo"
+    assert request.with_memory
+    assert not _request("--no-memory").with_memory
+    assert _request().out is None
+
+
+def test_by_default_all_that_can_run_do() -> None:
+    assert set(choose_names(None, 4, "gloo")) == set(CONTENDERS)
+    assert set(CONTENDERS) - set(choose_names(None, 2, "gloo")) == {"shardwise hybrid"}
+    assert not [name for name in choose_names(None, 4, "nccl") if name.endswith("(gloo)")]
+
+
+def test_patterns_choose_contenders_and_local_is_always_one() -> None:
+    assert choose_names(["shardwise full*", "FSDP2"], 2, "gloo") == (
+        "local", "FSDP2", "shardwise full", "shardwise full (gloo)", "shardwise full + fused"
+    )  # fmt: skip
+    assert "shardwise hybrid" not in choose_names(["shardwise*"], 2, "gloo")
+    assert choose_names(["DDP"], 2, "gloo") == ("local", "DDP")
+
+
+def test_every_contender_has_a_name_of_its_own_and_a_color() -> None:
+    assert all(name == contender.name for name, contender in CONTENDERS.items())
+    assert {contender.family for contender in CONTENDERS.values()} == set(COLORS)
+    assert {c.name for c in CONTENDERS.values() if c.transport == "gloo"} == {n for n in CONTENDERS if "(gloo)" in n}
+    assert {c.name for c in CONTENDERS.values() if c.dtype == "bf16"} == {n for n in CONTENDERS if "bf16" in n}
+
+
+def test_contenders_that_do_not_fit_together_are_refused() -> None:
+    assert held_bytes(CONTENDERS["DDP"], 1000, 4) == 16_000
+    assert held_bytes(CONTENDERS["torch ZeRO"], 1000, 4) == 10_000
+    assert held_bytes(CONTENDERS["FSDP2"], 1000, 4) == 4_000
+    check_fit(CONFIG, 1000, 48_000)
+    with pytest.raises(ConfigError, match="--only"):
+        check_fit(CONFIG, 1000, 47_999)
+
+
+def test_parameters_are_counted_without_building_them() -> None:
+    shape = ModelShape(layers=2, width=16, heads=2, context=12)
+    assert count_parameters(shape) == sum(param.numel() for param in build_gpt(shape, 0).parameters())
+
+
+@dataclass(frozen=True)
+class Named:
+    """A contender as rows see it."""
+
+    name: str
+    family: str = "DDP"
+    dtype: str = "fp32"
+    transport: str = "auto"
+
+
+MEMORY = RankMemory(2 << 20, 1 << 20, 30 << 20, 20 << 20, 1 << 20, 7, 5 << 20)
+
+
+def _rows(memory: bool = True, names: tuple[str, ...] = ("local", "FSDP2", "shardwise full")) -> list[Row]:
+    families = {"local": "local", "FSDP2": "FSDP2", "shardwise full": "shardwise"}
+    contenders = [Named(name, families[name]) for name in names]
+    times = {"local": [0.1, 0.1, 0.3], "FSDP2": [0.2, 0.2, 0.2], "shardwise full": [0.11, 0.15, 0.11]}
+    slower = {name: [2 * s for s in times[name]] for name in names}
+    held = {name: [MEMORY, dataclasses.replace(MEMORY, peak_rss_bytes=40 << 20)] for name in names} if memory else {}
+    return make_rows(contenders, [times, slower], dict.fromkeys(names, 4.5), held, 100)
+
+
+def test_rows_hold_medians_of_the_slowest_rank_and_ratios_of_them() -> None:
+    local, fsdp2, ours = _rows()
+    assert (local.median_s, fsdp2.median_s, ours.median_s) == (0.2, 0.4, 0.22)
+    assert (local.x_local, fsdp2.x_local, ours.x_local) == pytest.approx((1.0, 2.0, 1.1))
+    assert (local.x_fsdp2, fsdp2.x_fsdp2, ours.x_fsdp2) == pytest.approx((0.5, 1.0, 0.55))
+    assert ours.tokens_per_s == pytest.approx(100 / 0.22)
+    assert (local.low_quartile_s, local.high_quartile_s) == pytest.approx((0.2, 0.4))
+    assert ours.memory is not None
+    assert ours.memory.peak_rss_bytes == 40 << 20
+    assert ours.memory.wire_bytes_per_step == 5 << 20
+
+
+def test_without_fsdp2_there_is_no_ratio_to_it() -> None:
+    assert [row.x_fsdp2 for row in _rows(names=("local", "shardwise full"))] == [None, None]
+
+
+@given(st.lists(st.floats(0.001, 10.0), min_size=1, max_size=30))
+def test_the_median_lies_between_the_quartiles(seconds: list[float]) -> None:
+    (row,) = make_rows([Named("local")], [{"local": seconds}], {"local": 1.0}, {}, 1)
+    assert row.low_quartile_s <= row.median_s * (1 + 1e-9)
+    assert row.median_s <= row.high_quartile_s * (1 + 1e-9)
+    assert row.median_s == statistics.median(seconds)
+    assert row.x_local == 1.0
+
+
+def test_a_figure_that_one_rank_lacks_is_none() -> None:
+    other = RankMemory(None, 9 << 20, None, None, None, 3, None)
+    found = largest([MEMORY, other])
+    assert found == RankMemory(None, 9 << 20, None, None, None, 7, None)
+
+
+@pytest.mark.parametrize("loss", [4.5 + 2e-3, 4.5 - 2e-3, math.nan, math.inf])
+def test_a_loss_beyond_rounding_is_wrong(loss: float) -> None:
+    (found,) = find_wrong_losses({"a": 4.5, "b": loss}, {"a": 4.5005, "b": 4.5}, {"a": "fp32", "b": "fp32"})
+    assert found.startswith("b: loss ")
+    assert "expected 4.500000 within 0.001" in found
+
+
+def test_bf16_may_differ_more() -> None:
+    assert LOSS_TOLERANCE["fp32"] == 1e-3
+    assert not find_wrong_losses({"a": 4.52}, {"a": 4.5}, {"a": "bf16"})
+    assert find_wrong_losses({"a": 4.6}, {"a": 4.5}, {"a": "bf16"})
+
+
+def test_the_table_is_aligned_and_shows_what_was_not_measured() -> None:
+    lines = format_table(_rows()).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[0].split()[:3] == ["contender", "step", "ms"]
+    assert lines[3].split() == ["shardwise", "full", "220.0", "1.100", "0.550", "455", "2.0", "40.0", "5.0", "7"]
+    bare = format_table(_rows(memory=False, names=("local", "shardwise full"))).splitlines()
+    assert bare[2].split() == ["shardwise", "full", "220.0", "1.100", "-", "455", "-", "-", "-", "-"]
+
+
+def test_the_json_holds_rows_machine_and_how_it_was_measured(tmp_path: Path) -> None:
+    write_json(tmp_path / "b.json", CONFIG, _rows(), {"cpu": "some"}, "shardwise bench", 867_072)
+    found = json.loads((tmp_path / "b.json").read_text())
+    assert found["machine"] == {"cpu": "some"}
+    assert found["shape"] == {
+        "name": "small",
+        "layers": 4,
+        "width": 128,
+        "heads": 4,
+        "context": 64,
+        "parameters": 867072,
+    }
+    assert (found["ranks"], found["backend"], found["rounds"], found["batch_per_rank"]) == (2, "gloo", 3, 2)
+    assert [row["name"] for row in found["rows"]] == ["local", "FSDP2", "shardwise full"]
+    assert set(found["rows"][0]) == {field.name for field in dataclasses.fields(Row)}
+    assert found["rows"][2]["memory"]["peak_live_bytes"] == 2 << 20
+    assert set(found["notes"]) >= {"time", "wire", "live", "losses"}
+
+
+def test_the_picture_has_a_bar_in_the_color_of_every_family(tmp_path: Path) -> None:
+    draw_chart(tmp_path / "b.png", title_of(CONFIG, 867_072), _rows())
+    pixels = np.round(matplotlib.image.imread(tmp_path / "b.png")[..., :3] * 255).astype(int).reshape(-1, 3)
+    counts = {tuple(color): count for color, count in zip(*np.unique(pixels, axis=0, return_counts=True), strict=True)}
+    size = {}
+    for family in ("local", "FSDP2", "shardwise"):
+        color = tuple(int(COLORS[family][start : start + 2], 16) for start in (1, 3, 5))
+        size[family] = counts[color]
+    assert size["FSDP2"] > 1.7 * size["shardwise"] > 1.7 * size["local"]
+
+
+def test_a_contender_with_a_wrong_loss_fails_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    times = RankTimes({}, {"local": 4.5, "FSDP2": 4.0}, ("FSDP2: loss 4.0, expected 4.5",), 1)
+    monkeypatch.setattr(bench_command, "_time", lambda pool, config: [times, times])
+    assert bench_command.run_bench(BenchRequest(CONFIG, tmp_path / "out", True), ["bench"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "nothing was timed" in captured.err
+    assert "FSDP2: loss 4.0, expected 4.5" in captured.err
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_probes_see_memory_come_and_go() -> None:
+    size = 64 << 20
+    before, live_before = resident(), malloc_live_bytes()
+    assert before is not None
+    with PeakSampler() as sampler:
+        held = np.ones(size, dtype=np.uint8)
+        sampler.sample()
+        now, live = resident(), malloc_live_bytes()
+        del held
+        peak = sampler.live
+        sampler.forget_live()
+        sampler.sample()
+    assert now is not None
+    assert now.total - before.total > 0.9 * size
+    assert now.anonymous - before.anonymous > 0.9 * size
+    assert peak_rss_bytes() >= 0.99 * now.total  # the kernel counts on each core by itself
+    assert loopback_bytes() is not None
+    assert (available_bytes() or 0) > 0
+    if live_before is not None:  # glibc
+        assert live is not None
+        assert peak is not None
+        assert sampler.live is not None
+        assert live - live_before >= 0.99 * size
+        assert peak - sampler.live >= 0.99 * size
+
+
+def test_make_bench_asks_for_what_there_is() -> None:
+    jobs = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "run.py"))["list_jobs"](Path("out"))
+    requests = [_request(*job[3:]) for job in jobs if job[0] == "-m"]
+    assert {(r.config.shape, r.config.ranks) for r in requests} == {(s, w) for s in ("wide", "deep") for w in (2, 4)}
+    for request in requests:
+        check_fit(request.config, count_parameters(SHAPES[request.config.shape].model), 16_000_000_000)
