@@ -20,6 +20,7 @@ from shardwise import (
     ZeroRedundancyOptimizer,
     fully_shard,
     replicate,
+    shard_model,
 )
 from shardwise.errors import ConfigError
 from shardwise.recipes.bench import peers
@@ -89,7 +90,7 @@ def _shard_hybrid(model: GPT, setup: Setup) -> nn.Module:
 
 
 def _shard_recommended(model: GPT, setup: Setup, precision: MixedPrecisionPolicy = _FP32) -> nn.Module:
-    return _shard_blocks(model, setup, precision)
+    return shard_model(model, mesh=setup.mesh, mp_policy=precision)
 
 
 def _shard_recommended_bf16(model: GPT, setup: Setup) -> nn.Module:
