@@ -72,6 +72,7 @@ class _Launched:
     """A collective whose end runs once: wait for the work, deliver, give the buffers back."""
 
     __slots__ = ("_end", "_forget", "_lane", "_mark", "_work")
+    holds_input = True
 
     def __init__(self, work: dist.Work | None, lane: Lane, end: Callable[[], None], forget: Callable[[], None]) -> None:
         self._work = work
@@ -79,6 +80,9 @@ class _Launched:
         self._mark = lane.mark()
         self._end: Callable[[], None] | None = end
         self._forget = forget
+
+    def is_done(self) -> bool:
+        return self._end is None or self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
         end, self._end = self._end, None

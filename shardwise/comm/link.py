@@ -14,6 +14,7 @@ from shardwise.comm.protocol import GatherPieces, Pending, Scale, ScatterPieces
 from shardwise.errors import ConfigError
 from shardwise.layout.bucket import Bucket
 
+SpanKind = Literal["forward", "backward"]
 Transport = Literal["auto", "gloo", "collective"]
 TRANSPORTS: tuple[Transport, ...] = ("auto", "gloo", "collective")
 
@@ -55,8 +56,11 @@ class Link(Protocol):
 
     name: str
 
-    def open(self, wants_collectives: bool) -> bool:
-        """Enter a span with all ranks of the group; return True unless some rank wants the backend's collectives."""
+    def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
+        """Enter a span with all ranks of the group; return True unless some rank wants the backend's collectives.
+
+        Raises: TransportError if a rank does not come, has left by an exception, or comes to another kind of span.
+        """
         ...
 
     def close(self) -> None:
@@ -109,6 +113,7 @@ class Spans:
 
     def __init__(self) -> None:
         self._depth = 0
+        self._kind: SpanKind = "forward"
         self._entries: dict[str, _Entry] = {}
 
     def register(self, group: dist.ProcessGroup, prepare: Callable[[], Link | None]) -> None:
@@ -123,9 +128,9 @@ class Spans:
             return None
         if not entry.is_open:
             entry.link = entry.prepare()
-            entry.is_open = True
             if entry.link is not None:
-                entry.is_agreed = entry.link.open(collectives_are_watched())
+                entry.is_agreed = entry.link.open(self._kind, collectives_are_watched())
+            entry.is_open = True
         return entry.link if entry.is_agreed else None
 
     def known_link(self, group: dist.ProcessGroup) -> Link | None:
@@ -133,8 +138,10 @@ class Spans:
         entry = self._entries.get(group.group_name)
         return entry.link if entry is not None else None
 
-    def begin(self) -> None:
+    def begin(self, kind: SpanKind) -> None:
         """Enter a span, or one inside another."""
+        if not self._depth:
+            self._kind = kind
         self._depth += 1
 
     def end(self) -> None:

@@ -40,42 +40,35 @@ def can_sum_in_parts(scale: Scale, size: int) -> bool:
     return resolve_scale(scale, size)[0] is None
 
 
-def sum_sections(
-    layout: Bucket,
-    own_parts: Sequence[torch.Tensor],
-    own_tail: torch.Tensor,
-    peers: Sequence[torch.Tensor | None],
-    scale: Scale,
-    rank: int,
-    out: torch.Tensor,
-) -> None:
+def sum_sections(layout: Bucket, sections: Sequence[torch.Tensor], scale: Scale, rank: int, out: torch.Tensor) -> None:
     """Sum what every rank has for ``rank`` into ``out``: always in rank order, so any transport gives the same bits.
 
     Args:
         layout: of a section.
-        own_parts: this rank's windows of its own gradients.
-        own_tail: the small ones of them packed: 1-D, ``layout.tail_numel`` elements.
-        peers: for each rank its section for this one (1-D, ``layout.section_numel`` elements); None for this rank.
+        sections: of every rank for this one, in rank order: 1-D, ``layout.section_numel`` elements.
         scale: how the sum becomes a mean.
-        out: 1-D, ``layout.section_numel`` elements; padding is left undefined.
+        out: 1-D, ``layout.section_numel`` elements, may be one of ``sections``; padding is left undefined.
     """
-    size = len(peers)
-    divisor = float(size) if scale.divisor is None else scale.divisor
-    large = layout.num_large
-    for index, move in enumerate(layout.parts(rank)[:large]):
-        start, numel = move.packed_offset, own_parts[index].numel()
-        own = own_parts[index].reshape(-1)
-        terms = [own if section is None else section.narrow(0, start, numel) for section in peers]
-        _sum(terms, divisor, out.narrow(0, start, numel))
-    if layout.tail_numel:
-        start = layout.tail_start
-        terms = [own_tail if section is None else section.narrow(0, start, layout.tail_numel) for section in peers]
-        _sum(terms, divisor, out.narrow(0, start, layout.tail_numel))
+    divisor = float(len(sections)) if scale.divisor is None else scale.divisor
+    # One tensor after the other, so that sum and division find it in the cache.
+    for start, numel in _extents(layout, rank):
+        target = out.narrow(0, start, numel)
+        terms = [section.narrow(0, start, numel) for section in sections]
+        total = target
+        if len(terms) > 2 and any(section is out for section in sections[2:]):
+            total = torch.empty_like(target)  # the first sum must not overwrite a later term
+        torch.add(terms[0], terms[1], out=total)
+        for term in terms[2:]:
+            total.add_(term)
+        if divisor != 1:
+            torch.div(total, divisor, out=target)
+        elif total is not target:
+            target.copy_(total)
 
 
-def _sum(terms: Sequence[torch.Tensor], divisor: float, out: torch.Tensor) -> None:
-    torch.add(terms[0], terms[1], out=out)
-    for term in terms[2:]:
-        out.add_(term)
-    if divisor != 1:
-        out.div_(divisor)
+def _extents(layout: Bucket, rank: int) -> list[tuple[int, int]]:
+    large = [
+        (offset, shard.shard_numel(rank))
+        for offset, shard in zip(layout.offsets[: layout.num_large], layout.shards, strict=False)
+    ]
+    return [(start, numel) for start, numel in (*large, (layout.tail_start, layout.tail_numel)) if numel]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool, Lease
+from shardwise.comm.link import SpanKind
 from shardwise.comm.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.comm.protocol import GatherEnds, GatherPieces, Pending, Scale, ScatterPieces
 from shardwise.errors import TransportError
@@ -40,21 +41,22 @@ class PeerLink:
 
     # ---- spans ----
 
-    def open(self, wants_collectives: bool) -> bool:
+    def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
         self._span += 1
-        mine = torch.tensor([self._span, wants_collectives], dtype=torch.int64)
+        mine = torch.tensor([self._span, kind == "backward", wants_collectives], dtype=torch.int64)
         theirs = {peer: torch.empty_like(mine) for peer in self.peers}
         works = [self.send(mine, peer, _TAG_SPAN) for peer in self.peers]
         works += [self.recv(theirs[peer], peer, _TAG_SPAN) for peer in self.peers]
         for work in works:
             work.wait()
-        for peer, (span, wants) in ((peer, words.tolist()) for peer, words in theirs.items()):
-            if span != self._span:
+        for peer, words in theirs.items():
+            if not torch.equal(words[:2], mine[:2]):
+                span, is_backward = words[:2].tolist()
                 raise TransportError(
-                    f"rank {peer} is in its forward or backward number {span}, rank {self.rank} in number {self._span}; "
-                    "every rank must run the same forwards and backwards in the same order"
+                    f"rank {peer} starts a {'backward' if is_backward else 'forward'} (number {span}) where rank {self.rank} "
+                    f"starts a {kind} (number {self._span}); every rank must make the same calls in the same order"
                 )
-            wants_collectives = wants_collectives or bool(wants)
+            wants_collectives = wants_collectives or bool(words[2])
         return not wants_collectives
 
     def close(self) -> None:
@@ -79,7 +81,7 @@ class PeerLink:
         return (self.size - 1) * layout.tail_numel * itemsize, True
 
     def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
-        return ((self.size - 1) * layout.section_numel + self.size * layout.tail_numel) * itemsize
+        return (self.size - 1) * (layout.section_numel + layout.tail_numel) * itemsize
 
     def all_gather(self, pieces: GatherPieces) -> Pending:
         return _Gather(self, pieces)
@@ -103,9 +105,14 @@ class PeerLink:
 class _Gather:
     """Large parts are received where they belong, the small ones of each bucket as one message."""
 
+    holds_input = True
+
     def __init__(self, link: PeerLink, pieces: GatherPieces) -> None:
         self._link = link
         self._buckets: list[_GatherBucket] | None = [_GatherBucket(link, ends) for ends in pieces.buckets()]
+
+    def is_done(self) -> bool:
+        return all(bucket.is_done() for bucket in self._buckets or ())
 
     def wait(self) -> None:
         buckets, self._buckets = self._buckets, None
@@ -139,6 +146,9 @@ class _GatherBucket:
                 self._recvs.append(link.recv(self._leases[peer].tensor(section.dtype), peer, _TAG_GATHER))
                 self._sends.append(link.send(tail, peer, _TAG_GATHER))
 
+    def is_done(self) -> bool:
+        return all(work.is_completed() for work in self._recvs)
+
     def finish(self) -> None:
         layout, link = self._ends.layout, self._link
         torch_private.copy_all(self._ends.full_parts(link.rank), section_parts(layout, self._section, link.rank))
@@ -168,12 +178,14 @@ class _GatherBucket:
 class _Scatter:
     """Large gradients are sent from where they are, the small ones for each peer as one message."""
 
+    holds_input = True
+
     def __init__(self, link: PeerLink, pieces: ScatterPieces, scale: Scale) -> None:
         self._link, self._scale = link, scale
         self._pieces: ScatterPieces | None = pieces
         layout, dtype, large = pieces.layout, pieces.dtype, pieces.layout.num_large
         self._received = {peer: link.pool.lease(layout.section_numel * dtype.itemsize) for peer in link.peers}
-        self._tails = [link.pool.lease(layout.tail_numel * dtype.itemsize) for _ in range(link.size)]
+        self._tails = {peer: link.pool.lease(layout.tail_numel * dtype.itemsize) for peer in link.peers}
         self._works: list[dist.Work] = []
         self._packed: list[torch.Tensor] = []
         for peer in link.peers:
@@ -193,6 +205,9 @@ class _Scatter:
                 self._works.append(link.recv(window, peer, _TAG_SCATTER))
                 self._works.append(link.send(tail, peer, _TAG_SCATTER))
 
+    def is_done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> None:
         pieces, self._pieces = self._pieces, None
         if pieces is None:
@@ -200,12 +215,10 @@ class _Scatter:
         for work in self._works:
             work.wait()
         link, layout, dtype = self._link, pieces.layout, pieces.dtype
-        own = pieces.full_parts(link.rank)
-        tail = self._tails[link.rank].tensor(dtype)
-        pack_parts(layout, own, tail, link.rank, layout.num_large)
-        sections = [None if rank == link.rank else self._received[rank].tensor(dtype) for rank in range(link.size)]
         out = torch.empty(layout.section_numel, dtype=dtype)
-        sum_sections(layout, own, tail, sections, self._scale, link.rank, out)
+        pack_parts(layout, pieces.full_parts(link.rank), out, link.rank)
+        sections = [out if rank == link.rank else self._received[rank].tensor(dtype) for rank in range(link.size)]
+        sum_sections(layout, sections, self._scale, link.rank, out)
         self._release()
         pieces.deliver(out)
 
@@ -217,7 +230,7 @@ class _Scatter:
 
     def _release(self) -> None:
         self._packed.clear()
-        for lease in (*self._received.values(), *self._tails):
+        for lease in (*self._received.values(), *self._tails.values()):
             lease.release()
 
 
@@ -240,6 +253,9 @@ class _ReceiveAndCopy:
         self._work.wait()
         self._target.copy_(self._buffer.view(self._target.shape))
         self._lease.release()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
 
 
 def _let_end(works: list[Any]) -> None:

@@ -17,7 +17,17 @@ from shardwise.layout.bucket import Bucket
 
 
 class Pending(Protocol):
-    """A launched collective."""
+    """A launched collective.
+
+    Attributes:
+        holds_input: what it sends stays allocated until :meth:`wait`.
+    """
+
+    holds_input: bool
+
+    def is_done(self) -> bool:
+        """True if :meth:`wait` would not block, as far as that is known."""
+        ...
 
     def wait(self) -> None:
         """Order the current stream after it (on CPU: block), deliver its result, give its buffers back; once."""
@@ -99,6 +109,10 @@ class ScatterPieces(Protocol):
 
     def full_parts(self, rank: int) -> list[torch.Tensor]:
         """Return, for every tensor of ``layout``, the window of the gradient that belongs to ``rank``."""
+        ...
+
+    def drop(self) -> None:
+        """Forget the gradients: their parts are all copied."""
         ...
 
     def deliver(self, section: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise import torch_private
-from shardwise.comm.buffers import BufferPool, Lease
+from shardwise.comm.link import SpanKind
 from shardwise.comm.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.comm.protocol import GatherEnds, GatherPieces, Pending, Scale, ScatterPieces
 from shardwise.comm.segment import NUM_WORDS, Segment
@@ -26,16 +26,17 @@ from shardwise.errors import TransportError
 from shardwise.layout.bucket import Bucket, align
 
 # Words of a segment's header: written by its owner, polled by the others.
-_OPEN = 0  # 2 * the span entered last, + 1 if this rank wants the backend's collectives in it
-_CLOSED = 1  # the last span in which this rank reads no peer's memory any more
+_OPEN = 0  # 4 * the span entered last, + 2 in a backward, + 1 if this rank wants the backend's collectives in it
+_CLOSED = 1  # the last span that this rank has left
 _ABORTED = 2  # the last span that this rank left by an exception
-_POSTED = 3  # the last reduction whose parts are in the outbox
-_CONSUMED = 4  # the last reduction that this rank has read from all outboxes
+_READ = 3  # the last all-gather for which this rank has read all sections
+_POSTED = 4  # the last reduction whose parts are in the outbox
+_CONSUMED = 5  # the last reduction that this rank has read from all outboxes
 _LABELS = 8  # from here on: what is in each slot of the outbox
 
-NUM_SLOTS = 4
+NUM_SLOTS = 3  # reductions that a rank may be ahead of the slowest
 _ALIGNMENT = 64  # bytes
-_REDUCTIONS_PER_SPAN = 1 << 24
+_CALLS_PER_SPAN = 1 << 24
 _YIELDS = 200
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 1e-3
@@ -61,7 +62,6 @@ class HostLink:
         rank: in the group.
         outbox: byte offset of the outbox in every segment.  slot_bytes: bytes of one of its slots.
         timeout_s: how long to wait for a rank that is alive.
-        pool: memory for staging.
 
     Attributes:
         gathers: those launched in this span and not waited for yet.
@@ -77,14 +77,12 @@ class HostLink:
         outbox: int,
         slot_bytes: int,
         timeout_s: float,
-        pool: BufferPool,
     ) -> None:
         assert len(segments) == len(pids)
         assert NUM_SLOTS + _LABELS <= NUM_WORDS
         self.segments = tuple(segments)
         self.rank = rank
         self.size = len(segments)
-        self._pool = pool
         self._peers = tuple(other for other in range(self.size) if other != rank)
         self._words = tuple(segment.words for segment in segments)
         self._mine = self._words[rank]
@@ -93,25 +91,54 @@ class HostLink:
         self._slot_bytes = slot_bytes
         self._timeout_s = timeout_s
         self._span = 0
-        self._index = 0
+        self._alarm = 1  # the first span that no other rank may have left by an exception, as far as this rank knows
+        self._num_gathers = self._num_reductions = 0
         self.gathers: list[_Gather] = []
         self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._sections: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     # ---- spans ----
 
-    def open(self, wants_collectives: bool) -> bool:
+    def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
+        what = f"the start of a {kind}"
+        for peer in self._peers:
+            self._check_left(peer, what)
+        before = self._mine[_OPEN]
         self._span += 1
-        self._index = 0
-        self._mine[_OPEN] = 2 * self._span + wants_collectives
-        self._wait(_OPEN, 2 * self._span, "the start of a forward or backward")
+        self._num_gathers = self._num_reductions = 0
+        word = 4 * self._span + 2 * (kind == "backward")
+        self._mine[_OPEN] = word + wants_collectives
+        try:
+            self._wait(_OPEN, 4 * self._span, what)
+            self._check_kind(word, kind)
+        except TransportError:
+            if any(self._words[peer][_ABORTED] == self._span - 1 for peer in self._peers):
+                self._span -= 1  # that rank does not know of this span: the next one has its number
+                self._mine[_OPEN] = before
+            else:
+                self.abort()
+            raise
+        self._alarm = self._span
         return not (wants_collectives or any(self._words[peer][_OPEN] & 1 for peer in self._peers))
+
+    def _check_kind(self, word: int, kind: SpanKind) -> None:
+        for peer in self._peers:
+            if self._words[peer][_OPEN] >> 1 != word >> 1:
+                other = "forward" if kind == "backward" else "backward"
+                raise TransportError(
+                    f"rank {peer} starts a {other} where rank {self.rank} starts a {kind}; every rank must make the same "
+                    "calls in the same order"
+                )
 
     def close(self) -> None:
         for gather in list(self.gathers):
             gather.wait()
+        last = self._key(self._num_gathers - 1)
+        for peer in self._peers if self._num_gathers else ():  # a rank that has made fewer all-gathers has left the span, or will
+            words = self._words[peer]
+            if words[_READ] < last and words[_CLOSED] < self._span:
+                self._wait_for(peer, _READ, last, "the end of a forward or backward", _CLOSED, self._span)
         self._mine[_CLOSED] = self._span
-        self._wait(_CLOSED, self._span, "the end of a forward or backward")
 
     def abort(self) -> None:
         for gather in self.gathers:
@@ -119,6 +146,7 @@ class HostLink:
         self.gathers.clear()
         self._mine[_ABORTED] = self._span
         self._mine[_CLOSED] = self._span
+        self._alarm = self._span + 1
 
     # ---- collectives ----
 
@@ -134,10 +162,11 @@ class HostLink:
         return 0, False
 
     def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
-        return layout.tail_numel * itemsize
+        return 0
 
     def all_gather(self, pieces: GatherPieces) -> Pending:
         gather = _Gather(self, pieces)
+        self._num_gathers += 1
         self.gathers.append(gather)
         return gather
 
@@ -146,6 +175,7 @@ class HostLink:
         for bucket in pieces.buckets():
             for rank in range(self.size):
                 torch_private.copy_all(bucket.full_parts(rank), self._section_parts(bucket, rank))
+        self._mine[_READ] = self._key(self._num_gathers - len(self.gathers) - 1)
 
     def _section_parts(self, bucket: GatherEnds, rank: int) -> list[torch.Tensor]:
         assert bucket.home is not None
@@ -157,31 +187,31 @@ class HostLink:
         return parts
 
     def reduce_scatter(self, pieces: ScatterPieces, scale: Scale) -> Pending:
-        index = self._index
-        self._index += 1
+        index = self._num_reductions
+        self._num_reductions += 1
         if index >= NUM_SLOTS:
             self._wait(_CONSUMED, self._key(index - NUM_SLOTS), f"gradients of {pieces.label}")
         layout = pieces.layout
         for peer in self._peers:
             pack_parts(layout, pieces.full_parts(peer), self._outgoing(self.rank, peer, index, pieces), peer)
-        tail = self._pool.lease(layout.tail_numel * pieces.dtype.itemsize)
-        pack_parts(layout, pieces.full_parts(self.rank), tail.tensor(pieces.dtype), self.rank, layout.num_large)
         self._mine[_LABELS + index % NUM_SLOTS] = _digest(pieces)
         self._mine[_POSTED] = self._key(index)
-        return _Scatter(self, pieces, scale, index, tail)
+        return _Scatter(self, pieces, scale, index)
 
-    def read_outboxes(self, pieces: ScatterPieces, scale: Scale, index: int, own_tail: torch.Tensor) -> torch.Tensor:
-        """Wait for every rank's parts of reduction ``index`` and return this rank's section of the result."""
+    def is_posted(self, index: int) -> bool:
+        """True if every rank's parts of reduction ``index`` can be read."""
+        key = self._key(index)
+        return all(self._words[peer][_POSTED] >= key for peer in self._peers)
+
+    def read_outboxes(self, pieces: ScatterPieces, scale: Scale, index: int, own: torch.Tensor) -> None:
+        """Wait for every rank's parts of reduction ``index``; sum them into ``own``, this rank's own section."""
         self._wait(_POSTED, self._key(index), f"gradients of {pieces.label}")
         self._compare_labels(pieces, index)
-        layout = pieces.layout
         sections = [
-            None if rank == self.rank else self._outgoing(rank, self.rank, index, pieces) for rank in range(self.size)
+            own if rank == self.rank else self._outgoing(rank, self.rank, index, pieces) for rank in range(self.size)
         ]
-        out = torch.empty(layout.section_numel, dtype=pieces.dtype)
-        sum_sections(layout, pieces.full_parts(self.rank), own_tail, sections, scale, self.rank, out)
+        sum_sections(pieces.layout, sections, scale, self.rank, own)
         self._mine[_CONSUMED] = self._key(index)
-        return out
 
     def _outgoing(self, sender: int, receiver: int, index: int, pieces: ScatterPieces) -> torch.Tensor:
         slot, numel = index % NUM_SLOTS, pieces.section_numel
@@ -193,7 +223,7 @@ class HostLink:
         return section
 
     def _key(self, index: int) -> int:
-        return self._span * _REDUCTIONS_PER_SPAN + index + 1
+        return self._span * _CALLS_PER_SPAN + index + 1
 
     def _compare_labels(self, pieces: ScatterPieces, index: int) -> None:
         expected = _digest(pieces)
@@ -212,24 +242,27 @@ class HostLink:
             if self._words[peer][word] < at_least:
                 self._wait_for(peer, word, at_least, what)
 
-    def _wait_for(self, peer: int, word: int, at_least: int, what: str) -> None:
+    def _wait_for(
+        self, peer: int, word: int, at_least: int, what: str, other: int | None = None, other_at_least: int = 0
+    ) -> None:
+        """Wait until one word of ``peer`` (or the ``other`` one) is large enough."""
         words = self._words[peer]
+
+        def is_there() -> bool:
+            return words[word] >= at_least or (other is not None and words[other] >= other_at_least)
+
         for _ in range(_YIELDS):
-            if words[word] >= at_least:
+            if is_there():
                 return
             os.sched_yield()
         start = time.monotonic()
         sleep_s, look_s = _FIRST_SLEEP_S, _LIVENESS_S
-        while words[word] < at_least:
-            if words[_ABORTED] >= self._span and words[word] < at_least:
-                raise TransportError(
-                    f"rank {peer} left the forward or backward by an exception while rank {self.rank} waited for it at "
-                    f"{what}; see the error of rank {peer}"
-                )
+        while not is_there():
+            self._check_left(peer, what)
             waited_s = time.monotonic() - start
             if waited_s > look_s:
                 look_s = waited_s + _LIVENESS_S
-                if not self._alive[peer].is_alive() and words[word] < at_least:
+                if not self._alive[peer].is_alive() and not is_there():
                     raise TransportError(f"rank {peer} is gone; rank {self.rank} waited for it at {what}")
                 if waited_s > self._timeout_s:
                     raise TransportError(
@@ -239,15 +272,27 @@ class HostLink:
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
 
+    def _check_left(self, peer: int, what: str) -> None:
+        if self._words[peer][_ABORTED] >= self._alarm:
+            self._alarm = self._words[peer][_ABORTED] + 1
+            raise TransportError(
+                f"rank {peer} left the forward or backward by an exception while rank {self.rank} was on its way to {what}; "
+                f"see the error of rank {peer}"
+            )
+
 
 class _Gather:
     """An all-gather that copies when it is waited for, at the latest when its span closes."""
 
     __slots__ = ("_link", "_pieces")
+    holds_input = False
 
     def __init__(self, link: HostLink, pieces: GatherPieces) -> None:
         self._link = link
         self._pieces: GatherPieces | None = pieces
+
+    def is_done(self) -> bool:
+        return True
 
     def wait(self) -> None:
         pieces, self._pieces = self._pieces, None
@@ -265,28 +310,34 @@ class _Gather:
 
 
 class _Scatter:
-    """A reduction whose parts are in the outbox; the others' are read when it is waited for."""
+    """A reduction whose parts are in the outbox; the others' are read when they are there.
 
-    __slots__ = ("_index", "_link", "_pieces", "_scale", "_tail")
+    This rank's own parts wait in the section that becomes the result, so that gradients are not held for late ranks.
+    """
 
-    def __init__(self, link: HostLink, pieces: ScatterPieces, scale: Scale, index: int, tail: Lease) -> None:
+    __slots__ = ("_index", "_link", "_pieces", "_scale", "_section")
+    holds_input = False
+
+    def __init__(self, link: HostLink, pieces: ScatterPieces, scale: Scale, index: int) -> None:
         self._link = link
-        self._tail = tail
         self._pieces: ScatterPieces | None = pieces
         self._scale = scale
         self._index = index
+        self._section = torch.empty(pieces.section_numel, dtype=pieces.dtype)
+        pack_parts(pieces.layout, pieces.full_parts(link.rank), self._section, link.rank)
+        pieces.drop()
+
+    def is_done(self) -> bool:
+        return self._pieces is None or self._link.is_posted(self._index)
 
     def wait(self) -> None:
         pieces, self._pieces = self._pieces, None
         if pieces is not None:
-            own_tail = self._tail.tensor(pieces.dtype)
-            pieces.deliver(self._link.read_outboxes(pieces, self._scale, self._index, own_tail))
-            self._tail.release()
+            self._link.read_outboxes(pieces, self._scale, self._index, self._section)
+            pieces.deliver(self._section)
 
     def cancel(self) -> None:
-        if self._pieces is not None:
-            self._pieces = None
-            self._tail.release()
+        self._pieces = None
 
 
 class _Liveness:

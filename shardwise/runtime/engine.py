@@ -15,7 +15,7 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.lanes import Lane
-from shardwise.comm.link import Spans, Transport
+from shardwise.comm.link import SpanKind, Spans, Transport
 from shardwise.errors import TransportError
 from shardwise.events import Op
 from shardwise.plan.order import Edge
@@ -197,7 +197,7 @@ class Engine:
             self._abort_backward()
         note("root_pre_forward")
         self.journal.begin()
-        self._enter_span()
+        self._enter_span("forward")
         event, self.post_optim_event = self.post_optim_event, None
         for lane in (self.lanes.gather, self.lanes.reduce):
             if event is None:
@@ -205,11 +205,11 @@ class Engine:
             else:
                 lane.wait_event(event)
 
-    def _enter_span(self) -> None:
+    def _enter_span(self, kind: SpanKind) -> None:
         for unit in self.units:
             for group in unit.groups:
                 group.ensure_packed()
-        self.spans.begin()
+        self.spans.begin(kind)
 
     def _end_forward(self, outermost: Unit) -> None:
         for unit in self.units:
@@ -289,7 +289,7 @@ class Engine:
             self.journal.visit(unit, Edge.RELEASE_BACKWARD)
 
     def _reduce(self, unit: Unit, fresh: Gradients) -> None:
-        while len(self._in_flight) >= self.max_reductions:
+        while self._in_flight and (self._in_flight[0].is_due or self._num_held_inputs() >= self.max_reductions):
             self._advance(self._in_flight.pop(0))
         gradients = add_gradients(unit.held, fresh)
         launch = _Launch(unit, [], unit.held, {p: unit.partial[p] for p in gradients if p in unit.partial})
@@ -307,6 +307,9 @@ class Engine:
             del unit.partial[param]
         unit.note(Op.REDUCE, sum(r.num_bytes for r in launch.reductions if r.is_collective))
         self._in_flight += launch.reductions
+
+    def _num_held_inputs(self) -> int:
+        return sum(reduction.holds_input for reduction in self._in_flight)
 
     def _advance(self, reduction: Reduction) -> None:
         try:
@@ -328,7 +331,7 @@ class Engine:
                 engine._abort_backward()
 
         self._backward = weakref.ref(end, on_death)
-        self._enter_span()
+        self._enter_span("backward")
         torch_private.call_after_backward(end)
 
     def finish(self) -> None:

@@ -152,6 +152,9 @@ class _Packing:
             self.is_dense = True
         return self.reduced.full_parts(self.gradients, rank)
 
+    def drop(self) -> None:
+        self.gradients = []
+
     def deliver(self, section: torch.Tensor) -> None:
         self.section = section
         self.gradients = []
@@ -213,6 +216,16 @@ class Reduction:
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.cancel()
+
+    @property
+    def is_due(self) -> bool:
+        """True if :meth:`advance` would not wait for other ranks."""
+        return self.pending is None or self.pending.is_done()
+
+    @property
+    def holds_input(self) -> bool:
+        """True while the packed or local gradients are allocated."""
+        return not self._is_scattered and self.pending is not None and self.pending.holds_input
 
     @property
     def label(self) -> str:

@@ -102,9 +102,7 @@ class GroupLink:
         meeting = meet(self._process_group, store, offer, self._timeout_s)
         if meeting.segments is not None:
             rank = self._process_group.rank()
-            return HostLink(
-                meeting.segments, meeting.pids, rank, wanted.outbox, wanted.slot_bytes, self._timeout_s, self._pool
-            )
+            return HostLink(meeting.segments, meeting.pids, rank, wanted.outbox, wanted.slot_bytes, self._timeout_s)
         if meeting.transport == "collective" or self._process_group.size() > MAX_RANKS:
             return None
         return PeerLink(self._process_group, self._pool)
