@@ -16,6 +16,7 @@ from shardwise import torch_private
 from shardwise.api.explain import check_optimizers
 from shardwise.api.mesh import ShardPlacementResult, smaller_axes
 from shardwise.comm.agree import Bulletin
+from shardwise.comm.alive import announce
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import C10dCommunicator
 from shardwise.comm.lanes import Lane
@@ -73,6 +74,9 @@ def attachment_of(module: nn.Module) -> Attachment | None:
 
 def build_unit(modules: Sequence[nn.Module], recipe: Recipe) -> Attachment:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
+    store = torch_private.default_store() if dist.is_initialized() else None
+    if store is not None:
+        announce(store, dist.get_rank())
     roots = _outermost(modules)
     device = recipe.axes.device
     managed = _managed_modules(roots)

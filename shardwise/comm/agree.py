@@ -10,11 +10,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 
-from shardwise.errors import DesyncError
+from shardwise.comm.alive import is_gone, read_post
+from shardwise.errors import DesyncError, TransportError
 
 _REPORT_WAIT_S = 3.0  # how long a rank that has failed waits for the reports of the others
 
@@ -74,7 +74,9 @@ class Bulletin:
             theirs = self._read(f"plan/{self._num_plans}", other, self._timeout_s)
             if theirs is None:
                 self._fail(
-                    f"rank {other} has not changed its order of units, rank {self._rank} has: {position.note}", position
+                    self._gone(other)
+                    or f"rank {other} has not changed its order of units, rank {self._rank} has: {position.note}",
+                    position,
                 )
             elif theirs != text:
                 self._fail(_first_difference(calls, json.loads(theirs), self._rank, other), position)
@@ -91,7 +93,10 @@ class Bulletin:
         for other in self._peers():
             theirs = self._read(f"deviation/{self._num_deviations}", other, self._timeout_s)
             if theirs is None:
-                self._fail(f"rank {self._rank} left the order of units, rank {other} has not: {what}", position)
+                self._fail(
+                    self._gone(other) or f"rank {self._rank} left the order of units, rank {other} has not: {what}",
+                    position,
+                )
             elif theirs != what:
                 self._fail(
                     f"ranks left the order of units differently: rank {self._rank}: {what}; rank {other}: {theirs}",
@@ -111,7 +116,7 @@ class Bulletin:
                 continue
             text = self._read("failure", other, _REPORT_WAIT_S)
             if text is None:
-                lines.append(f"rank {other} has not reported: it is still running, or gone")
+                lines.append(self._gone(other) or f"rank {other} has not reported: it is still running, or gone")
             else:
                 lines.append(f"rank {other} was at {_describe(Position.from_text(text))}")
         lines.append("Ranks must run the same units in the same order, the same number of times.")
@@ -121,15 +126,17 @@ class Bulletin:
         self._post("failure", Position(position.num_calls, position.recent, what).to_text())
         raise DesyncError(f"{what}\nRanks must run the same units in the same order, the same number of times.")
 
+    def _gone(self, other: int) -> str:
+        return f"rank {other} is gone" if is_gone(self._store, other) else ""
+
     def _post(self, key: str, text: str) -> None:
         self._store.set(f"{self._prefix}/{key}/{self._rank}", text)
 
     def _read(self, key: str, rank: int, timeout_s: float) -> str | None:
         full = f"{self._prefix}/{key}/{rank}"
         try:
-            self._store.wait([full], timedelta(seconds=timeout_s))
-            return self._store.get(full).decode()
-        except (RuntimeError, ValueError):  # a timeout, or the store is gone with the process that kept it
+            return read_post(self._store, full, rank, timeout_s)
+        except (TimeoutError, TransportError):  # TransportError: that rank is gone, or the store is
             return None
 
 

@@ -7,11 +7,10 @@ import logging
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
+from shardwise.comm.alive import host_id, read_post
 from shardwise.comm.link import TRANSPORTS, Transport
 from shardwise.comm.segment import Segment, SegmentAddress
 from shardwise.errors import DesyncError
@@ -41,7 +40,8 @@ class Meeting:
 def meet(group: dist.ProcessGroup, store: dist.Store, offer: Offer, timeout_s: float) -> Meeting:
     """Meet the other ranks of ``group``.  Collective.
 
-    Raises: DesyncError on every rank if one does not come within ``timeout_s`` seconds or brings another digest.
+    Raises: DesyncError on every rank if one does not come within ``timeout_s`` seconds or brings another digest;
+        TransportError if its process is gone.
     """
     rank, size = group.rank(), group.size()
     ranks = [dist.get_global_rank(group, index) for index in range(size)]
@@ -53,7 +53,7 @@ def meet(group: dist.ProcessGroup, store: dist.Store, offer: Offer, timeout_s: f
     if offer.transport == "auto":
         own, problem = _create(offer.num_bytes)
     address = own.address if own is not None else None
-    facts = [offer.transport, offer.digest, _host_id(), problem, *_fields(address)]
+    facts = [offer.transport, offer.digest, host_id(), problem, *_fields(address)]
     theirs = desk.exchange("offer", json.dumps(facts))
     found = [json.loads(text) for text in theirs]
     _compare_digests([fields[1] for fields in found], ranks, rank)
@@ -84,9 +84,8 @@ class _Desk:
 
     def _read(self, key: str, index: int) -> str:
         try:
-            self.store.wait([key], timedelta(seconds=self.timeout_s))
-            return self.store.get(key).decode()
-        except (RuntimeError, ValueError) as error:
+            return read_post(self.store, key, self.ranks[index], self.timeout_s)
+        except TimeoutError as error:
             raise DesyncError(
                 f"rank {self.ranks[index]} did not come to its first forward or backward within {self.timeout_s:g} s of "
                 f"rank {self.ranks[self.rank]}; every rank must run the same units in the same order"
@@ -136,10 +135,3 @@ def _open_all(
         except OSError as error:
             return None, f"rank {rank} cannot open the memory of rank {other}: {error}"
     return tuple(segments), ""
-
-
-def _host_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return platform.node()

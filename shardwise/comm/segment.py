@@ -18,7 +18,8 @@ HEADER_BYTES = WORDS_START + 8 * NUM_WORDS  # one page
 _MAP_FIXED = 0x10
 
 # Segments that a forked child must be cut off from: it inherits shared mappings.
-_live: weakref.WeakSet[Segment] = weakref.WeakSet()
+# Mappings, not segments: tensors keep a mapping after its link has gone.
+_live: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # to the descriptor of its file
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class Segment:
             self._map[:_TOKEN_BYTES] = token
         self.token = self._map[:_TOKEN_BYTES].hex()
         self.words = memoryview(self._map)[WORDS_START:HEADER_BYTES].cast("q")
-        weakref.finalize(self, os.close, fd)
-        _live.add(self)
+        weakref.finalize(self._map, os.close, fd)  # not before: a forked child maps the file again
+        _live[self._map] = fd
 
     @classmethod
     def create(cls, num_bytes: int) -> Segment:
@@ -96,19 +97,21 @@ class Segment:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
-    def make_private(self) -> None:
-        """Replace the mapping by one that others do not see writes to (and whose writes of others may show)."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-        flags = mmap.MAP_PRIVATE | _MAP_FIXED
-        libc.mmap(address, self.num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, self._fd, 0)
+
+def _make_private(mapping: mmap.mmap, fd: int) -> None:
+    """Replace a shared mapping, in place, by one whose writes others do not see (but which may show their later ones)."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+    if libc.mmap(address, len(mapping), access, flags, fd, 0) != address:
+        raise OSError(ctypes.get_errno(), "a forked process cannot be cut off from the shared memory of its parent")
 
 
 def _after_fork_in_child() -> None:
-    for segment in list(_live):
-        segment.make_private()
+    for mapping, fd in list(_live.items()):
+        _make_private(mapping, fd)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

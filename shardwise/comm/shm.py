@@ -10,7 +10,6 @@ made, which x86-64 guarantees and others do not.
 from __future__ import annotations
 
 import os
-import select
 import time
 import zlib
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise import torch_private
+from shardwise.comm.alive import Liveness
 from shardwise.comm.link import SpanKind
 from shardwise.comm.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.comm.protocol import GatherEnds, GatherPieces, Pending, Scale, ScatterPieces
@@ -86,7 +86,7 @@ class HostLink:
         self._peers = tuple(other for other in range(self.size) if other != rank)
         self._words = tuple(segment.words for segment in segments)
         self._mine = self._words[rank]
-        self._alive = {peer: _Liveness(pids[peer]) for peer in self._peers}
+        self._alive = {peer: Liveness(pids[peer]) for peer in self._peers}
         self._outbox = outbox
         self._slot_bytes = slot_bytes
         self._timeout_s = timeout_s
@@ -134,7 +134,9 @@ class HostLink:
         for gather in list(self.gathers):
             gather.wait()
         last = self._key(self._num_gathers - 1)
-        for peer in self._peers if self._num_gathers else ():  # a rank that has made fewer all-gathers has left the span, or will
+        for peer in (
+            self._peers if self._num_gathers else ()
+        ):  # a rank that has made fewer all-gathers has left the span, or will
             words = self._words[peer]
             if words[_READ] < last and words[_CLOSED] < self._span:
                 self._wait_for(peer, _READ, last, "the end of a forward or backward", _CLOSED, self._span)
@@ -274,7 +276,10 @@ class HostLink:
 
     def _check_left(self, peer: int, what: str) -> None:
         if self._words[peer][_ABORTED] >= self._alarm:
-            self._alarm = self._words[peer][_ABORTED] + 1
+            alarm, self._alarm = self._alarm, self._words[peer][_ABORTED] + 1
+            gone = [p for p in self._peers if self._words[p][_ABORTED] < alarm and not self._alive[p].is_alive()]
+            if gone:  # why the other one has left
+                raise TransportError(f"rank {gone[0]} is gone; rank {self.rank} was on its way to {what}")
             raise TransportError(
                 f"rank {peer} left the forward or backward by an exception while rank {self.rank} was on its way to {what}; "
                 f"see the error of rank {peer}"
@@ -338,21 +343,6 @@ class _Scatter:
 
     def cancel(self) -> None:
         self._pieces = None
-
-
-class _Liveness:
-    """Whether a process is there: by a handle, because its number may come back as another's."""
-
-    def __init__(self, pid: int) -> None:
-        self._poll = select.poll()
-        self._fd = os.pidfd_open(pid)
-        self._poll.register(self._fd, select.POLLIN)
-
-    def is_alive(self) -> bool:
-        return not self._poll.poll(0)
-
-    def __del__(self) -> None:
-        os.close(self._fd)
 
 
 def _digest(pieces: ScatterPieces) -> int:

@@ -1,0 +1,104 @@
+"""Whether another rank's process is there: a rank that is gone is named at once, one that is late is waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import select
+import time
+import weakref
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardwise.errors import TransportError
+
+_LOOK_S = 0.5  # between two looks at the process of a rank that is late
+
+# Ranks that have left their note in a store: every fully_shard comes by, one note is enough.
+_announced: weakref.WeakKeyDictionary[dist.Store, set[int]] = weakref.WeakKeyDictionary()
+
+
+class Liveness:
+    """Whether a process of this host is there: by a handle, because its number may come back as another's."""
+
+    def __init__(self, pid: int) -> None:
+        self._fd: int | None = None
+        self._poll = select.poll()
+        try:
+            self._fd = os.pidfd_open(pid)
+        except ProcessLookupError:  # gone already, and waited for by its parent
+            return
+        self._poll.register(self._fd, select.POLLIN)
+
+    def is_alive(self) -> bool:
+        """Return False once the process has ended."""
+        return self._fd is not None and not self._poll.poll(0)
+
+    def __del__(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+
+
+def host_id() -> str:
+    """Return a text that is the same for all processes of one boot of one host, and for no others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+def announce(store: dist.Store, rank: int) -> None:
+    """Leave the process id of global rank ``rank`` in ``store``, so that others can tell whether it has gone."""
+    ranks = _announced.setdefault(store, set())
+    if rank not in ranks:
+        ranks.add(rank)
+        store.set(_note_key(rank), json.dumps([*_name_space(), os.getpid()]))
+
+
+def is_gone(store: dist.Store, rank: int) -> bool:
+    """Return True if global rank ``rank`` was a process of this host that has ended; False if that cannot be known."""
+    try:
+        if not store.check([_note_key(rank)]):
+            return False
+        *space, pid = json.loads(store.get(_note_key(rank)))
+        return space == _name_space() and not Liveness(int(pid)).is_alive()
+    except (RuntimeError, OSError, AttributeError):  # no store, no /proc, no pidfds
+        return False
+
+
+def read_post(store: dist.Store, key: str, rank: int, timeout_s: float) -> str:
+    """Return what global rank ``rank`` puts under ``key``, waiting up to ``timeout_s`` seconds.
+
+    Raises: TransportError as soon as that rank's process is gone or the store does not answer; TimeoutError.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        start = time.monotonic()
+        slice_s = max(min(_LOOK_S, deadline - start), 1e-3)
+        try:
+            store.wait([key], timedelta(seconds=slice_s))
+            return store.get(key).decode()
+        except (RuntimeError, ValueError) as error:
+            if is_gone(store, rank) and not store.check([key]):
+                raise TransportError(f"rank {rank} is gone") from error
+            if time.monotonic() - start < slice_s / 2:
+                raise TransportError(
+                    f"the store of the job does not answer; its process may be gone: {error}"
+                ) from error
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"rank {rank} did not post {key} within {timeout_s:g} s") from error
+
+
+def _note_key(rank: int) -> str:
+    return f"shardwise/process/{rank}"
+
+
+def _name_space() -> list[str]:
+    """Return in which host and container a process number means something."""
+    try:
+        return [host_id(), os.readlink("/proc/self/ns/pid")]
+    except OSError:
+        return [host_id(), ""]
