@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import torch_private as private
 
@@ -117,6 +120,7 @@ def test_dtensors(fake_ranks: object) -> None:
     assert private.flatten_mesh(mesh, "flat").size() == 4
     assert private.wait_tensor(local) is local
     assert private.default_store() is None
+    assert not private.is_gloo(mesh.get_group("a"))
     assert Replicate() != Shard(0)
 
 
@@ -128,8 +132,23 @@ def test_process_groups() -> None:
         assert private.default_store() is not None
         assert private.timeout_s_of(group, torch.device("cpu")) > 0
         assert private.backend_of(group, torch.device("cpu")) is not None
+        assert private.is_gloo(group)
     finally:
         dist.destroy_process_group()
+
+
+def test_dispatch_modes_are_seen() -> None:
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    assert not private.has_dispatch_mode()
+    with Watch():
+        assert private.has_dispatch_mode()
+        with CommDebugMode():
+            assert private.has_dispatch_mode()
+        assert private.has_dispatch_mode()
+    assert not private.has_dispatch_mode()
 
 
 def test_accelerator_type() -> None:

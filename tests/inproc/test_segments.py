@@ -1,0 +1,157 @@
+"""Segments and what lies around them, in one process: addresses, tokens, words, lives of descriptors and processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.alive import Liveness, announce, is_gone, read_post
+from shardwise.comm.segment import HEADER_BYTES, NUM_WORDS, Segment
+from shardwise.comm.shm import HostLink
+from shardwise.errors import TransportError
+
+NUM_BYTES = HEADER_BYTES + 4096
+
+
+@pytest.fixture
+def gone_pid() -> int:
+    """The number of a process that has ended and been waited for."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def num_fds() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_segment_opened_by_its_address_is_the_same_memory() -> None:
+    mine = Segment.create(NUM_BYTES)
+    theirs = Segment.open(mine.address)
+    assert (theirs.token, theirs.num_bytes, len(theirs.words)) == (mine.token, NUM_BYTES, NUM_WORDS)
+    assert not any(mine.words)
+    mine.words[0], mine.words[NUM_WORDS - 1] = 7, -(1 << 60)
+    assert (theirs.words[0], theirs.words[NUM_WORDS - 1]) == (7, -(1 << 60))
+    left = mine.tensor(HEADER_BYTES, 4, torch.float32)
+    right = theirs.tensor(HEADER_BYTES, 4, torch.float32)
+    left.copy_(torch.arange(4.0))
+    assert right.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert mine.tensor(HEADER_BYTES + 8, 2, torch.float32).tolist() == [2.0, 3.0]
+    assert mine.token == theirs.token, "tensors and words lie apart from the token"
+
+
+def test_a_tensor_starts_its_own_storage_and_keeps_the_memory() -> None:
+    segment = Segment.create(NUM_BYTES)
+    tensor = segment.tensor(HEADER_BYTES + 64, 3, torch.bfloat16)
+    assert (tensor.storage_offset(), tuple(tensor.shape), tensor.dtype) == (0, (3,), torch.bfloat16)
+    assert segment.tensor(HEADER_BYTES, 0, torch.int64).shape == (0,)
+    del segment
+    gc.collect()
+    tensor.fill_(2.0)
+    assert tensor.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda address: dataclasses.replace(address, token="00" * 16),
+        lambda address: dataclasses.replace(address, num_bytes=NUM_BYTES + 4096),
+        lambda address: dataclasses.replace(address, fd=1 << 20),
+    ],
+    ids=["token", "size", "descriptor"],
+)
+def test_what_is_not_the_segment_meant_is_not_opened(change: Callable[..., object]) -> None:
+    segment = Segment.create(NUM_BYTES)
+    before = num_fds()
+    with pytest.raises(OSError, match=r"has another file there|No such file"):
+        Segment.open(change(segment.address))  # type: ignore[arg-type]
+    assert num_fds() == before
+
+
+def test_a_process_that_is_gone_has_no_segment(gone_pid: int) -> None:
+    with pytest.raises(FileNotFoundError):
+        Segment.open(dataclasses.replace(Segment.create(NUM_BYTES).address, pid=gone_pid))
+
+
+def test_descriptors_are_closed_with_the_memory() -> None:
+    before = num_fds()
+    segment = Segment.create(NUM_BYTES)
+    other = Segment.open(segment.address)
+    tensor = segment.tensor(HEADER_BYTES, 1, torch.float32)
+    assert num_fds() > before
+    del segment, other
+    assert num_fds() > before, "a tensor is left: a forked child must be able to map its memory again"
+    del tensor
+    assert num_fds() == before
+
+
+def test_liveness(gone_pid: int) -> None:
+    assert Liveness(os.getpid()).is_alive()
+    assert not Liveness(gone_pid).is_alive()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    handle = Liveness(child.pid)
+    assert handle.is_alive()
+    child.communicate(b"\n")
+    assert not handle.is_alive()
+
+
+def announce_as(store: dist.Store, rank: int, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: pid)
+        announce(store, rank)
+
+
+def test_posts_are_waited_for_while_their_rank_is_there(
+    gone_pid: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for store in (dist.HashStore(), dist.FileStore(str(tmp_path / "store"), 1)):
+        announce(store, 0)
+        announce_as(store, 1, gone_pid, monkeypatch)
+        announce_as(store, 2, gone_pid, monkeypatch)
+        assert [is_gone(store, rank) for rank in (0, 1, 2, 3)] == [False, True, True, False]
+        store.set("from 1", "left before it went")
+        assert read_post(store, "from 1", 1, 60.0) == "left before it went"
+        with pytest.raises(TransportError, match="rank 2 is gone"):
+            read_post(store, "from 2", 2, 60.0)
+        for rank in (0, 3):  # alive, and unknown
+            with pytest.raises(TimeoutError, match=f"rank {rank} did not post nothing within 0.1 s"):
+                read_post(store, "nothing", rank, 0.1)
+
+
+def test_processes_of_other_hosts_and_containers_are_not_looked_for(
+    gone_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "readlink", lambda _: "pid:[1]")
+        announce_as(store, 1, gone_pid, monkeypatch)
+    assert not is_gone(store, 1)
+
+
+def make_links(pids: list[int]) -> list[HostLink]:
+    segments = [Segment.create(NUM_BYTES) for _ in pids]
+    return [HostLink(segments, pids, rank, HEADER_BYTES, 0, timeout_s=60.0) for rank in range(len(pids))]
+
+
+def test_a_link_names_the_rank_that_is_gone_not_the_one_that_left_because_of_it(gone_pid: int) -> None:
+    links = make_links([os.getpid(), os.getpid(), gone_pid])
+    links[1].segments[1].words[2] = 1  # rank 1 has left the first span by an exception
+    with pytest.raises(TransportError, match="rank 2 is gone; rank 0 was on its way to the start of a forward"):
+        links[0].open("forward", False)
+
+
+def test_a_link_names_a_rank_that_left_alone() -> None:
+    links = make_links([os.getpid()] * 3)
+    links[1].segments[1].words[2] = 1
+    with pytest.raises(TransportError, match="rank 1 left the forward or backward by an exception"):
+        links[0].open("forward", False)
