@@ -134,7 +134,9 @@ class HostLink:
         for gather in list(self.gathers):
             gather.wait()
         last = self._key(self._num_gathers - 1)
-        for peer in self._peers if self._num_gathers else ():  # a rank that has made fewer all-gathers has left the span, or will
+        for peer in (
+            self._peers if self._num_gathers else ()
+        ):  # a rank that has made fewer all-gathers has left the span, or will
             words = self._words[peer]
             if words[_READ] < last and words[_CLOSED] < self._span:
                 self._wait_for(peer, _READ, last, "the end of a forward or backward", _CLOSED, self._span)

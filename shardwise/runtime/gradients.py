@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
 from shardwise.comm.lanes import Lane
 from shardwise.comm.protocol import Pending, Scale
 from shardwise.layout.bucket import Bucket, build_bucket
-from shardwise.layout.shard import Move
+from shardwise.layout.shard import Move, row_major
 from shardwise.plan.policy import UnitPolicy
 from shardwise.runtime.group import ShardGroup
 from shardwise.runtime.param import UnitParam
@@ -72,8 +73,9 @@ class ReduceLayout:
         self.is_even = self.bucket.is_even
         self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
         self._parts: dict[int, tuple[Move, ...]] = {}
+        self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the pool's buffers, while it keeps them
         self._windows = [
-            (offset, shard.shard_numel(rank), shard.shard_shape(rank))
+            (offset, row_major(shape := shard.shard_shape(rank)), shape)
             for offset, shard in zip(self.bucket.offsets, self.bucket.shards, strict=True)
         ]
 
@@ -87,13 +89,15 @@ class ReduceLayout:
                 return
         if self.bucket.has_padding:
             packed.zero_()
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for gradient, moves in zip(gradients, self._moves, strict=True):
-            flat = gradient.reshape(-1)
-            for move in moves:
-                targets.append(packed_window(packed, move))
-                sources.append(full_window(flat, move, 0))
+        targets = self._packed_windows.get(packed)
+        if targets is None:
+            targets = [packed_window(packed, move) for moves in self._moves for move in moves]
+            self._packed_windows[packed] = targets
+        sources = [
+            full_window(gradient, move, 0)
+            for gradient, moves in zip((each.contiguous() for each in gradients), self._moves, strict=True)
+            for move in moves
+        ]
         torch_private.copy_all(targets, sources)
 
     def full_parts(self, gradients: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
@@ -108,7 +112,8 @@ class ReduceLayout:
 
     def windows(self, section: torch.Tensor) -> list[torch.Tensor]:
         """Return the shards in this rank's section."""
-        return [section.narrow(0, offset, numel).view(shape) for offset, numel, shape in self._windows]
+        start = section.storage_offset()
+        return [section.as_strided(shape, stride, start + offset) for offset, stride, shape in self._windows]
 
 
 def _layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) -> ReduceLayout:
