@@ -31,7 +31,7 @@ from shardwise.testing.models import MODELS, batch_for, build, units_of
 def make_parts_small(large_numel: int) -> None:
     """Let tensors of tests take the ways of large ones."""
     shardwise.layout.bucket.LARGE_NUMEL = large_numel
-    shardwise.comm.peers.MIN_SECTION_BYTES = 0
+    shardwise.comm.peers.MIN_LARGE_SHARE = 0.0
 
 
 def shard(name: str, transport: Transport, **arguments: object) -> nn.Module:
