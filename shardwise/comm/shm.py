@@ -13,6 +13,7 @@ import os
 import select
 import time
 import zlib
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -94,6 +95,7 @@ class HostLink:
         self._alarm = 1  # the first span that no other rank may have left by an exception, as far as this rank knows
         self._num_gathers = self._num_reductions = 0
         self.gathers: list[_Gather] = []
+        self._scatters: deque[_Scatter] = deque()
         self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
@@ -146,6 +148,7 @@ class HostLink:
         for gather in self.gathers:
             gather.forget()
         self.gathers.clear()
+        self._scatters.clear()
         self._mine[_ABORTED] = self._span
         self._mine[_CLOSED] = self._span
         self._alarm = self._span + 1
@@ -192,11 +195,21 @@ class HostLink:
         index = self._num_reductions
         self._num_reductions += 1
         if index >= NUM_SLOTS:
+            # Both sides of the slot must be free: this rank's own parts may still be in it, too.
+            while self._scatters and self._scatters[0].index <= index - NUM_SLOTS:
+                self._scatters[0].wait()
             self._wait(_CONSUMED, self._key(index - NUM_SLOTS), f"gradients of {pieces.label}")
         own = self._fill_outbox(pieces, index)
         self._mine[_LABELS + index % NUM_SLOTS] = _digest(pieces)
         self._mine[_POSTED] = self._key(index)
-        return _Scatter(self, pieces, scale, index, own)
+        scatter = _Scatter(self, pieces, scale, index, own)
+        self._scatters.append(scatter)
+        return scatter
+
+    def forget_scatter(self, scatter: _Scatter) -> None:
+        """Take note that ``scatter`` is delivered or cancelled."""
+        if scatter in self._scatters:
+            self._scatters.remove(scatter)
 
     def _fill_outbox(self, pieces: ScatterPieces, index: int) -> torch.Tensor:
         """Copy the gradients to the outbox and let go of them; return this rank's own section."""
@@ -336,26 +349,29 @@ class _Scatter:
     This rank's own parts are copied too, so that gradients are not held for late ranks.
     """
 
-    __slots__ = ("_index", "_link", "_own", "_pieces", "_scale")
+    __slots__ = ("_link", "_own", "_pieces", "_scale", "index")
     holds_input = False
 
     def __init__(self, link: HostLink, pieces: ScatterPieces, scale: Scale, index: int, own: torch.Tensor) -> None:
         self._link = link
         self._pieces: ScatterPieces | None = pieces
         self._scale = scale
-        self._index = index
+        self.index = index
         self._own = own
 
     def is_done(self) -> bool:
-        return self._pieces is None or self._link.is_posted(self._index)
+        return self._pieces is None or self._link.is_posted(self.index)
 
     def wait(self) -> None:
         pieces, self._pieces = self._pieces, None
         if pieces is not None:
-            pieces.deliver(self._link.read_outboxes(pieces, self._scale, self._index, self._own))
+            self._link.forget_scatter(self)
+            pieces.deliver(self._link.read_outboxes(pieces, self._scale, self.index, self._own))
 
     def cancel(self) -> None:
-        self._pieces = None
+        if self._pieces is not None:
+            self._pieces = None
+            self._link.forget_scatter(self)
 
 
 class _Liveness:

@@ -356,13 +356,19 @@ def set_gradients(group: ShardGroup, shards: Gradients) -> None:
     casts: dict[tuple[int, torch.dtype], torch.Tensor] = {}
     olds: list[torch.Tensor] = []
     news: list[torch.Tensor] = []
+    device = group.storage_device
     for param, shard in shards.items():
-        local = _in_storage_form(group, param, shard, casts)
-        existing = param.sharded.grad
+        sharded = param.sharded
+        is_wrapped = isinstance(sharded, DTensor)
+        dtype = torch_private.local_of(sharded).dtype
+        local = (
+            shard if shard.dtype is dtype and shard.device == device else _in_storage_form(group, dtype, shard, casts)
+        )
+        existing = sharded.grad
         if existing is None:
-            if isinstance(param.sharded, DTensor):
-                local = torch_private.dtensor_from_local(local, torch_private.spec_of(param.sharded))
-            param.sharded.grad = local
+            sharded.grad = (
+                torch_private.dtensor_from_local(local, torch_private.spec_of(sharded)) if is_wrapped else local
+            )
         else:
             olds.append(torch_private.local_of(existing))
             news.append(local)
@@ -378,18 +384,15 @@ def run_gradient_hooks(shards: Gradients) -> None:
 
 
 def _in_storage_form(
-    group: ShardGroup, param: UnitParam, shard: torch.Tensor, casts: dict[tuple[int, torch.dtype], torch.Tensor]
+    group: ShardGroup, dtype: torch.dtype, shard: torch.Tensor, casts: dict[tuple[int, torch.dtype], torch.Tensor]
 ) -> torch.Tensor:
     # Shards of one reduction are windows of one buffer: cast and move the buffer once, then take the windows again.
-    device = group.storage_device
-    if shard.dtype == param.dtype and shard.device == device:
-        return shard
     storage = shard.untyped_storage()
-    key = (storage.data_ptr(), param.dtype)
+    key = (storage.data_ptr(), dtype)
     if key not in casts:
         whole = torch.empty(0, dtype=shard.dtype, device=shard.device)
         whole.set_(storage, 0, (storage.nbytes() // shard.dtype.itemsize,), (1,))
         pin = isinstance(group.offload, CPUOffloadPolicy) and group.offload.can_pin and shard.device.type != "cpu"
-        moved = torch.empty(whole.shape, dtype=param.dtype, device=device, pin_memory=pin)
+        moved = torch.empty(whole.shape, dtype=dtype, device=group.storage_device, pin_memory=pin)
         casts[key] = moved.copy_(whole)
     return casts[key].as_strided(shard.shape, shard.stride(), shard.storage_offset())

@@ -326,31 +326,37 @@ class ShardGroup:
                     shape, base = param.shard.shape, bucket.layout.full_offsets[index]
                     full = param.full = make_full_parameter(buffer.hold(self.pool), shape, base, param)
                 mark_full(full)
-                num_trainable += self._sync_requires_grad(param, full, on_gradient)
-                param.register(full)
+                wanted = param.sharded.requires_grad
+                if not (wanted and param.is_hooked and full.requires_grad):
+                    self._sync_requires_grad(param, full, on_gradient)
+                num_trainable += wanted
+                for slot in param.slots:
+                    slot.parameters[slot.name] = full
         for param in self.extended.params:
             full = param.full
             assert full is not None
-            num_trainable += self._sync_requires_grad(param, full, on_gradient)
+            self._sync_requires_grad(param, full, on_gradient)
+            num_trainable += param.sharded.requires_grad
             param.register(full)
         return num_trainable
 
     @staticmethod
     def _sync_requires_grad(
         param: UnitParam, full: nn.Parameter, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]
-    ) -> int:
+    ) -> None:
         wanted = param.sharded.requires_grad
         if full.requires_grad is not wanted:
             full.requires_grad_(wanted)
         if wanted and not param.is_hooked:
             full.register_post_accumulate_grad_hook(on_gradient(param))
             param.is_hooked = True
-        return int(wanted)
 
     def register_sharded(self) -> None:
         """Hang the sharded parameters on the modules and give the full memory back."""
         for param in self.params:
-            param.register(param.sharded)
+            sharded = param.sharded
+            for slot in param.slots:
+                slot.parameters[slot.name] = sharded
         self.drop()
 
     def drop(self) -> None:
