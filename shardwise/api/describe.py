@@ -22,9 +22,9 @@ def describe_units(model: nn.Module) -> UnitTable:
     Example:
         >>> from shardwise import describe_units
         >>> print(describe_units(model))  # doctest: +SKIP
-        unit        modules  parameters      bytes  padding
-        (root)            1      36,992  144.5 KiB     1.00
-        blocks.0-7        8     399,872  1.525 MiB     1.00
+        unit        modules  parameters      bytes  padding          route
+        (root)            1      36,992  144.5 KiB     1.00  shared memory
+        blocks.0-7        8     399,872  1.525 MiB     1.00  shared memory
         2 units, 436,864 parameters, 1.667 MiB
     """
     paths: dict[Unit, list[str]] = {}
@@ -47,4 +47,5 @@ def _row(unit: Unit, name: str) -> UnitRow:
             num_bytes += param.shard.numel * param.dtype.itemsize
             is_cut = group.is_collective and not param.shard.is_whole
             moved += param.shard.section_numel * param.shard.num_shards if is_cut else param.shard.numel
-    return UnitRow(name, len(unit.modules), numel, num_bytes, moved / numel if numel else 1.0)
+    route = unit.route if unit.engine_ref() is not None else ""
+    return UnitRow(name, len(unit.modules), numel, num_bytes, moved / numel if numel else 1.0, route)

@@ -20,20 +20,44 @@ def size_class(num_bytes: int) -> int:
     return -(-num_bytes // grain) * grain
 
 
+class _Slab:
+    """A storage of the pool and the tensors that loans of it have asked for: the same objects every time."""
+
+    __slots__ = ("storage", "tensors")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.tensors: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+
+
 class Lease:
     """One storage on loan; :meth:`release` ends the loan, once."""
 
-    __slots__ = ("_pool", "num_bytes", "storage")
+    __slots__ = ("_pool", "num_bytes", "slab")
 
-    def __init__(self, pool: BufferPool, storage: torch.UntypedStorage, num_bytes: int) -> None:
+    def __init__(self, pool: BufferPool, slab: _Slab, num_bytes: int) -> None:
         self._pool: BufferPool | None = pool
-        self.storage = storage
+        self.slab = slab
         self.num_bytes = num_bytes
 
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The loaned storage; it may be larger than ``num_bytes``."""
+        return self.slab.storage
+
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the loaned bytes as a 1-D tensor of ``num_bytes // itemsize`` elements."""
-        empty = torch.empty(0, dtype=dtype, device=self.storage.device)
-        return empty.set_(self.storage, 0, (self.num_bytes // dtype.itemsize,), (1,))
+        """Return the loaned bytes as a 1-D tensor of ``num_bytes // itemsize`` elements.
+
+        A later loan of the same storage, size and dtype gets the same object: windows of it may be kept by its identity.
+        """
+        key = (dtype, self.num_bytes)
+        tensor = self.slab.tensors.get(key)
+        if tensor is None:
+            with torch.inference_mode(False):
+                empty = torch.empty(0, dtype=dtype, device=self.storage.device)
+                tensor = empty.set_(self.storage, 0, (self.num_bytes // dtype.itemsize,), (1,))
+            self.slab.tensors[key] = tensor
+        return tensor
 
     def release(self) -> None:
         """Give the storage back; the caller must not touch its bytes any more."""
@@ -57,7 +81,7 @@ class BufferPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._keeps = device.type == "cpu"
-        self._free: dict[int, list[torch.UntypedStorage]] = {}
+        self._free: dict[int, list[_Slab]] = {}
         self.leased_bytes = 0
         self.peak_leased_bytes = 0
         self.num_allocations = 0
@@ -65,7 +89,7 @@ class BufferPool:
     @property
     def idle_bytes(self) -> int:
         """Bytes that the pool holds and nobody uses."""
-        return sum(size * len(storages) for size, storages in self._free.items())
+        return sum(size * len(slabs) for size, slabs in self._free.items())
 
     def lease(self, num_bytes: int) -> Lease:
         """Lend a storage of at least ``num_bytes``: an idle one of its size class, or a new one."""
@@ -77,13 +101,13 @@ class BufferPool:
             return Lease(self, idle.pop(), num_bytes)
         self.num_allocations += 1
         storage = torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
-        return Lease(self, storage, num_bytes)
+        return Lease(self, _Slab(storage), num_bytes)
 
     def take_back(self, lease: Lease) -> None:
         """End a loan; called by :meth:`Lease.release`."""
         self.leased_bytes -= lease.num_bytes
         if self._keeps:
-            self._free.setdefault(size_class(lease.num_bytes), []).append(lease.storage)
+            self._free.setdefault(size_class(lease.num_bytes), []).append(lease.slab)
 
     def reset_peak(self) -> None:
         """Start a new measurement of ``peak_leased_bytes``."""

@@ -100,6 +100,7 @@ class Link(Protocol):
 class _Entry:
     prepare: Callable[[], Link | None]
     link: Link | None = None
+    is_prepared: bool = False
     is_open: bool = False
     is_agreed: bool = False
 
@@ -121,15 +122,22 @@ class Spans:
         old = self._entries.get(group.group_name)
         self._entries[group.group_name] = _Entry(prepare, old.link if old is not None else None)
 
-    def link(self, group: dist.ProcessGroup) -> Link | None:
-        """Return the link to use for the next collective of ``group``; None: use the backend's own."""
+    def link(self, group: dist.ProcessGroup, takes: Callable[[Link], bool]) -> Link | None:
+        """Return the link to use for the next collective of ``group``; None: use the backend's own.
+
+        ``takes(link)`` says, alike on every rank, whether the collective is one for the link: if none is, in a whole span,
+        the link stays closed.
+        """
         entry = self._entries.get(group.group_name)
         if entry is None or not self._depth:
             return None
-        if not entry.is_open:
+        if not entry.is_prepared:
             entry.link = entry.prepare()
-            if entry.link is not None:
-                entry.is_agreed = entry.link.open(self._kind, collectives_are_watched())
+            entry.is_prepared = True
+        if entry.link is None or not takes(entry.link):
+            return None
+        if not entry.is_open:
+            entry.is_agreed = entry.link.open(self._kind, collectives_are_watched())
             entry.is_open = True
         return entry.link if entry.is_agreed else None
 
@@ -148,6 +156,7 @@ class Spans:
         """Leave it; the outermost end waits until no peer reads this rank's shards."""
         if self._depth == 1:
             for entry in self._entries.values():
+                entry.is_prepared = False
                 if entry.is_open:
                     if entry.link is not None:
                         entry.link.close()
@@ -158,6 +167,7 @@ class Spans:
         """Leave all spans after a failure."""
         self._depth = 0
         for entry in self._entries.values():
+            entry.is_prepared = False
             if entry.is_open:
                 entry.is_open = entry.is_agreed = False
                 if entry.link is not None:

@@ -21,7 +21,7 @@ from shardwise.layout.bucket import Bucket
 # Apart from tags that users of the same group are likely to choose.
 _TAG_SPAN, _TAG_GATHER, _TAG_SCATTER = 0x5A00, 0x5A01, 0x5A02
 MAX_RANKS = 32  # beyond, a message per peer and tensor costs more than the copies it saves
-MIN_SECTION_BYTES = 64 * 1024  # below, one collective costs less than two messages per peer
+MIN_LARGE_SHARE = 0.5  # of a section: with many small tensors nothing is saved that pays for more messages
 
 
 class PeerLink:
@@ -72,10 +72,10 @@ class PeerLink:
 
     def takes_gather(self, pieces: GatherPieces) -> bool:
         buckets = pieces.buckets()
-        return bool(buckets) and all(_is_worth(each.layout, each.full_dtype.itemsize) for each in buckets)
+        return bool(buckets) and all(_is_worth(each.layout) for each in buckets)
 
     def takes_scatter(self, pieces: ScatterPieces, scale: Scale) -> bool:
-        return _is_worth(pieces.layout, pieces.dtype.itemsize) and can_sum_in_parts(scale, self.size)
+        return _is_worth(pieces.layout) and can_sum_in_parts(scale, self.size)
 
     def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
         return (self.size - 1) * layout.tail_numel * itemsize, True
@@ -266,5 +266,5 @@ def _let_end(works: list[Any]) -> None:
             return
 
 
-def _is_worth(layout: Bucket, itemsize: int) -> bool:
-    return layout.section_numel * itemsize >= MIN_SECTION_BYTES
+def _is_worth(layout: Bucket) -> bool:
+    return layout.tail_start >= MIN_LARGE_SHARE * layout.section_numel

@@ -35,16 +35,18 @@ class RoutedCommunicator:
 
     def all_gather(self, pieces: GatherPieces) -> Pending:
         """Gather by the link or through one packed buffer."""
-        link = None if self.packed.custom_all_gather is not None else self._spans.link(self.packed.group)
-        if link is not None and link.takes_gather(pieces):
-            return link.all_gather(pieces)
+        if self.packed.custom_all_gather is None:
+            link = self._spans.link(self.packed.group, lambda link: link.takes_gather(pieces))
+            if link is not None:
+                return link.all_gather(pieces)
         return self.packed.all_gather(pieces)
 
     def reduce_scatter(self, pieces: ScatterPieces, scale: Scale) -> Pending:
         """Reduce by the link or through one packed buffer."""
-        link = None if self.packed.custom_reduce_scatter is not None else self._spans.link(self.packed.group)
-        if link is not None and link.takes_scatter(pieces, scale):
-            return link.reduce_scatter(pieces, scale)
+        if self.packed.custom_reduce_scatter is None:
+            link = self._spans.link(self.packed.group, lambda link: link.takes_scatter(pieces, scale))
+            if link is not None:
+                return link.reduce_scatter(pieces, scale)
         return self.packed.reduce_scatter(pieces, scale)
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale) -> Pending:

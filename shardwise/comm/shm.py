@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -45,7 +46,7 @@ _LIVENESS_S = 0.2
 
 def slot_bytes(section_bytes: int, num_ranks: int) -> int:
     """Return what a reduction whose sections have ``section_bytes`` takes in an outbox."""
-    return num_ranks * align(section_bytes, _ALIGNMENT)
+    return align(num_ranks * section_bytes, _ALIGNMENT)
 
 
 def outbox_bytes(slot: int) -> int:
@@ -94,8 +95,9 @@ class HostLink:
         self._alarm = 1  # the first span that no other rank may have left by an exception, as far as this rank knows
         self._num_gathers = self._num_reductions = 0
         self.gathers: list[_Gather] = []
+        self._scatters: deque[_Scatter] = deque()
         self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._sections: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     # ---- spans ----
 
@@ -146,6 +148,7 @@ class HostLink:
         for gather in self.gathers:
             gather.forget()
         self.gathers.clear()
+        self._scatters.clear()
         self._mine[_ABORTED] = self._span
         self._mine[_CLOSED] = self._span
         self._alarm = self._span + 1
@@ -192,37 +195,66 @@ class HostLink:
         index = self._num_reductions
         self._num_reductions += 1
         if index >= NUM_SLOTS:
+            # Both sides of the slot must be free: this rank's own parts may still be in it, too.
+            while self._scatters and self._scatters[0].index <= index - NUM_SLOTS:
+                self._scatters[0].wait()
             self._wait(_CONSUMED, self._key(index - NUM_SLOTS), f"gradients of {pieces.label}")
-        layout = pieces.layout
-        for peer in self._peers:
-            pack_parts(layout, pieces.full_parts(peer), self._outgoing(self.rank, peer, index, pieces), peer)
+        own = self._fill_outbox(pieces, index)
         self._mine[_LABELS + index % NUM_SLOTS] = _digest(pieces)
         self._mine[_POSTED] = self._key(index)
-        return _Scatter(self, pieces, scale, index)
+        scatter = _Scatter(self, pieces, scale, index, own)
+        self._scatters.append(scatter)
+        return scatter
+
+    def forget_scatter(self, scatter: _Scatter) -> None:
+        """Take note that ``scatter`` is delivered or cancelled."""
+        if scatter in self._scatters:
+            self._scatters.remove(scatter)
+
+    def _fill_outbox(self, pieces: ScatterPieces, index: int) -> torch.Tensor:
+        """Copy the gradients to the outbox and let go of them; return this rank's own section."""
+        layout, numel = pieces.layout, pieces.section_numel
+        if not layout.num_large:  # one copy of everything costs less than many of parts
+            pieces.fill(self._view(self.rank, self._slot_start(index), self.size * numel, pieces.dtype))
+            return self._outgoing(self.rank, self.rank, index, pieces)
+        for peer in self._peers:
+            pack_parts(layout, pieces.full_parts(peer), self._outgoing(self.rank, peer, index, pieces), peer)
+        own = torch.empty(numel, dtype=pieces.dtype)
+        pack_parts(layout, pieces.full_parts(self.rank), own, self.rank)
+        pieces.drop()
+        return own
 
     def is_posted(self, index: int) -> bool:
         """True if every rank's parts of reduction ``index`` can be read."""
         key = self._key(index)
         return all(self._words[peer][_POSTED] >= key for peer in self._peers)
 
-    def read_outboxes(self, pieces: ScatterPieces, scale: Scale, index: int, own: torch.Tensor) -> None:
-        """Wait for every rank's parts of reduction ``index``; sum them into ``own``, this rank's own section."""
+    def read_outboxes(self, pieces: ScatterPieces, scale: Scale, index: int, own: torch.Tensor) -> torch.Tensor:
+        """Wait for every rank's parts of reduction ``index``; return their sum with ``own``, this rank's own section."""
         self._wait(_POSTED, self._key(index), f"gradients of {pieces.label}")
         self._compare_labels(pieces, index)
         sections = [
             own if rank == self.rank else self._outgoing(rank, self.rank, index, pieces) for rank in range(self.size)
         ]
-        sum_sections(pieces.layout, sections, scale, self.rank, own)
+        out = own if pieces.layout.num_large else torch.empty_like(own)  # the outbox must be free again
+        sum_sections(pieces.layout, sections, scale, self.rank, out)
         self._mine[_CONSUMED] = self._key(index)
+        return out
 
     def _outgoing(self, sender: int, receiver: int, index: int, pieces: ScatterPieces) -> torch.Tensor:
-        slot, numel = index % NUM_SLOTS, pieces.section_numel
-        start = self._outbox + slot * self._slot_bytes + receiver * align(numel * pieces.dtype.itemsize, _ALIGNMENT)
-        key = (sender, start, numel, pieces.dtype)
-        section = self._sections.get(key)
-        if section is None:
-            section = self._sections[key] = self.segments[sender].tensor(start, numel, pieces.dtype)
-        return section
+        numel = pieces.section_numel
+        start = self._slot_start(index) + receiver * numel * pieces.dtype.itemsize
+        return self._view(sender, start, numel, pieces.dtype)
+
+    def _slot_start(self, index: int) -> int:
+        return self._outbox + index % NUM_SLOTS * self._slot_bytes
+
+    def _view(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        key = (rank, start, numel, dtype)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self.segments[rank].tensor(start, numel, dtype)
+        return view
 
     def _key(self, index: int) -> int:
         return self._span * _CALLS_PER_SPAN + index + 1
@@ -317,32 +349,32 @@ class _Gather:
 class _Scatter:
     """A reduction whose parts are in the outbox; the others' are read when they are there.
 
-    This rank's own parts wait in the section that becomes the result, so that gradients are not held for late ranks.
+    This rank's own parts are copied too, so that gradients are not held for late ranks.
     """
 
-    __slots__ = ("_index", "_link", "_pieces", "_scale", "_section")
+    __slots__ = ("_link", "_own", "_pieces", "_scale", "index")
     holds_input = False
 
-    def __init__(self, link: HostLink, pieces: ScatterPieces, scale: Scale, index: int) -> None:
+    def __init__(self, link: HostLink, pieces: ScatterPieces, scale: Scale, index: int, own: torch.Tensor) -> None:
         self._link = link
         self._pieces: ScatterPieces | None = pieces
         self._scale = scale
-        self._index = index
-        self._section = torch.empty(pieces.section_numel, dtype=pieces.dtype)
-        pack_parts(pieces.layout, pieces.full_parts(link.rank), self._section, link.rank)
-        pieces.drop()
+        self.index = index
+        self._own = own
 
     def is_done(self) -> bool:
-        return self._pieces is None or self._link.is_posted(self._index)
+        return self._pieces is None or self._link.is_posted(self.index)
 
     def wait(self) -> None:
         pieces, self._pieces = self._pieces, None
         if pieces is not None:
-            self._link.read_outboxes(pieces, self._scale, self._index, self._section)
-            pieces.deliver(self._section)
+            self._link.forget_scatter(self)
+            pieces.deliver(self._link.read_outboxes(pieces, self._scale, self.index, self._own))
 
     def cancel(self) -> None:
-        self._pieces = None
+        if self._pieces is not None:
+            self._pieces = None
+            self._link.forget_scatter(self)
 
 
 def _digest(pieces: ScatterPieces) -> int:

@@ -6,9 +6,20 @@ Source: ZeRO, arXiv 1910.02054, section 5.3; the cut is ``torch.chunk``'s, so it
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import LayoutError
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a gap-free row-major tensor of ``shape``, in elements."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_HEADINGS = ("unit", "modules", "parameters", "bytes", "padding")
+_HEADINGS = ("unit", "modules", "parameters", "bytes", "padding", "route")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,8 @@ class UnitRow:
         numel: elements of its parameters, unsharded.
         num_bytes: bytes of these, in the dtypes they are kept in.
         padding_ratio: elements that an all-gather moves divided by ``numel``; 1.0: none are padding.
+        route: how ranks exchange its parameters ("shared memory", "send/recv", "collectives"); "" while that is not known,
+            before the second forward, or if they do not.
     """
 
     name: str
@@ -24,6 +26,7 @@ class UnitRow:
     numel: int
     num_bytes: int
     padding_ratio: float
+    route: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class UnitTable:
 
 def _cells(row: UnitRow) -> tuple[str, ...]:
     name = row.name or "(root)"
-    return name, str(row.num_modules), f"{row.numel:,}", _readable(row.num_bytes), f"{row.padding_ratio:.2f}"
+    padding = f"{row.padding_ratio:.2f}"
+    return name, str(row.num_modules), f"{row.numel:,}", _readable(row.num_bytes), padding, row.route or "-"
 
 
 def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:

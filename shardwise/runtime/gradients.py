@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
 from shardwise.comm.lanes import Lane
 from shardwise.comm.protocol import Pending, Scale
 from shardwise.layout.bucket import Bucket, build_bucket
-from shardwise.layout.shard import Move
+from shardwise.layout.shard import Move, row_major
 from shardwise.plan.policy import UnitPolicy
 from shardwise.runtime.group import ShardGroup
 from shardwise.runtime.param import UnitParam
@@ -72,8 +73,9 @@ class ReduceLayout:
         self.is_even = self.bucket.is_even
         self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
         self._parts: dict[int, tuple[Move, ...]] = {}
+        self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the pool's buffers, while it keeps them
         self._windows = [
-            (offset, shard.shard_numel(rank), shard.shard_shape(rank))
+            (offset, row_major(shape := shard.shard_shape(rank)), shape)
             for offset, shard in zip(self.bucket.offsets, self.bucket.shards, strict=True)
         ]
 
@@ -87,13 +89,15 @@ class ReduceLayout:
                 return
         if self.bucket.has_padding:
             packed.zero_()
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for gradient, moves in zip(gradients, self._moves, strict=True):
-            flat = gradient.reshape(-1)
-            for move in moves:
-                targets.append(packed_window(packed, move))
-                sources.append(full_window(flat, move, 0))
+        targets = self._packed_windows.get(packed)
+        if targets is None:
+            targets = [packed_window(packed, move) for moves in self._moves for move in moves]
+            self._packed_windows[packed] = targets
+        sources = [
+            full_window(gradient, move, 0)
+            for gradient, moves in zip((each.contiguous() for each in gradients), self._moves, strict=True)
+            for move in moves
+        ]
         torch_private.copy_all(targets, sources)
 
     def full_parts(self, gradients: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
@@ -108,7 +112,8 @@ class ReduceLayout:
 
     def windows(self, section: torch.Tensor) -> list[torch.Tensor]:
         """Return the shards in this rank's section."""
-        return [section.narrow(0, offset, numel).view(shape) for offset, numel, shape in self._windows]
+        start = section.storage_offset()
+        return [section.as_strided(shape, stride, start + offset) for offset, stride, shape in self._windows]
 
 
 def _layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) -> ReduceLayout:
@@ -351,13 +356,19 @@ def set_gradients(group: ShardGroup, shards: Gradients) -> None:
     casts: dict[tuple[int, torch.dtype], torch.Tensor] = {}
     olds: list[torch.Tensor] = []
     news: list[torch.Tensor] = []
+    device = group.storage_device
     for param, shard in shards.items():
-        local = _in_storage_form(group, param, shard, casts)
-        existing = param.sharded.grad
+        sharded = param.sharded
+        is_wrapped = isinstance(sharded, DTensor)
+        dtype = torch_private.local_of(sharded).dtype
+        local = (
+            shard if shard.dtype is dtype and shard.device == device else _in_storage_form(group, dtype, shard, casts)
+        )
+        existing = sharded.grad
         if existing is None:
-            if isinstance(param.sharded, DTensor):
-                local = torch_private.dtensor_from_local(local, torch_private.spec_of(param.sharded))
-            param.sharded.grad = local
+            sharded.grad = (
+                torch_private.dtensor_from_local(local, torch_private.spec_of(sharded)) if is_wrapped else local
+            )
         else:
             olds.append(torch_private.local_of(existing))
             news.append(local)
@@ -373,18 +384,15 @@ def run_gradient_hooks(shards: Gradients) -> None:
 
 
 def _in_storage_form(
-    group: ShardGroup, param: UnitParam, shard: torch.Tensor, casts: dict[tuple[int, torch.dtype], torch.Tensor]
+    group: ShardGroup, dtype: torch.dtype, shard: torch.Tensor, casts: dict[tuple[int, torch.dtype], torch.Tensor]
 ) -> torch.Tensor:
     # Shards of one reduction are windows of one buffer: cast and move the buffer once, then take the windows again.
-    device = group.storage_device
-    if shard.dtype == param.dtype and shard.device == device:
-        return shard
     storage = shard.untyped_storage()
-    key = (storage.data_ptr(), param.dtype)
+    key = (storage.data_ptr(), dtype)
     if key not in casts:
         whole = torch.empty(0, dtype=shard.dtype, device=shard.device)
         whole.set_(storage, 0, (storage.nbytes() // shard.dtype.itemsize,), (1,))
         pin = isinstance(group.offload, CPUOffloadPolicy) and group.offload.can_pin and shard.device.type != "cpu"
-        moved = torch.empty(whole.shape, dtype=param.dtype, device=device, pin_memory=pin)
+        moved = torch.empty(whole.shape, dtype=dtype, device=group.storage_device, pin_memory=pin)
         casts[key] = moved.copy_(whole)
     return casts[key].as_strided(shard.shape, shard.stride(), shard.storage_offset())

@@ -110,6 +110,8 @@ class ShardGroup:
         self._main: Shards | None = None
         self._sub: Shards | None = None
         self._fulls: list[FullBuffer] = []
+        self._full_bytes = 0
+        self._staging: tuple[tuple[Shards, Link | None], tuple[int, bool]] | None = None
         self._ends: list[_BucketEnds] = []
         self.custom_all_gather: AllGatherFunction | None = None
         self.custom_reduce_scatter: ReduceScatterFunction | None = None
@@ -131,10 +133,17 @@ class ShardGroup:
         """Bytes that a launched all-gather holds, and whether its full parameters are among them."""
         if self._main is None or not self.is_collective:
             return 0, False
+        comm = self._comm.shards if self._comm is not None else None
+        key = (self._main, comm.planned_link if comm is not None else None)
+        if self._staging is None or self._staging[0] != key:
+            self._staging = (key, self._compute_staging(self._main))
+        return self._staging[1]
+
+    def _compute_staging(self, main: Shards) -> tuple[int, bool]:
         link = self._planned_link()
         if link is None:
-            return self._main.packed_bytes, False
-        stagings = [link.gather_staging(bucket.layout, bucket.full_dtype.itemsize) for bucket in self._main.buckets]
+            return main.packed_bytes, False
+        stagings = [link.gather_staging(bucket.layout, bucket.full_dtype.itemsize) for bucket in main.buckets]
         in_place = any(is_in_place for _, is_in_place in stagings)
         return sum(num_bytes for num_bytes, _ in stagings) + (self.full_bytes if in_place else 0), in_place
 
@@ -161,7 +170,7 @@ class ShardGroup:
     @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters beyond the shards."""
-        return sum(full.num_bytes for full in self._fulls)
+        return self._full_bytes
 
     @property
     def main_buckets(self) -> Sequence[FlatBucket]:
@@ -189,15 +198,16 @@ class ShardGroup:
     def _is_packed(self) -> bool:
         assert self._main is not None
         for bucket in self._main.buckets:
-            base = bucket.local.data_ptr()
-            itemsize = bucket.dtype.itemsize
+            base, itemsize, kind = bucket.local.data_ptr(), bucket.dtype.itemsize, (bucket.dtype, bucket.local.device)
             for param, offset in zip(bucket.params, bucket.layout.offsets, strict=True):
-                if not param.is_registered:
+                slot = param.slots[0]
+                current = slot.parameters[slot.name]
+                if current is not param.sharded and not param.is_registered:
                     return False
                 local = torch_private.local_of(param.sharded)
                 if local.data_ptr() != base + offset * itemsize and local.numel():
                     return False
-                if local.dtype != bucket.dtype or local.device != bucket.local.device:
+                if (local.dtype, local.device) != kind:
                     return False
         return self.extended.is_current(self.params)
 
@@ -213,6 +223,7 @@ class ShardGroup:
         self._main = Shards(buckets, self.axes.num_shards, self.device)
         self._sub = None
         self._fulls = [self._make_full(bucket) for bucket in buckets]
+        self._full_bytes = sum(full.num_bytes for full in self._fulls)
         self._ends = [_BucketEnds(self, self._main, number) for number in range(len(buckets))]
         for param in plain:
             param.full = None
@@ -315,31 +326,37 @@ class ShardGroup:
                     shape, base = param.shard.shape, bucket.layout.full_offsets[index]
                     full = param.full = make_full_parameter(buffer.hold(self.pool), shape, base, param)
                 mark_full(full)
-                num_trainable += self._sync_requires_grad(param, full, on_gradient)
-                param.register(full)
+                wanted = param.sharded.requires_grad
+                if not (wanted and param.is_hooked and full.requires_grad):
+                    self._sync_requires_grad(param, full, on_gradient)
+                num_trainable += wanted
+                for slot in param.slots:
+                    slot.parameters[slot.name] = full
         for param in self.extended.params:
             full = param.full
             assert full is not None
-            num_trainable += self._sync_requires_grad(param, full, on_gradient)
+            self._sync_requires_grad(param, full, on_gradient)
+            num_trainable += param.sharded.requires_grad
             param.register(full)
         return num_trainable
 
     @staticmethod
     def _sync_requires_grad(
         param: UnitParam, full: nn.Parameter, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]
-    ) -> int:
+    ) -> None:
         wanted = param.sharded.requires_grad
         if full.requires_grad is not wanted:
             full.requires_grad_(wanted)
         if wanted and not param.is_hooked:
             full.register_post_accumulate_grad_hook(on_gradient(param))
             param.is_hooked = True
-        return int(wanted)
 
     def register_sharded(self) -> None:
         """Hang the sharded parameters on the modules and give the full memory back."""
         for param in self.params:
-            param.register(param.sharded)
+            sharded = param.sharded
+            for slot in param.slots:
+                slot.parameters[slot.name] = sharded
         self.drop()
 
     def drop(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool, Lease
@@ -131,6 +132,7 @@ class Shards:
         self._section_bytes = offset
         self._moves = [self._bucket_moves(bucket) for bucket in buckets]
         self._full_windows: list[list[torch.Tensor]] | None = None
+        self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the pool's buffers, while it keeps them
         self._full_parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
         self._is_even = len(buckets) == 1 and buckets[0].layout.is_even
@@ -194,14 +196,15 @@ class Shards:
             rows = packed.view(self.num_shards, self._section_numel)
             torch.split_with_sizes_copy(rows, self._columns, dim=1, out=self._full_windows[0])
             return
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for bucket, windows, moves in zip(self.buckets, self._full_windows, self._moves, strict=True):
-            typed = packed if packed.dtype == bucket.full_dtype else packed.view(bucket.full_dtype)
-            targets += windows
-            sources += [packed_window(typed, move) for _, move in moves]
-        if targets:
-            torch_private.copy_all(targets, sources)
+        sources = self._packed_windows.get(packed)
+        if sources is None:
+            sources = self._packed_windows[packed] = [
+                packed_window(packed if packed.dtype == bucket.full_dtype else packed.view(bucket.full_dtype), move)
+                for bucket, moves in zip(self.buckets, self._moves, strict=True)
+                for _, move in moves
+            ]
+        if sources:
+            torch_private.copy_all([window for windows in self._full_windows for window in windows], sources)
 
     def cut_from(self, fulls: Sequence[torch.Tensor], rank: int) -> None:
         """Fill the sections from full buffers: what ``rank`` holds of them."""

@@ -240,8 +240,13 @@ class Unit:
 
         def on_accumulated(_: torch.Tensor) -> None:
             unit = unit_ref()
-            engine = unit.engine_ref() if unit is not None else None
-            if unit is not None and engine is not None:
+            if unit is None:
+                return
+            unit.gradient_arrived.add(ordinal)
+            if unit.in_backward and len(unit.gradient_arrived) < unit.num_expected:
+                return  # the engine knows of this backward, and nothing is complete
+            engine = unit.engine_ref()
+            if engine is not None:
                 engine.gradient_arrived(unit, ordinal)
 
         return on_accumulated

@@ -31,7 +31,7 @@ from shardwise.testing.models import MODELS, batch_for, build, units_of
 def make_parts_small(large_numel: int) -> None:
     """Let tensors of tests take the ways of large ones."""
     shardwise.layout.bucket.LARGE_NUMEL = large_numel
-    shardwise.comm.peers.MIN_SECTION_BYTES = 0
+    shardwise.comm.peers.MIN_LARGE_SHARE = 0.0
 
 
 def shard(name: str, transport: Transport, **arguments: object) -> nn.Module:
@@ -250,3 +250,69 @@ def run_release() -> None:
 
 def test_idle_memory_is_given_back_on_request(pool: WorkerPool) -> None:
     pool.run(run_release, num_ranks=2)
+
+
+class Delay(torch.autograd.Function):
+    """Sleeps on one rank, in forward and backward, for a time that depends on the place."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, rank: int, number: int) -> torch.Tensor:
+        ctx.late = dist.get_rank() == rank  # type: ignore[attr-defined]
+        ctx.number = number  # type: ignore[attr-defined]
+        if ctx.late:  # type: ignore[attr-defined]
+            time.sleep(0.001 * (number % 3))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.late:  # type: ignore[attr-defined]
+            time.sleep(0.002 * ((ctx.number * 7) % 5))  # type: ignore[attr-defined]
+        return grad, None, None
+
+
+class Slow(nn.Module):
+    late_rank = 0
+
+    def __init__(self, number: int, width: int) -> None:
+        super().__init__()
+        self.number = number
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(Delay.apply(x, self.late_rank, self.number)).tanh()
+
+
+def run_late_ranks(large_numel: int) -> None:
+    make_parts_small(large_numel)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    models: list[nn.Module] = []
+    for transport in TRANSPORTS:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Slow(number, 8) for number in range(12)))
+        for layer in model:
+            fully_shard(layer)
+        models.append(fully_shard(model))
+        model.set_transport(transport)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    for step in range(4):
+        Slow.late_rank = step % size
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        losses = [model(batch).square().mean() for model in models]
+        for model, loss, optimizer in zip(models, losses, optimizers, strict=True):
+            loss.backward()
+            if rank == step % 2:
+                time.sleep(0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(losses[0], losses[1])
+        if size == 2:
+            assert torch.equal(losses[0], losses[2])
+    for shared, sent in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(shared.to_local(), sent.to_local())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("large_numel", [1, 16_384], ids=["large", "small"])
+def test_late_ranks_change_nothing(pool: WorkerPool, num_ranks: int, large_numel: int) -> None:
+    """Every rank is late in turn, by more reductions than an outbox holds."""
+    pool.run(run_late_ranks, num_ranks=num_ranks, large_numel=large_numel, fresh=True)

@@ -18,7 +18,8 @@ class RankMemory:
 
     Bytes are above those of the same process after imports and one step of a tiny plain model.
 
-    peak_live_bytes: most in use at one moment of a warm step: malloc'ed and shared pages, or CUDA's allocator's.
+    peak_live_bytes: most in use at one moment of a warm step: malloc'ed and shared pages (a page of n users counts 1/n),
+        or CUDA's allocator's.
     peak_shared_bytes: most in pages of shared memory; a page that two ranks have touched counts on both.
     peak_rss_bytes: highest resident set from building on.
     rss_anonymous_bytes, rss_shared_bytes: parts of the resident set, where a sample found it largest.

@@ -19,6 +19,7 @@ from shardwise.recipes.bench.probe import (
     loopback_bytes,
     malloc_live_bytes,
     minor_faults,
+    others_part_of_shared,
     peak_rss_bytes,
     reset_peak,
     resident,
@@ -108,7 +109,7 @@ def _describe(base: _Base, sampler: PeakSampler, setup: Setup, faults: int, wire
         if sampler.shared is not None:
             peak_shared = sampler.shared - before.shared
         if sampler.live is not None and base.live is not None:
-            live = sampler.live - base.live - before.shared
+            live = sampler.live - base.live - before.shared - others_part_of_shared()
     if setup.device.type == "cuda":
         live = torch.cuda.max_memory_allocated(setup.device) - base.cuda
     return RankMemory(live, peak_shared, rss, anonymous, shared, faults, wire)

@@ -59,6 +59,20 @@ def resident() -> Resident | None:
     return Resident(*(1024 * int(fields[name].split()[0]) for name in wanted))
 
 
+def others_part_of_shared() -> int:
+    """Return the bytes of resident shared memory that are other processes': each page belongs in equal parts to all users.
+
+    0 where the kernel does not tell.
+    """
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    own = next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:")), None)
+    now = resident()
+    return max(now.shared - own, 0) if own is not None and now is not None else 0
+
+
 def reset_peak() -> bool:
     """Start counting ``Resident.peak`` anew; False if the kernel does not let us: then it counts from the start."""
     try:

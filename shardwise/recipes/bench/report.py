@@ -16,8 +16,8 @@ NOTES: Mapping[str, str] = {
     "time": "each round steps every contender once in an order drawn from the seed, between barriers; medians over rounds of "
     "the slowest rank's time for forward, backward, optimizer step and zero_grad",
     "memory": "of one contender alone in fresh processes, largest rank, above the process after imports and one tiny step",
-    "live": "highest sample of a 1 ms sampler in warm steps: malloc in use (mallinfo2) plus resident shared memory; on CUDA "
-    "max_memory_allocated",
+    "live": "highest sample of a 1 ms sampler in warm steps: malloc in use (mallinfo2) plus resident shared memory, pages "
+    "of n processes at 1/n; on CUDA max_memory_allocated",
     "rss": "VmHWM, reset after imports; from building on",
     "wire": "growth of the loopback device's counter over a warm step, all ranks together, with headers; valid on one host, "
     "where other processes' traffic counts too (least of several steps)",
