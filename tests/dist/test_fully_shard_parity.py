@@ -40,15 +40,15 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # sums over other batches, over many steps
 @contextmanager
 def over(transport: Transport) -> Iterator[None]:
     """Let models made inside use ``transport``, the small tensors of tests included."""
-    kept = shardwise.comm.peers.MIN_SECTION_BYTES, shardwise.layout.bucket.LARGE_NUMEL
+    kept = shardwise.comm.peers.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL
     set_default_transport(transport)
     if transport == "gloo":
-        shardwise.comm.peers.MIN_SECTION_BYTES, shardwise.layout.bucket.LARGE_NUMEL = 0, 8
+        shardwise.comm.peers.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL = 0.0, 8
     try:
         yield
     finally:
         set_default_transport("auto")
-        shardwise.comm.peers.MIN_SECTION_BYTES, shardwise.layout.bucket.LARGE_NUMEL = kept
+        shardwise.comm.peers.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL = kept
 
 
 def assert_used(model: nn.Module, transport: Transport) -> None:

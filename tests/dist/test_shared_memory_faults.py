@@ -409,7 +409,7 @@ def run_without_access() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 1:
         Segment.open = refuse  # type: ignore[method-assign,assignment]
-    shardwise.comm.peers.MIN_SECTION_BYTES = 0
+    shardwise.comm.peers.MIN_LARGE_SHARE = 0.0
     log = Lines()
     logging.getLogger("shardwise").addHandler(log)
     model = shard()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -33,8 +34,9 @@ def nested_order(num_blocks: int, with_backward: bool = True) -> Order:
 
 
 def facts(num_blocks: int, size: int = 10, **policy: object) -> list[UnitFacts]:
-    root = UnitFacts("", UnitPolicy(reshard_after_forward=False), size, size, size)
-    return [root, *(UnitFacts(f"blocks.{i}", UnitPolicy(**policy), size, size, size) for i in range(num_blocks))]
+    sizes = {"gather_bytes": size, "full_bytes": size, "reduce_bytes": size}
+    root = UnitFacts("", UnitPolicy(reshard_after_forward=False), **sizes)
+    return [root, *(UnitFacts(f"blocks.{i}", UnitPolicy(**policy), **sizes) for i in range(num_blocks))]
 
 
 @given(st.integers(1, 12), st.integers(0, 4))
@@ -82,7 +84,7 @@ def test_prefetch_depth_counts_units(num_blocks: int, depth: int) -> None:
 
 def test_explicit_lists_replace_what_was_learned() -> None:
     units = facts(4)
-    units[1] = UnitFacts("blocks.0", UnitPolicy(), 10, 10, 10, forward_prefetch=(3, 4), backward_prefetch=())
+    units[1] = replace(units[1], forward_prefetch=(3, 4), backward_prefetch=())
     plan = plan_step(nested_order(4), units, 1)
     position = plan.order.visits.index(Visit(1, Edge.ENTER_FORWARD))
     assert plan.ahead[position] == (3, 4)
@@ -103,7 +105,7 @@ def test_held_gradients_are_not_reduced() -> None:
 
 def test_borrowed_units_stay_while_anyone_uses_them() -> None:
     units = facts(2)
-    units[0] = UnitFacts("", UnitPolicy(reshard_after_forward=False), 10, 10, 10, borrows=(1,))
+    units[0] = replace(units[0], borrows=(1,))
     forward = plan_step(nested_order(2, with_backward=False), units).calls
     ops = [(call.op, call.unit) for call in forward if call.unit == "blocks.0"]
     assert ops == [(Op.UNSHARD, "blocks.0"), (Op.WAIT, "blocks.0"), (Op.RESHARD, "blocks.0")]
