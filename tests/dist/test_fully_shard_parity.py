@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from inside import engine_of, over, parts_from
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import shardwise.comm.peers
-import shardwise.layout.bucket
-from shardwise import fully_shard, set_default_transport
-from shardwise.api.build import attachment_of
+from shardwise import fully_shard
 from shardwise.comm.link import Transport
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import MODELS, batch_for, build, units_of
@@ -37,26 +34,8 @@ REORDERED = {"rtol": 1e-5, "atol": 1e-6}
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # sums over other batches, over many steps
 
 
-@contextmanager
-def over(transport: Transport) -> Iterator[None]:
-    """Let models made inside use ``transport``, the small tensors of tests included."""
-    kept = shardwise.comm.peers.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL
-    set_default_transport(transport)
-    if transport == "gloo":
-        shardwise.comm.peers.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL = 0.0, 8
-    try:
-        yield
-    finally:
-        set_default_transport("auto")
-        shardwise.comm.peers.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL = kept
-
-
 def assert_used(model: nn.Module, transport: Transport) -> None:
-    attachment = attachment_of(model)
-    assert attachment is not None
-    engine = attachment.unit.engine_ref()
-    assert engine is not None
-    link = engine.spans.known_link(dist.group.WORLD)
+    link = engine_of(model).spans.known_link(dist.group.WORLD)
     assert (link.name if link is not None else None) == LINKS[transport]
 
 
@@ -107,7 +86,7 @@ def against_one_process(
 
 
 def run_against_one_process(optimizer: str, transport: Transport) -> None:
-    with over(transport):
+    with over(transport), parts_from(8):
         for model in MODELS:
             for reshard in (None, True, False) if dist.get_world_size() == 2 else (None, False):
                 against_one_process(model, optimizer, reshard, transport)
@@ -122,7 +101,7 @@ def test_equals_one_process_on_the_whole_batch(
 
 
 def run_against_peers(num_steps: int, transport: Transport) -> None:
-    with over(transport):
+    with over(transport), parts_from(8):
         against_peers(num_steps, transport)
 
 
@@ -165,7 +144,7 @@ def test_equals_torch_fsdp2_to_the_bit_and_ddp(pool: WorkerPool, transport: Tran
 
 
 def run_accumulation(transport: Transport) -> None:
-    with over(transport):
+    with over(transport), parts_from(8):
         accumulate(transport)
 
 
@@ -193,7 +172,7 @@ def test_accumulates_with_and_without_sync(pool: WorkerPool, transport: Transpor
 
 
 def run_deepcopy(transport: Transport) -> None:
-    with over(transport):
+    with over(transport), parts_from(8):
         copy_and_run(transport)
 
 

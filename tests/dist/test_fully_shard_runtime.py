@@ -8,16 +8,15 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from inside import engine_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise import FSDPModule, StateError, fully_shard, set_default_transport
-from shardwise.api.build import attachment_of
 from shardwise.comm.link import Transport
 from shardwise.events import Call, Event, Op, OrderChanged
 from shardwise.plan.memory import peak_bytes
-from shardwise.runtime.engine import Engine
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import Block, batch_for, build, units_of
 
@@ -35,14 +34,6 @@ def sharded(name: str = "plain", reshard: bool | int | None = None) -> nn.Module
     for module in units_of(name, model):
         fully_shard(module, reshard_after_forward=reshard)
     return fully_shard(model, reshard_after_forward=reshard)
-
-
-def engine_of(model: nn.Module) -> Engine:
-    attachment = attachment_of(model)
-    assert attachment is not None
-    engine = attachment.unit.engine_ref()
-    assert engine is not None
-    return engine
 
 
 def step(model: nn.Module, name: str = "plain", seed: int = 0) -> None:

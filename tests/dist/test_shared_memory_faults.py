@@ -18,13 +18,13 @@ import jobs
 import pytest
 import torch
 import torch.distributed as dist
+from inside import engine_of, parts_from
 from jobs import SEGMENT, Job, segments_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import shardwise.comm.peers
+import shardwise
 from shardwise import fully_shard
-from shardwise.api.build import attachment_of
 from shardwise.comm.segment import Segment, SegmentAddress
 from shardwise.comm.shm import HostLink
 from shardwise.testing.models import batch_for, build, units_of
@@ -72,11 +72,7 @@ def train(num_steps: int) -> list[Any]:
 
 
 def link_of(model: nn.Module) -> HostLink:
-    attachment = attachment_of(model)
-    assert attachment is not None
-    engine = attachment.unit.engine_ref()
-    assert engine is not None
-    link = engine.spans.known_link(dist.group.WORLD)
+    link = engine_of(model).spans.known_link(dist.group.WORLD)
     assert link is not None
     return link  # type: ignore[return-value]
 
@@ -342,9 +338,7 @@ def run_forked_child(ends_early: bool) -> None:
         for segment in link.segments:
             for index in range(len(segment.words)):
                 segment.words[index] = 1 << 60
-        attachment = attachment_of(model)
-        assert attachment is not None
-        attachment.unit.engine_ref().forget_step()  # type: ignore[union-attr]  leaves the spans, as a failure would
+        engine_of(model).forget_step()  # leaves the spans, as a failure would
 
     in_child(overwrite, ends_early)
     dist.barrier()
@@ -409,13 +403,13 @@ def run_without_access() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 1:
         Segment.open = refuse  # type: ignore[method-assign,assignment]
-    shardwise.comm.peers.MIN_LARGE_SHARE = 0.0
     log = Lines()
     logging.getLogger("shardwise").addHandler(log)
     model = shard()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number in range(3):
-        step(model, optimizer, number)
+    with parts_from(8):
+        for number in range(3):
+            step(model, optimizer, number)
     assert link_of(model).name == "send/recv"
     assert segments_of(os.getpid()) == 0, "memory that nobody uses is kept"
     assert_close(whole(model), reference(3, size))

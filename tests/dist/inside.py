@@ -1,0 +1,44 @@
+"""What tests look at inside a sharded model, and the constants they turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+import shardwise.comm.peers
+import shardwise.layout.bucket
+from shardwise import set_default_transport
+from shardwise.api.build import attachment_of
+from shardwise.comm.link import Transport
+from shardwise.runtime.engine import Engine
+
+
+def engine_of(model: nn.Module) -> Engine:
+    attachment = attachment_of(model)
+    assert attachment is not None
+    engine = attachment.unit.engine_ref()
+    assert engine is not None, "the model has not run yet"
+    return engine
+
+
+@contextmanager
+def parts_from(large_numel: int) -> Iterator[None]:
+    """Let tensors of ``large_numel`` elements or more take the ways of large ones, and units of any make use messages."""
+    kept = shardwise.comm.peers.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL
+    shardwise.comm.peers.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL = 0.0, large_numel
+    try:
+        yield
+    finally:
+        shardwise.comm.peers.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL = kept
+
+
+@contextmanager
+def over(transport: Transport) -> Iterator[None]:
+    """Let models made inside use ``transport``."""
+    set_default_transport(transport)
+    try:
+        yield
+    finally:
+        set_default_transport("auto")
