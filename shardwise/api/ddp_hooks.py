@@ -190,7 +190,7 @@ def _launch(overlap: _Overlap, running: _Backward, state: object, bucket: dist.G
     for piece in zero.pieces_of(indices):
         gradient = piece_gradient(piece, zero.all_params[piece.tensor], place[piece.tensor])
         owned.append(Owned(piece.owner, gradient))
-    reduced = reduce_to_owners(owned, zero.board, _what(zero))
+    reduced = reduce_to_owners(owned, zero.board, _what(zero), zero.staging(bucket.buffer().device))
     running.buckets.append(_Bucket(indices, gradients, reduced, bucket.buffer()))
     done: Future[torch.Tensor] = Future()
     done.set_result(bucket.buffer())

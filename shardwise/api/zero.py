@@ -40,6 +40,7 @@ from shardwise.api.zero_pieces import (
 from shardwise.api.zero_sharded import ShardedState
 from shardwise.api.zero_state import Consolidated, consolidate, load_local
 from shardwise.comm.board import open_board
+from shardwise.comm.buffers import BufferPool
 from shardwise.comm.owners import Broadcast, launch_broadcasts, plan_broadcasts
 from shardwise.comm.owners import broadcast_object as _broadcast_object
 from shardwise.errors import ConfigError, StateError
@@ -100,6 +101,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._mixed_dtypes = mixed_dtypes
         self.num_steps = 0
         self._consolidated: Consolidated | None = None
+        self._staging: dict[torch.device, BufferPool] = {}
         self._local_of: dict[Piece, LocalPiece] = {}
         facts: list[str] = []
         error: Exception | None = None
@@ -190,6 +192,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for local in self.local_pieces:
             if not local.is_param:
                 local.tensor.grad = None
+
+    def staging(self, device: torch.device) -> BufferPool:
+        """Return where the buffers of messages come from; on CPU they are kept for the next step."""
+        return self._staging.setdefault(device, BufferPool(device))
 
     def reduce_gradients(self) -> None:
         """Average the gradients, each only on its owner, and free all others (ZeRO-2); then call :meth:`step`.

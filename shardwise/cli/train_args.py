@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.comm.link import TRANSPORTS
 from shardwise.errors import ConfigError
 from shardwise.recipes.config import DTYPES, PRESETS, SHARDS, TrainConfig, check_config
 from shardwise.recipes.doors import DOORS
@@ -72,6 +73,12 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="merge neighbouring blocks until a unit has this many bytes of parameters, with --shard full and hybrid; "
         f"512k, 1.5M (powers of 1024); 0: never (default: {default.min_unit_bytes / 2**20:g}M)",
+    )
+    group.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        help="how CPU ranks exchange tensors, with --shard full and hybrid: auto = shared memory within a host, gloo = "
+        f"messages, collective = gloo's collectives (default: {default.transport})",
     )
     group.add_argument("--compile-backend", metavar="NAME", help=argparse.SUPPRESS)
     group.add_argument("--dtype", choices=DTYPES, help=f"type of the computation (default: {default.dtype})")

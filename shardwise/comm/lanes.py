@@ -11,17 +11,16 @@ class Lane:
     """Work that may run beside the current stream.
 
     A lane starts lazily: on CPU it never has a stream, on an accelerator it gets one at first use.
+
+    Attributes:
+        is_concurrent: work of this lane can run beside the current stream.
     """
 
     def __init__(self, device: torch.device, high_priority: bool = True) -> None:
         self._device = device
         self._priority = -1 if high_priority else 0
         self._stream: torch.Stream | None = None
-
-    @property
-    def is_concurrent(self) -> bool:
-        """True when work of this lane can run beside the current stream."""
-        return self._device.type not in ("cpu", "meta")
+        self.is_concurrent = device.type not in ("cpu", "meta")
 
     def run(self) -> AbstractContextManager[object]:
         """Return a context in which work goes to this lane."""

@@ -22,12 +22,12 @@ TRANSPORTS: tuple[Transport, ...] = ("auto", "gloo", "collective")
 _default: list[Transport] = ["auto"]  # one entry, set by set_default_transport alone
 
 
-def check_transport(transport: str) -> Transport:
-    """Return ``transport``.  Raises: ConfigError if there is none of that name."""
+def check_transport(transport: str, name: str = "transport") -> Transport:
+    """Return ``transport``.  Raises: ConfigError, about the argument ``name``, if there is none of that name."""
     for known in TRANSPORTS:
         if transport == known:
             return known
-    raise ConfigError(f"transport is {transport!r}; expected one of {', '.join(map(repr, TRANSPORTS))}")
+    raise ConfigError(f"{name} is {transport!r}; expected one of {', '.join(map(repr, TRANSPORTS))}")
 
 
 def set_default_transport(transport: Transport) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.board import Board
+from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.errors import DesyncError
 
 PACK_BELOW_BYTES = 256 * 1024  # smaller tensors share a message: a gloo broadcast costs as much as copying this
@@ -118,33 +119,42 @@ class PendingReduce:
     work: dist.Work | None
     board: Board
     what: str
+    leases: tuple[Lease, ...] = ()
 
     def wait(self) -> list[torch.Tensor]:
-        """Return the averages of this rank's pieces (1-D).  Sums are taken in rank order, so runs repeat bitwise."""
+        """Return the averages of this rank's pieces (1-D, windows of one new tensor).
+
+        Sums are taken in rank order, so runs repeat bitwise.
+        """
         if self.work is not None:
             wait_for(self.work, self.board, self.what, self.received.device)
         rows = self.received.view(self.board.size, sum(self.sizes))
-        total = rows[0]
-        for row in rows[1:]:
+        total = rows[0].clone() if len(rows) == 1 else rows[0] + rows[1]
+        for row in rows[2:]:
             total += row
         total /= self.board.size
+        for lease in self.leases:
+            lease.release()
         return list(total.split(self.sizes))
 
 
-def reduce_to_owners(owned: Sequence[Owned], board: Board, what: str) -> PendingReduce:
-    """Send each tensor to its owner, in one all-to-all; all of one dtype and device, 1-D.
+def reduce_to_owners(owned: Sequence[Owned], board: Board, what: str, pool: BufferPool) -> PendingReduce:
+    """Send each tensor to its owner, in one all-to-all; all of one dtype and of the device of ``pool``, 1-D.
 
-    Bytes: every rank sends all but its own share once (one unit of volume; an all-reduce is two).  Extra memory: the
-    tensors once on the way out and once on the way in, until ``wait``.
+    Bytes: every rank sends all but its own share once (one unit of volume; an all-reduce is two).  Extra memory, of
+    ``pool``: the tensors once on the way out and once on the way in, until ``wait``.
     """
     per_owner: list[list[torch.Tensor]] = [[] for _ in range(board.size)]
     for item in owned:
         per_owner[item.owner].append(item.tensor)
-    sent = torch.cat([tensor for tensors in per_owner for tensor in tensors])
+    dtype = owned[0].tensor.dtype
+    lease = pool.lease(sum(item.tensor.numel() for item in owned) * dtype.itemsize)
+    sent = torch.cat([tensor for tensors in per_owner for tensor in tensors], out=lease.tensor(dtype))
     sizes = tuple(tensor.numel() for tensor in per_owner[board.rank])
     if board.size == 1:
-        return PendingReduce(sent, sizes, None, board, what)
-    received = sent.new_empty(sum(sizes) * board.size)
+        return PendingReduce(sent, sizes, None, board, what, (lease,))
+    other = pool.lease(sum(sizes) * board.size * dtype.itemsize)
+    received = other.tensor(dtype)
     splits = [sum(tensor.numel() for tensor in tensors) for tensors in per_owner]
     try:
         work = dist.all_to_all_single(
@@ -152,7 +162,7 @@ def reduce_to_owners(owned: Sequence[Owned], board: Board, what: str) -> Pending
         )
     except RuntimeError as error:
         raise board.explain(what, error) from error
-    return PendingReduce(received, sizes, work, board, what)
+    return PendingReduce(received, sizes, work, board, what, (lease, other))
 
 
 def wait_for(work: dist.Work, board: Board, what: str, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from shardwise.comm.link import check_transport
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 
@@ -44,6 +45,7 @@ class TrainConfig:
     min_unit_bytes: int = DEFAULT_MIN_UNIT_BYTES
     replicas: int = 2
     tp: int = 1
+    transport: str = "auto"
     offload: bool = False
     recompute: bool = False
     compile: bool = False
@@ -68,7 +70,8 @@ class TrainConfig:
 
 # How a step is carried out, but not what it computes.
 _EXECUTION = frozenset({
-    "shard", "min_unit_bytes", "replicas", "tp", "offload", "recompute", "compile", "compile_backend", "accumulate"
+    "shard", "min_unit_bytes", "replicas", "tp", "transport", "offload", "recompute", "compile", "compile_backend",
+    "accumulate",
 })  # fmt: skip
 # What --resume may change: nothing here alters which windows a step sees or what a past step computed.
 RESUME_MAY_CHANGE = _EXECUTION | {
@@ -105,6 +108,7 @@ def check_config(config: TrainConfig) -> None:
         raise ConfigError(f"--dtype is {config.dtype!r}, expected one of {', '.join(DTYPES)}.")
     if config.shard not in SHARDS:
         raise ConfigError(f"--shard is {config.shard!r}, expected one of {', '.join(SHARDS)}.")
+    check_transport(config.transport, "--transport")
     _check_together(config)
 
 
@@ -169,10 +173,14 @@ def config_to_json(config: TrainConfig) -> dict[str, object]:
 
 
 def config_from_json(values: Mapping[str, object]) -> TrainConfig:
-    """Rebuild a config.  Raises: ConfigError if names are missing or unknown (another version, or an edited file)."""
+    """Rebuild a config; options of execution that it does not know, of a later version, are the defaults.
+
+    Raises: ConfigError if other names are missing, or some are unknown (another version, or an edited file).
+    """
     known = {item.name for item in dataclasses.fields(TrainConfig)}
-    if set(values) != known:
-        odd = ", ".join(sorted(set(values) ^ known))
+    odd_names = (set(values) - known) | (known - _EXECUTION - set(values))
+    if odd_names:
+        odd = ", ".join(sorted(odd_names))
         raise ConfigError(f"config.json does not match this version of shardwise: missing or unknown values: {odd}.")
     shape = values["model"]
     if not isinstance(shape, dict):

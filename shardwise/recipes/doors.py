@@ -28,6 +28,7 @@ from shardwise import (
     replicate,
     shard_model,
 )
+from shardwise.comm.link import check_transport
 from shardwise.recipes.config import TrainConfig
 from shardwise.recipes.gpt import GPT
 
@@ -106,9 +107,11 @@ def _engine_options(config: TrainConfig) -> tuple[MixedPrecisionPolicy, OffloadP
 
 def _shard_fully(model: GPT, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
     precision, offload = _engine_options(config)
-    return shard_model(
+    sharded = shard_model(
         model, min_unit_bytes=config.min_unit_bytes, mesh=mesh, mp_policy=precision, offload_policy=offload
     )
+    sharded.set_transport(check_transport(config.transport))
+    return sharded
 
 
 def _replicate(model: GPT, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:

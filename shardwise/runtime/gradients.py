@@ -18,20 +18,24 @@ from shardwise.plan.policy import UnitPolicy
 from shardwise.runtime.group import ShardGroup
 from shardwise.runtime.param import UnitParam
 from shardwise.runtime.precision import CPUOffloadPolicy
-from shardwise.runtime.shards import full_window, packed_window
+from shardwise.runtime.shards import packed_window
 
 Gradients = dict[UnitParam, torch.Tensor]
 
 
 def take_gradients(group: ShardGroup) -> Gradients:
-    """Return the local gradients of the full parameters and clear them there."""
+    """Return the local gradients of the full parameters, in the dtypes that they are reduced in, and clear them there."""
     taken: Gradients = {}
     for param in group.params:
         full = param.full
-        if full is None or full.grad is None:
+        gradient = None if full is None else full.grad
+        if gradient is None or full is None:
             continue
-        gradient, full.grad = full.grad, None
-        taken[param] = _local_gradient(gradient, param, group)
+        full.grad = None
+        if type(gradient) is not torch.Tensor:
+            gradient = _local_gradient(gradient, param, group)
+        dtype = group.precision.dtype_of_reduction(param.dtype)
+        taken[param] = gradient if gradient.dtype is dtype else gradient.to(dtype)
     return taken
 
 
@@ -57,11 +61,6 @@ def add_gradients(old: Mapping[UnitParam, torch.Tensor], new: Mapping[UnitParam,
     for param, gradient in new.items():
         total[param] = total[param] + gradient if param in total else gradient
     return total
-
-
-def in_reduce_dtype(group: ShardGroup, gradients: Gradients) -> Gradients:
-    """Return ``gradients`` in the dtypes that they are reduced (and held) in."""
-    return {p: g.to(group.precision.dtype_of_reduction(p.dtype)) for p, g in gradients.items()}
 
 
 class ReduceLayout:
@@ -93,11 +92,11 @@ class ReduceLayout:
         if targets is None:
             targets = [packed_window(packed, move) for moves in self._moves for move in moves]
             self._packed_windows[packed] = targets
-        sources = [
-            full_window(gradient, move, 0)
-            for gradient, moves in zip((each.contiguous() for each in gradients), self._moves, strict=True)
-            for move in moves
-        ]
+        sources: list[torch.Tensor] = []
+        for gradient, moves in zip(gradients, self._moves, strict=True):
+            dense = gradient.contiguous()
+            start = dense.storage_offset()
+            sources += [dense.as_strided(move.shape, move.full_stride, start + move.full_offset) for move in moves]
         torch_private.copy_all(targets, sources)
 
     def full_parts(self, gradients: list[torch.Tensor], rank: int) -> list[torch.Tensor]:

@@ -197,19 +197,20 @@ class ShardGroup:
 
     def _is_packed(self) -> bool:
         assert self._main is not None
+        local_of, may_be_extended = torch_private.local_of, bool(self.extended.params)
         for bucket in self._main.buckets:
-            base, itemsize, kind = bucket.local.data_ptr(), bucket.dtype.itemsize, (bucket.dtype, bucket.local.device)
-            for param, offset in zip(bucket.params, bucket.layout.offsets, strict=True):
-                slot = param.slots[0]
-                current = slot.parameters[slot.name]
-                if current is not param.sharded and not param.is_registered:
+            base, dtype, device = bucket.local.data_ptr(), bucket.dtype, bucket.local.device
+            for param, slot, start in bucket.places:
+                sharded = param.sharded
+                if slot.parameters[slot.name] is not sharded and not param.is_registered:
                     return False
-                local = torch_private.local_of(param.sharded)
-                if local.data_ptr() != base + offset * itemsize and local.numel():
+                local = local_of(sharded)
+                if start is not None and local.data_ptr() != base + start:
                     return False
-                if (local.dtype, local.device) != kind:
+                if local.dtype is not dtype or local.device != device:
                     return False
-        return self.extended.is_current(self.params)
+                may_be_extended = may_be_extended or bool(local.__dict__)  # extensions are patched on
+        return not may_be_extended or self.extended.is_current(self.params)
 
     def _pack(self) -> None:
         for param in self.params:
@@ -319,12 +320,12 @@ class ShardGroup:
         """
         assert self._main is not None
         num_trainable = 0
-        for bucket, buffer in zip(self._main.buckets, self._fulls, strict=True):
+        for number, bucket in enumerate(self._main.buckets):
             for index, param in enumerate(bucket.params):
                 full = param.full
                 if full is None:
                     shape, base = param.shard.shape, bucket.layout.full_offsets[index]
-                    full = param.full = make_full_parameter(buffer.hold(self.pool), shape, base, param)
+                    full = param.full = make_full_parameter(self.hold_full(number), shape, base, param)
                 mark_full(full)
                 wanted = param.sharded.requires_grad
                 if not (wanted and param.is_hooked and full.requires_grad):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.layout.bucket import Bucket, align
 from shardwise.layout.shard import Move
-from shardwise.runtime.param import UnitParam
+from shardwise.runtime.param import Slot, UnitParam
 
 _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share
 
@@ -44,6 +44,7 @@ class FlatBucket:
         local: 1-D, ``layout.section_numel`` elements: this rank's section; every shard is a view of it.
         byte_offset: where the bucket starts in a section that several buckets share.
         home: where ``local`` starts in the segment that ranks of this host share, if it lies there.
+        places: for each parameter its first slot, and how many bytes into ``local`` its shard starts; None: it is empty.
     """
 
     params: list[UnitParam]
@@ -53,6 +54,14 @@ class FlatBucket:
     local: torch.Tensor
     byte_offset: int = 0
     home: int | None = None
+    places: list[tuple[UnitParam, Slot, int | None]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        starts = [offset * self.dtype.itemsize for offset in self.layout.offsets]
+        self.places = [
+            (param, param.slots[0], start if param.local.numel() else None)
+            for param, start in zip(self.params, starts, strict=True)
+        ]
 
     def move_home(self, memory: torch.Tensor, home: int) -> None:
         """Let the section live in ``memory`` (1-D, of the same size and dtype); every view of it moves along."""

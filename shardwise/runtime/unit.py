@@ -14,7 +14,7 @@ from shardwise.comm.link import Transport
 from shardwise.errors import TransportError
 from shardwise.events import Call, Event, Op
 from shardwise.plan.policy import UnitPolicy
-from shardwise.runtime.gradients import Gradients, in_reduce_dtype, planned_scatter_bytes, take_gradients
+from shardwise.runtime.gradients import Gradients, planned_scatter_bytes, take_gradients
 from shardwise.runtime.group import ShardGroup
 from shardwise.runtime.param import UnitParam
 from shardwise.runtime.precision import MixedPrecisionPolicy
@@ -267,9 +267,9 @@ class Unit:
             if self.policy.reduces_unused:
                 for param in group.params:
                     if param.sharded.requires_grad and param not in gradients:
-                        dtype = group.precision.dtype_of_full(param.dtype)
+                        dtype = group.precision.dtype_of_reduction(param.dtype)
                         gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
-            taken.update(in_reduce_dtype(group, gradients))
+            taken.update(gradients)
         self.gradient_arrived.clear()
         return taken
 
