@@ -20,6 +20,7 @@ from torch.optim import AdamW, Optimizer
 
 from shardwise import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ZeroRedundancyOptimizer,
@@ -107,9 +108,10 @@ def _engine_options(config: TrainConfig) -> tuple[MixedPrecisionPolicy, OffloadP
 
 def _shard_fully(model: GPT, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
     precision, offload = _engine_options(config)
-    sharded = shard_model(
+    sharded: nn.Module = shard_model(
         model, min_unit_bytes=config.min_unit_bytes, mesh=mesh, mp_policy=precision, offload_policy=offload
     )
+    assert isinstance(sharded, FSDPModule)
     sharded.set_transport(check_transport(config.transport))
     return sharded
 

@@ -299,7 +299,7 @@ class Engine:
             mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
             try:
                 launch.reductions += launch_reductions(
-                    group, mine, unit.policy, launch.partial, self.lanes.reduce, unit.all_reduce_hook
+                    group, mine, unit.policy, launch.partial, self.lanes.reduce, unit.all_reduce_hook, launch.held
                 )
             except TransportError as error:
                 raise self.journal.explain(error, f"gradients of unit '{unit.name}'") from error

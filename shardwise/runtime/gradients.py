@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise import torch_private
 from shardwise.comm.lanes import Lane
 from shardwise.comm.protocol import Pending, Scale
+from shardwise.layout import bucket as layout_bucket
 from shardwise.layout.bucket import Bucket, build_bucket
 from shardwise.layout.shard import Move, row_major
 from shardwise.plan.policy import UnitPolicy
@@ -264,12 +265,31 @@ def launch_reductions(
     partial: Gradients,
     lane: Lane,
     hook: Callable[[torch.Tensor], None] | None,
+    kept: Collection[UnitParam] = (),
 ) -> list[Reduction]:
-    """Start the reduction of ``gradients``: one per reduce dtype, parameters in the same order on every rank."""
-    return [
-        _launch(group, params, [gradients[p] for p in params], dtype, policy, partial, lane, hook)
-        for dtype, params in _by_reduce_dtype(group, gradients)
-    ]
+    """Start the reduction of ``gradients``: one per reduce dtype, parameters in the same order on every rank.
+
+    Where there is but an all-reduce, on CPU, large gradients are reduced where they are, unless they are among ``kept``:
+    packing and the page faults of new memory cost as much as the network within a host.
+    """
+    launched: list[Reduction] = []
+    reduces_in_place = group.comm.reduce is None and group.comm.replicas is not None and group.device.type == "cpu"
+    for dtype, params in _by_reduce_dtype(group, gradients):
+        packed: list[UnitParam] = []
+        for param in params:
+            if (
+                reduces_in_place
+                and hook is None
+                and param.shard.numel >= layout_bucket.LARGE_NUMEL
+                and param not in kept
+            ):
+                launched.append(_launch(group, [param], [gradients[param]], dtype, policy, partial, lane, hook, True))
+            else:
+                packed.append(param)
+        if packed:
+            own = [gradients[param] for param in packed]
+            launched.append(_launch(group, packed, own, dtype, policy, partial, lane, hook))
+    return launched
 
 
 def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
@@ -309,6 +329,7 @@ def _launch(
     partial: Gradients,
     lane: Lane,
     hook: Callable[[torch.Tensor], None] | None,
+    in_place: bool = False,
 ) -> Reduction:
     layout = _layout_of(group, params, dtype)
     packing = _Packing(layout, gradients, dtype)
@@ -318,8 +339,11 @@ def _launch(
     replica_scale = _replica_scale(scale)
     comm = group.comm.reduce
     if comm is None:
-        section = torch.empty(packing.section_numel, dtype=dtype, device=group.device)
-        packing.fill(section)
+        if in_place:
+            section = gradients[0].contiguous().view(-1)
+        else:
+            section = torch.empty(packing.section_numel, dtype=dtype, device=group.device)
+            packing.fill(section)
         packing.deliver(section)
         replica_scale = scale
         if group.comm.replicas is None and scale.divisor is not None:
@@ -329,7 +353,7 @@ def _launch(
     reduction = Reduction(
         group, params, packing, pending, lane, scale, replica_scale, policy.syncs_replicas, mine, hook
     )
-    if lane.is_concurrent:
+    if lane.is_concurrent or pending is None:  # what follows need not wait for other ranks, or is there already
         reduction.advance()
     return reduction
 

@@ -21,6 +21,7 @@ from shardwise import (
     MixedPrecisionPolicy,
     ShardedOptimizer,
     fully_shard,
+    replicate,
     set_default_transport,
 )
 from shardwise.comm.link import TRANSPORTS, Transport
@@ -327,3 +328,74 @@ def be_late() -> None:
 def test_late_ranks_change_nothing(pool: WorkerPool, num_ranks: int, large_numel: int) -> None:
     """Every rank is late in turn, by more reductions than an outbox holds."""
     pool.run(run_late_ranks, num_ranks=num_ranks, large_numel=large_numel)
+
+
+class Pair(nn.Module):
+    """Two large weights, of which a forward may use but one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, uses_right: bool) -> torch.Tensor:
+        return (self.left(x) + self.right(x) if uses_right else self.left(x)).tanh()
+
+
+class Branches(nn.Module):
+    """A backward that breaks does so when the reductions of the pair are on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.pair, self.last = nn.Linear(8, 8), Pair(), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, uses_right: bool, breaks: bool = False) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.pair(Break.apply(x) if breaks else x, uses_right))
+
+
+class Break(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("broken")
+
+
+def run_in_place_all_reduces() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    reference, model = Branches(), Branches()
+    model.load_state_dict(reference.state_dict())
+    for layer in (model.first, model.pair, model.last):
+        replicate(layer)
+    replicate(model)
+    for unit in (model, model.first, model.pair, model.last):
+        unit.set_gradient_divide_factor(1.0)  # of a sum that is taken twice it can be told
+    batches = [torch.randn(2 * size, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    mine = [batch.chunk(size)[rank] for batch in batches]
+    for _ in range(2):
+        model.set_requires_gradient_sync(False)
+        model(mine[0], uses_right=True).square().mean().backward()
+        model.set_requires_gradient_sync(True)
+        with pytest.raises(ValueError, match="broken"):
+            model(mine[1], uses_right=False, breaks=True).square().mean().backward()
+        model(mine[2], uses_right=False).square().mean().backward()
+        for number, uses_right in ((0, True), (2, False)):
+            reference(batches[number], uses_right=uses_right).square().mean().backward()
+    for name, param in model.named_parameters():
+        expected = size * reference.get_parameter(name).grad
+        torch.testing.assert_close(full(param.grad), expected, msg=lambda m, n=name: f"{n}: {m}")
+
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_large_gradients_are_all_reduced_where_they_are(pool: WorkerPool, num_ranks: int) -> None:
+    """Held gradients of a backward that raises must not be overwritten by the sums of that backward."""
+    pool.run(run_small_as_large, num_ranks=num_ranks)
+
+
+def run_small_as_large() -> None:
+    with parts_from(60):  # the weights, not the biases
+        run_in_place_all_reduces()

@@ -82,6 +82,7 @@ def test_presets_are_valid() -> None:
         ({"clip": 0.0}, "--clip is 0.0"),
         ({"dtype": "fp8"}, "--dtype is 'fp8'"),
         ({"shard": "some"}, "--shard is 'some'"),
+        ({"transport": "pigeon"}, "--transport is 'pigeon'"),
         ({"tp": 0}, "--tp is 0"),
         ({"tp": 4}, "--tp 4 does not divide --heads 6"),
         *(({"tp": 2, "shard": shard}, f"--tp 2 .* --shard {shard}") for shard in ("none", "optimizer", "gradients")),
@@ -96,6 +97,15 @@ def test_a_value_that_cannot_be_trained_with_is_named(changes: dict[str, object]
 def test_a_config_survives_json() -> None:
     config = TrainConfig(model=ModelShape(1, 2, 1, 8), data="some/path", lr=0.123)
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+
+
+def test_options_of_execution_that_a_config_does_not_know_are_the_defaults() -> None:
+    values = config_to_json(TrainConfig(lr=0.5, transport="gloo"))
+    del values["transport"], values["min_unit_bytes"]
+    assert config_from_json(values) == TrainConfig(lr=0.5)
+    del values["lr"]
+    with pytest.raises(ConfigError, match="missing or unknown values: lr"):
+        config_from_json(values)
 
 
 @pytest.mark.parametrize("damage", [{"extra": 1}, {"model": 3}, {"model": {"layers": 1}}])
