@@ -1,7 +1,10 @@
 """Host microseconds per unit and step, and per parameter of ``fully_shard``, beside torch's FSDP2.
 
-Collectives are a fake process group's, tensors are tiny: what is left is Python.  64 units of 8 parameters; medians over
-interleaved rounds.  Run: python benchmarks/host_cost.py [--world 8 1024]
+Collectives are a fake process group's, tensors are tiny: what is left is Python, and what the fake group does, which
+grows with the world size: ``collectives`` is the part of ours that is spent in its calls, two all-gathers and one
+reduce-scatter.  64 units of 8 parameters; medians over interleaved rounds.
+
+Run: python benchmarks/host_cost.py [--world 8 1024 16384]
 """
 
 from __future__ import annotations
@@ -10,16 +13,18 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
+from shardwise.comm import c10d
 
 NUM_UNITS, NUM_PARAMS = 64, 8
 
@@ -38,11 +43,10 @@ class Tiny(nn.Module):
         return x
 
 
-def build(shard: Callable[..., object] | None, rows: int) -> tuple[nn.Module, float]:
+def build(shard: Callable[..., object] | None, mesh: DeviceMesh, rows: int = 4) -> tuple[nn.Module, float]:
     model = nn.Sequential(*(Tiny(rows) for _ in range(NUM_UNITS)))
     start = time.perf_counter()
     if shard is not None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for unit in model:
             shard(unit, mesh=mesh)
         shard(model, mesh=mesh)
@@ -58,19 +62,51 @@ def step_s(model: nn.Module) -> float:
     return seconds
 
 
+@contextmanager
+def clocked_collectives() -> Iterator[list[float]]:
+    """Measure the seconds of every collective that our units launch."""
+    seconds: list[float] = []
+    kept = c10d.all_gather_single, c10d.reduce_scatter_single
+
+    def clocked(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            start = time.perf_counter()
+            work = function(*args)
+            seconds.append(time.perf_counter() - start)
+            return work
+
+        return call
+
+    c10d.all_gather_single, c10d.reduce_scatter_single = (clocked(each) for each in kept)
+    try:
+        yield seconds
+    finally:
+        c10d.all_gather_single, c10d.reduce_scatter_single = kept
+
+
 def measure(world: int, rounds: int) -> dict[str, float]:
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     doors = {"local": None, "fsdp2": torch_fully_shard, "shardwise": shardwise.fully_shard}
-    built = {name: build(door, 4) for name, door in doors.items()}
+    mesh = init_device_mesh("cpu", (world,))
+    for door in (torch_fully_shard, shardwise.fully_shard):
+        build(door, mesh)  # what the first call imports and caches is not a cost per parameter
+    built = {name: build(door, mesh) for name, door in doors.items()}
     times: dict[str, list[float]] = {name: [] for name in doors}
+    collectives: list[float] = []
     for _ in range(rounds + 3):
         for name, (model, _) in built.items():
-            times[name].append(step_s(model))
+            with clocked_collectives() as seconds:
+                times[name].append(step_s(model))
+            if name == "shardwise":
+                collectives.append(sum(seconds))
     medians = {name: statistics.median(values[3:]) for name, values in times.items()}
     dist.destroy_process_group()
-    result: dict[str, float] = {"world": world}
+    result: dict[str, float] = {
+        "world": world,
+        "collectives_us_per_unit": 1e6 * statistics.median(collectives[3:]) / NUM_UNITS,
+    }
     for name in ("fsdp2", "shardwise"):
         result[f"{name}_us_per_unit"] = 1e6 * (medians[name] - medians["local"]) / NUM_UNITS
         result[f"{name}_init_us_per_param"] = 1e6 * built[name][1] / (NUM_UNITS * NUM_PARAMS)
@@ -79,7 +115,7 @@ def measure(world: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--world", type=int, nargs="+", default=[8, 1024])
+    parser.add_argument("--world", type=int, nargs="+", default=[8, 1024, 16384])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()

@@ -19,12 +19,13 @@ AT_FOUR = (
 def list_jobs(out: Path) -> list[list[str]]:
     """Return the command lines after ``python``; results go to the folder ``out``."""
     bench = ["-m", "shardwise.cli.main", "bench", "--backend", "gloo", "--out", str(out)]
-    at_four = ["--ranks", "4", "--rounds", "7", "--no-memory", "--only", *AT_FOUR]
+    at_four = ["--ranks", "4", "--rounds", "5", "--no-memory", "--only", *AT_FOUR]
     return [
         ["benchmarks/host_cost.py", "--out", str(out / "host_cost.json")],
+        ["benchmarks/consolidate.py", "--out", str(out / "consolidate_w2.json")],
         ["benchmarks/optimizer_step.py", "--out", str(out / "optimizer_step_w2.json")],
-        [*bench, "--shape", "wide", "--ranks", "2"],
-        [*bench, "--shape", "deep", "--ranks", "2"],
+        [*bench, "--shape", "wide", "--ranks", "2", "--rounds", "11"],
+        [*bench, "--shape", "deep", "--ranks", "2", "--rounds", "11"],
         [*bench, "--shape", "wide", *at_four],
         [*bench, "--shape", "deep", *at_four],
     ]

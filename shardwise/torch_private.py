@@ -88,6 +88,13 @@ def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bo
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)  # pyright: ignore[reportCallIssue]
 
 
+def parameter_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
+    """Return a DTensor that is a parameter: ``nn.Parameter(dtensor)`` detaches it first, for ten times the cost."""
+    parameter = dtensor_from_local(local.detach(), spec, requires_grad)
+    parameter._is_param = True  # pyright: ignore[reportAttributeAccessIssue]  what isinstance(_, nn.Parameter) asks for
+    return parameter  # pyright: ignore[reportReturnType]
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor itself (``to_local`` makes a new one through autograd); else ``tensor``."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -233,9 +233,7 @@ def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, recipe: 
         if recipe.keeps_plain:
             sharded = item.param
         else:
-            sharded = nn.Parameter(
-                torch_private.dtensor_from_local(local, placed.spec), requires_grad=item.param.requires_grad
-            )
+            sharded = torch_private.parameter_from_local(local, placed.spec, item.param.requires_grad)
     result = UnitParam(item.fqn, item.slots, cut, placed.spec, placed.inner_spec, sharded)
     result.module = weakref.ref(item.module)
     result.owner = weakref.ref(unit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardwise.layout.shard import ChunkShard, Move
 
@@ -15,7 +16,7 @@ def align(numel: int, alignment: int) -> int:
     return -(-numel // alignment) * alignment
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bucket:
     """The layout of tensors that travel together: ``num_shards`` equal sections, each with one shard of every tensor.
 
@@ -33,7 +34,7 @@ class Bucket:
     full_offsets: tuple[int, ...]
     full_numel: int
 
-    @property
+    @cached_property
     def has_padding(self) -> bool:
         """True when a packed buffer has elements that no tensor owns."""
         return any(shard.has_padding for shard in self.shards) or self.section_numel != sum(
@@ -48,7 +49,7 @@ class Bucket:
             return 1.0
         return self.section_numel * self.shards[0].num_shards / true_numel
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """True when every section is the dim-0 rows of all tensors, equally many on every rank, without gaps.
 
@@ -56,7 +57,7 @@ class Bucket:
         """
         return not self.has_padding and all(shard.outer == 1 and not shard.is_whole for shard in self.shards)
 
-    @property
+    @cached_property
     def num_large(self) -> int:
         """How many shards at the start of a section are large: with :func:`by_size` first, all that are."""
         count = 0
@@ -64,13 +65,13 @@ class Bucket:
             count += 1
         return count
 
-    @property
+    @cached_property
     def tail_start(self) -> int:
         """Elements from the start of a section to its tail: everything behind the large shards."""
         large = self.num_large
         return self.offsets[large] if large < len(self.offsets) else self.section_numel
 
-    @property
+    @cached_property
     def tail_numel(self) -> int:
         """Elements of the tail, which travels as one message."""
         return self.section_numel - self.tail_start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -97,6 +98,26 @@ def test_module_parameters_and_hooks() -> None:
     assert private.post_accumulate_hooks(layer.weight) == []
     layer.weight.register_post_accumulate_grad_hook(print)
     assert private.post_accumulate_hooks(layer.weight) == [print]
+
+
+def test_parameters_made_from_local_tensors_are_what_nn_parameter_makes(fake_ranks: object) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    spec = private.make_spec(mesh, (Shard(0),), torch.Size((8, 2)), (2, 1), torch.float32)
+    for requires_grad in (True, False):
+        local = torch.ones(2, 2)
+        made = private.parameter_from_local(local, spec, requires_grad)
+        expected = nn.Parameter(private.dtensor_from_local(local, spec), requires_grad)
+        for each in (made, expected):
+            assert isinstance(each, nn.Parameter)
+            assert type(each) is DTensor
+            assert each.is_leaf
+            assert each.requires_grad is requires_grad
+            assert each.to_local().data_ptr() == local.data_ptr()
+        assert made.__dict__.keys() == expected.__dict__.keys()
+        layer = nn.Linear(2, 8)
+        layer.weight = made
+        assert dict(layer.named_parameters())["weight"] is made
+        assert isinstance(copy.deepcopy(layer).weight, nn.Parameter)
 
 
 def test_dtensors(fake_ranks: object) -> None:

@@ -144,8 +144,8 @@ class PeakSampler:
 
     def sample(self) -> None:
         """Look once."""
-        live, now = malloc_live_bytes(), resident()
-        with self._lock:
+        with self._lock:  # from the first look on: what was seen before forget_live() must not be kept after it
+            live, now = malloc_live_bytes(), resident()
             if now is not None:
                 self.shared = max(self.shared or 0, now.shared)
                 if self.largest is None or now.total > self.largest.total:
