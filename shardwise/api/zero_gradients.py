@@ -14,7 +14,7 @@ from shardwise.layout.owners import Piece
 if TYPE_CHECKING:
     from shardwise.api.zero import ZeroRedundancyOptimizer
 
-MESSAGE_BYTES = 8 * 1024 * 1024  # two messages are on their way at a time, each copied once out and once in
+MESSAGE_BYTES = 4 * 1024 * 1024  # two messages are on their way at a time, each copied once out and once in
 
 
 def piece_gradient(piece: Piece, param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
