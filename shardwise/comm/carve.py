@@ -1,0 +1,75 @@
+"""Tensors with storages of their own inside one allocation.
+
+Neighbours in memory travel and update in one piece.  Views of one tensor would do for that, but not for those who keep
+them: a view has the storage of all its neighbours, so saving one saves them all, and ``data_ptr() == 0``, by which torch
+tells wrapper subclasses such as DTensor, holds for the first alone.  What is carved out here is like any tensor: storage
+offset 0, a storage of just its own bytes.  The allocation lives as long as anything carved out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class _Extent:
+    """Bytes at an address, in the words that array libraries share; ``keep`` stays alive with whatever reads them."""
+
+    __slots__ = ("_address", "_num_bytes", "keep")
+
+    def __init__(self, address: int, num_bytes: int, keep: object) -> None:
+        self._address, self._num_bytes, self.keep = address, num_bytes, keep
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {"data": (self._address, False), "shape": (self._num_bytes,), "typestr": "|u1", "version": 3}
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"data": (self._address, False), "shape": (self._num_bytes,), "typestr": "|u1", "version": 3}
+
+
+def _bytes_at(address: int, num_bytes: int, device: torch.device, keep: object) -> torch.Tensor:
+    extent = _Extent(address, num_bytes, keep)
+    if device.type == "cpu":
+        return torch.from_numpy(np.asarray(extent))
+    return torch.as_tensor(extent, device=device)
+
+
+def carve(flat: torch.Tensor, start: int, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:
+    """Return a tensor of ``shape`` on the elements of the 1-D tensor ``flat`` from ``start`` on, with a storage of its own.
+
+    ``stride``: of a tensor without gaps; None: row-major.  Cost: some microseconds, so carve once and keep the result.
+    """
+    numel = 1
+    for size in shape:
+        numel *= size
+    if not numel or flat.device.type == "meta":
+        found = torch.empty(tuple(shape), dtype=flat.dtype, device=flat.device)
+    else:
+        address = flat.data_ptr() + start * flat.element_size()
+        found = _bytes_at(address, numel * flat.element_size(), flat.device, flat).view(flat.dtype).view(tuple(shape))
+    return found if stride is None else found.as_strided(tuple(shape), tuple(stride))
+
+
+def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one 1-D tensor over ``tensors``, which lie one after the other in memory without gaps; it keeps them alive.
+
+    They may have storages of their own, and need not be of one allocation.
+    """
+    first = tensors[0]
+    numel = sum(tensor.numel() for tensor in tensors)
+    start = next((tensor for tensor in tensors if tensor.numel()), first)
+    if not numel or start.device.type == "meta":
+        return torch.empty(numel, dtype=first.dtype, device=first.device)
+    num_bytes = numel * first.element_size()
+    return _bytes_at(start.data_ptr(), num_bytes, start.device, tuple(tensors)).view(first.dtype)
+
+
+def is_own(tensor: torch.Tensor) -> bool:
+    """Return True if ``tensor`` has a storage of just its own bytes."""
+    num_bytes = tensor.untyped_storage().nbytes()
+    return tensor.storage_offset() == 0 and num_bytes == tensor.numel() * tensor.element_size()

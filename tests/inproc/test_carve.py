@@ -1,0 +1,67 @@
+"""Tensors carved out of one allocation are like any others."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+
+from shardwise.comm.carve import carve, is_own, join
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+def test_a_carved_tensor_has_its_own_storage(dtype: torch.dtype) -> None:
+    flat = torch.zeros(64, dtype=dtype)
+    part = carve(flat, 8, (3, 4))
+    assert is_own(part)
+    part.fill_(1)
+    expected = torch.zeros(64, dtype=dtype)
+    expected[8:20] = 1
+    assert torch.equal(flat.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_it_saves_pickles_and_copies_only_itself() -> None:
+    flat = torch.arange(1_000_000.0)
+    part = carve(flat, 10, (5,))
+    stream = io.BytesIO()
+    torch.save(part, stream)
+    assert stream.tell() < 10_000
+    assert torch.equal(pickle.loads(pickle.dumps(part)), flat[10:15])
+    assert torch.equal(copy.deepcopy(part), flat[10:15])
+
+
+def test_a_memory_order_is_kept() -> None:
+    flat = torch.arange(24.0)
+    part = carve(flat, 0, (1, 2, 3, 4), (24, 1, 8, 2))
+    assert part.is_contiguous(memory_format=torch.channels_last)
+    assert is_own(part)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0)])
+def test_an_empty_part_has_no_memory(shape: tuple[int, ...]) -> None:
+    part = carve(torch.arange(4.0), 4, shape)
+    assert part.shape == shape
+    assert is_own(part)
+
+
+def test_neighbours_can_be_joined_and_keep_the_allocation_alive() -> None:
+    flat = torch.arange(10.0)
+    allocation = weakref.ref(flat)
+    parts = [carve(flat, 2, (2, 2)), carve(flat, 6, (0,)), carve(flat, 6, (3,))]
+    del flat
+    whole = join(parts)
+    assert is_own(whole)
+    whole.mul_(10)
+    assert parts[2].tolist() == [60.0, 70.0, 80.0]
+    del parts
+    gc.collect()
+    assert whole.tolist() == [20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0]
+    assert allocation() is not None
+    del whole
+    gc.collect()
+    assert allocation() is None
