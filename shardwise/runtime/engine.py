@@ -22,14 +22,15 @@ from shardwise.plan.order import Edge
 from shardwise.runtime.gradients import (
     Gradients,
     Reduction,
+    Terms,
     add_gradients,
     launch_reductions,
     run_gradient_hooks,
-    set_gradients,
 )
 from shardwise.runtime.journal import Journal
 from shardwise.runtime.links import GroupLink
 from shardwise.runtime.notes import note
+from shardwise.runtime.param import UnitParam
 from shardwise.runtime.unit import Unit, is_in_backward
 
 
@@ -295,12 +296,11 @@ class Engine:
         launch = _Launch(unit, [], unit.held, {p: unit.partial[p] for p in gradients if p in unit.partial})
         unit.held = {}
         self._launched.append(launch)
+        terms = Terms(unit.policy, self.lanes.reduce, unit.all_reduce_hook)
         for group in unit.groups:
             mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
             try:
-                launch.reductions += launch_reductions(
-                    group, mine, unit.policy, launch.partial, self.lanes.reduce, unit.all_reduce_hook, launch.held
-                )
+                launch.reductions += launch_reductions(group, mine, terms, launch.partial, launch.held)
             except TransportError as error:
                 raise self.journal.explain(error, f"gradients of unit '{unit.name}'") from error
         for param in launch.partial:
@@ -372,29 +372,27 @@ class Engine:
     def _commit(self) -> None:
         # Nothing of a backward is visible before this point: one that raises leaves earlier microbatches as they were.
         # Users' hooks come last: when one raises, all gradients are there.
-        finished = [
-            (launch.unit, each, self._finish(launch.unit, each))
-            for launch in self._launched
-            for each in launch.reductions
-        ]
+        for launch in self._launched:
+            for reduction in launch.reductions:
+                self._finish(launch.unit, reduction)
         self._leave_span()
         self._keep_held()
         launched, self._launched = self._launched, []
         self._in_flight.clear()
-        for unit, reduction, shards in finished:
-            if reduction.is_partial:
-                unit.partial.update(shards)
-            else:
-                set_gradients(reduction.group, shards)
+        params: list[UnitParam] = []
         for launch in launched:
+            for reduction in launch.reductions:
+                if reduction.is_partial:
+                    launch.unit.partial.update(reduction.windows())
+                else:
+                    reduction.set_gradients()
+                    params += reduction.params
             launch.unit.note(Op.COMMIT)
-        for _, reduction, shards in finished:
-            if not reduction.is_partial:
-                run_gradient_hooks(shards)
+        run_gradient_hooks(params)
 
-    def _finish(self, unit: Unit, reduction: Reduction) -> Gradients:
+    def _finish(self, unit: Unit, reduction: Reduction) -> None:
         try:
-            return reduction.finish()
+            reduction.finish()
         except RuntimeError as error:
             raise self.journal.explain(error, f"gradients of unit '{unit.name}'") from error
 
