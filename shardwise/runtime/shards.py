@@ -131,8 +131,8 @@ class FlatBucket:
         """Bring every parameter home that nobody else holds; note that the others are loose."""
         self._loose = [
             index
-            for index, (_, _, address) in enumerate(self._places)
-            if address is not None and not self._come_home(index)
+            for index, (param, _, address) in enumerate(self._places)
+            if (address is not None or not param.is_handed_out) and not self._come_home(index)
         ]
 
     def settle(self) -> bool:
