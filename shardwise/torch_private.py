@@ -130,6 +130,16 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
         tensor.data = local
 
 
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor.data``, also where a subclass has a property of that name."""
+    return torch._C.TensorBase.data.__get__(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Assign ``tensor.data = value``, also where a subclass has a property of that name."""
+    torch._C.TensorBase.data.__set__(tensor, value)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """Return the placement of a tensor dim that another mesh axis, to the right, has already cut ``split_factor`` times."""
     from torch.distributed.tensor.placement_types import _StridedShard

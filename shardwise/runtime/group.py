@@ -14,6 +14,7 @@ from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
 from shardwise.comm.link import Link
+from shardwise.comm.parts import have_same_bits, section_parts
 from shardwise.comm.protocol import GatherEnds, Pending
 from shardwise.comm.routes import RoutedCommunicator
 from shardwise.errors import StateError
@@ -21,7 +22,7 @@ from shardwise.layout.bucket import build_bucket, by_size
 from shardwise.layout.shard import ChunkShard
 from shardwise.runtime.axes import MeshAxes
 from shardwise.runtime.extension import ExtensionParams
-from shardwise.runtime.freed import mark_freed, mark_full
+from shardwise.runtime.freed import is_touched, mark_freed, mark_full, mark_kept
 from shardwise.runtime.param import UnitParam
 from shardwise.runtime.placement import sub_parameter
 from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -309,6 +310,7 @@ class ShardGroup:
                     full = param.full = make_full_parameter(memory, base, param)
                     param.is_hooked = False
                 mark_full(full)
+                param.full_version, param.full_address = full._version, full.data_ptr()
                 wanted = param.sharded.requires_grad
                 if not (wanted and param.is_hooked and full.requires_grad):
                     self._sync_requires_grad(param, full, on_gradient)
@@ -333,6 +335,76 @@ class ShardGroup:
         if wanted and not param.is_hooked:
             full.register_post_accumulate_grad_hook(on_gradient(param))
             param.is_hooked = True
+
+    # ---- what others do to parameters ----
+
+    def version(self) -> int:
+        """Return a number that changes whenever a shard is written to, as far as torch counts writes."""
+        version = 0
+        for param in self.params:
+            version += param.version
+        return version
+
+    def written(self) -> list[UnitParam]:
+        """Return the parameters whose full form somebody has written to since it was registered."""
+        found: list[UnitParam] = []
+        for number, bucket in enumerate(self._buckets):
+            if self._fulls[number].is_shared:
+                continue
+            for param in bucket.params:
+                full = param.full
+                if full is None or not self._fulls[number].is_held:
+                    continue
+                if full._version != param.full_version or full.data_ptr() != param.full_address or is_touched(full):
+                    found.append(param)
+        return found
+
+    def write_back(self, param: UnitParam) -> None:
+        """Copy this rank's rows of the full form to the shard, where they are not what was gathered."""
+        assert param.full is not None
+        full, local, cut = torch_private.local_of(param.full).detach(), param.local.detach(), param.shard
+        rows = cut.rows(self.axes.shard_rank)
+        with torch.no_grad():
+            part = full if cut.is_whole else full.narrow(cut.dim, rows.start, len(rows))
+            if part.dtype is not local.dtype or part.device != local.device:
+                part = torch.where(
+                    part != local.to(part.device, part.dtype), part.to(local.dtype), local.to(part.device)
+                )
+            local.copy_(part)
+        torch.autograd.graph.increment_version(param.sharded)
+        mark_full(param.full)
+        param.full_version = param.full._version
+        if param.full.data_ptr() != param.full_address:  # ``.data`` was assigned to: it lies in other memory now
+            param.full, param.is_hooked = None, False
+
+    def differing(self) -> UnitParam | None:
+        """Return a parameter whose full form is not what its shard is, as far as this rank can see; None if none is."""
+        if self.device.type != "cpu" or self._main is None or not self.is_collective:
+            return None  # on an accelerator the host would have to wait for the answer
+        rank = self.axes.shard_rank
+        for index, bucket in enumerate(self._buckets):
+            section = self._main.section_of(bucket)
+            full_parts = self._main.full_parts(index, rank, self.hold_full(index))
+            for param, mine, full in zip(
+                bucket.params, section_parts(bucket.layout, section, rank), full_parts, strict=True
+            ):
+                if not have_same_bits(mine, full):
+                    return param
+        return None
+
+    def mark_kept(self) -> None:
+        """Note that full parameters are registered where user code can reach them."""
+        for number, bucket in enumerate(self._buckets):
+            if not self._fulls[number].is_shared:
+                for param in bucket.params:
+                    mark_kept(param.full)
+
+    def mark_in_use(self) -> None:
+        """Note that a forward or backward uses the full parameters again."""
+        for bucket in self._buckets:
+            for param in bucket.params:
+                if param.full is not None:
+                    mark_full(param.full)
 
     def register_sharded(self) -> None:
         """Hang the sharded parameters on the modules and give the full memory back."""

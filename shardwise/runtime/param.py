@@ -46,6 +46,7 @@ class UnitParam:
         subsharded: the registered parameter while resharded to a smaller mesh.
         shard_shape: of this rank's shard.
         is_handed_out: user code can reach the shard; before, while it is being made, its memory may change at will.
+        full_version, full_address: what torch had counted of writes to the full form, and where it lay, when it was registered.
         ordinal: its index among the parameters of its unit.
         is_hooked: the full parameter reports its gradients.
         module: weak reference to the module of the first slot.
@@ -63,6 +64,8 @@ class UnitParam:
     is_handed_out: bool = True
     full: nn.Parameter | None = None
     subsharded: nn.Parameter | None = None
+    full_version: int = 0
+    full_address: int = 0
     ordinal: int = 0
     is_hooked: bool = False
     module: Callable[[], nn.Module | None] = field(default=_nothing)
