@@ -224,6 +224,8 @@ class Engine:
 
     def _enter_span(self, kind: SpanKind) -> None:
         for unit in self.units:
+            if self.spans.number is None:
+                unit.take_writes()
             for group in unit.groups:
                 group.ensure_packed()
         self.spans.begin(kind)
@@ -236,6 +238,8 @@ class Engine:
                 unit.awaited = set()
                 if unit is not outermost:
                     self._reshard(unit, after_forward=True)
+            if unit.is_subsharded and not torch.is_grad_enabled():  # no backward will need it
+                unit.reshard()
         self._is_graphless = not torch.is_grad_enabled()
         self._leave_span()
         if self._is_graphless and not self.journal.has_planned_forward():

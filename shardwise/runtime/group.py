@@ -374,8 +374,13 @@ class ShardGroup:
         torch.autograd.graph.increment_version(param.sharded)
         mark_full(param.full)
         param.full_version = param.full._version
-        if param.full.data_ptr() != param.full_address:  # ``.data`` was assigned to: it lies in other memory now
-            param.full, param.is_hooked = None, False
+        if (
+            param.full.data_ptr() != param.full_address
+        ):  # ``.data`` was assigned to: back to the memory that is gathered into
+            number, index = next((n, b.params.index(param)) for n, b in enumerate(self._buckets) if param in b.params)
+            memory, base = self.hold_full(number), self._buckets[number].layout.full_offsets[index]
+            torch_private.set_data(param.full, make_full_parameter(memory, base, param).detach())
+            param.full_address = param.full.data_ptr()
 
     def differing(self) -> UnitParam | None:
         """Return a parameter whose full form is not what its shard is, as far as this rank can see; None if none is."""

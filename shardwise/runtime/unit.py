@@ -112,6 +112,11 @@ class Unit:
         return isinstance(self.state, Gathering)
 
     @property
+    def is_subsharded(self) -> bool:
+        """True while the parameters on the smaller mesh are registered."""
+        return isinstance(self.state, Subsharded)
+
+    @property
     def reduce_bytes(self) -> int:
         """Staging bytes of the reduction of all trainable parameters."""
         return sum(planned_scatter_bytes(group, self.policy) for group in self.groups)
@@ -179,6 +184,8 @@ class Unit:
         if engine is not None and (span is None or not isinstance(state, Sharded)):
             engine.lanes.gather.wait_current()
         from_sub = isinstance(state, Subsharded) and state.source.version == version
+        if isinstance(state, Subsharded):
+            self._check_sub()
         try:
             pending = tuple(p for group in self.groups if (p := group.gather(from_sub, span is None)) is not None)
         except TransportError as error:
@@ -279,15 +286,12 @@ class Unit:
     def _is_from_now(self, state: Gathering | Unsharded, span: int | None) -> bool:
         """Return True if what was gathered is still what the shards are.
 
-        Raises: StateError if shards or full parameters were written to in a way that torch does not count.
+        Raises: StateError if shards were written to in a way that torch does not count.
         """
         if span is not None and state.source.span == span:
             return True
-        if isinstance(state, Unsharded):
-            written = self._written()
-            if written:
-                self._write_back(written)
-                return False
+        if span is None:
+            self.take_writes()
         if state.source.version != self._version():
             return False
         if isinstance(state, Unsharded) and span is not None:
@@ -296,6 +300,15 @@ class Unit:
                 group.mark_in_use()
             self.state = Unsharded(Source(state.source.version, span))
         return True
+
+    def _check_sub(self) -> None:
+        for param in self.params:
+            if param.subsharded is not None and param.subsharded._version:
+                raise StateError(
+                    f"{param.fqn} (unit '{self.name}') was written to between forward and backward, when its form on the "
+                    "smaller mesh of reshard_after_forward was registered, which is not what is trained. Write to it after backward, "
+                    "or call reshard() on the module first"
+                )
 
     def _check_is_copy(self) -> None:
         for group in self.groups:
@@ -314,13 +327,18 @@ class Unit:
         for group, param in written:
             group.write_back(param)
 
-    def keep(self) -> None:
-        """Leave full parameters registered although no forward or backward runs; what was written to them goes to the shards.
+    def take_writes(self) -> None:
+        """Let what was written to full parameters go to the shards; not in a span, in which others read them.
 
         Every rank takes its rows: all must have written the same.
         """
         if self.is_full:
             self._write_back(self._written())
+
+    def keep(self) -> None:
+        """Leave full parameters registered although no forward or backward runs."""
+        if self.is_full:
+            self.take_writes()
             for group in self.groups:
                 group.mark_kept()
 
