@@ -29,7 +29,7 @@ from shardwise.plan.policy import UnitPolicy
 from shardwise.runtime.axes import MeshAxes
 from shardwise.runtime.engine import Engine, Lanes
 from shardwise.runtime.group import GroupComm, ShardGroup
-from shardwise.runtime.hooks import Attachment
+from shardwise.runtime.hooks import Attachment, watch_optimizers
 from shardwise.runtime.links import GroupLink, can_link
 from shardwise.runtime.param import Slot, UnitParam
 from shardwise.runtime.placement import cut_shard, place
@@ -76,6 +76,7 @@ def attachment_of(module: nn.Module) -> Attachment | None:
 
 def build_unit(modules: Sequence[nn.Module], recipe: Recipe) -> Attachment:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
+    watch_optimizers()
     store = torch_private.default_store() if dist.is_initialized() else None
     if store is not None:
         announce(store, dist.get_rank())
@@ -199,6 +200,7 @@ def _make_groups(found: list[_Found], recipe: Recipe, device: torch.device, unit
         if isinstance(size, int) and not isinstance(size, bool):
             group.sub_axes = smaller_axes(axes, size)
         group.shares_memory = _may_share_memory(group)
+        group.keeps_plain = recipe.keeps_plain
         group.ensure_packed()
         groups.append(group)
     return groups

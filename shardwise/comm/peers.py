@@ -195,7 +195,7 @@ class _Scatter:
                 if window.numel():
                     self._works.append(link.recv(window.reshape(-1), peer, _TAG_SCATTER))
                 if part.numel():
-                    flat = part.reshape(-1)  # a copy if the parameter is not cut along dim 0
+                    flat = part.reshape(-1).contiguous()  # a copy if the parameter is not cut along dim 0
                     self._packed.append(flat)
                     self._works.append(link.send(flat, peer, _TAG_SCATTER))
             if layout.tail_numel:

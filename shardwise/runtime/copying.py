@@ -81,7 +81,7 @@ def _copy_group(group: ShardGroup, unit: Unit, memo: dict[Any, Any]) -> ShardGro
         params.append(copied)
     result = ShardGroup(params, group.axes, group.precision, group.offload, group.device)
     result.sub_axes = group.sub_axes
-    result.shares_memory = group.shares_memory
+    result.shares_memory, result.keeps_plain = group.shares_memory, group.keeps_plain
     result.custom_all_gather = group.custom_all_gather
     result.custom_reduce_scatter = group.custom_reduce_scatter
     result.reduce_process_group = group.reduce_process_group

@@ -382,6 +382,8 @@ class Engine:
                 engine._abort_backward()
 
         self._backward = weakref.ref(end, on_death)
+        for unit in self.units:
+            unit.hide_gradients()
         self._enter_span("backward")
         torch_private.call_after_backward(end)
 
@@ -430,7 +432,12 @@ class Engine:
         self._keep_held()
         self._deferred += self._launched
         self._launched = []
+        self._show_gradients()
         return []
+
+    def _show_gradients(self) -> None:
+        for unit in self.units:
+            unit.show_gradients()
 
     def _commit(self) -> list[UnitParam]:
         """Set the gradients of this backward and of deferred ones; return the parameters that have got any.
@@ -454,7 +461,9 @@ class Engine:
                 else:
                     left = {p: value for p, value in reduction.windows().items() if p not in launch.taken}
                     launch.unit.partial.update(left)
+            launch.unit.num_commits += 1
             launch.unit.note(Op.COMMIT)
+        self._show_gradients()
         return params
 
     def _finish(self, unit: Unit, reduction: Reduction) -> None:
@@ -479,6 +488,7 @@ class Engine:
             launch.unit.partial = {**launch.unit.partial, **launch.partial}
         for unit in self.units:
             unit.drop_gradients()
+            unit.show_gradients()
         if not self._stack:
             self.reset()
 

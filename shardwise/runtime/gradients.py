@@ -19,6 +19,7 @@ from shardwise.layout.shard import Move, row_major
 from shardwise.plan.policy import UnitPolicy
 from shardwise.runtime.gradient_memory import GradientMemory, GradientPlaces, GradientSection, as_gradient
 from shardwise.runtime.group import ShardGroup
+from shardwise.runtime.idle import mark_full
 from shardwise.runtime.param import UnitParam
 from shardwise.runtime.precision import CPUOffloadPolicy
 from shardwise.runtime.shards import packed_window
@@ -31,8 +32,11 @@ def take_gradients(group: ShardGroup) -> Gradients:
     taken: Gradients = {}
     for param in group.params:
         full = param.full
-        gradient = None if full is None else full.grad
-        if gradient is None or full is None:
+        if full is None:
+            continue
+        mark_full(full)  # a unit whose backward reads no parameter is not waited for
+        gradient = full.grad
+        if gradient is None:
             continue
         full.grad = None
         if type(gradient) is not torch.Tensor:
@@ -304,7 +308,9 @@ class Reduction:
         for param, gradient in zip(self.params, self._as_gradients(), strict=True):
             existing = param.sharded.grad
             if existing is None:
-                param.sharded.grad = gradient
+                param.sharded.grad = (
+                    gradient if not param.is_strided else torch.empty_like(param.sharded).copy_(gradient)
+                )
             else:
                 olds.append(torch_private.local_of(existing))
                 news.append(torch_private.local_of(gradient))
@@ -443,5 +449,7 @@ def _replica_scale(scale: Scale) -> Scale:
 def run_gradient_hooks(params: Iterable[UnitParam]) -> None:
     """Run the hooks that users registered on sharded parameters to follow the accumulation of their gradients."""
     for param in params:
+        if param.full is param.sharded:
+            continue  # autograd has run them
         for hook in torch_private.post_accumulate_hooks(param.sharded):
             hook(param.sharded)

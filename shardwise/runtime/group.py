@@ -22,7 +22,7 @@ from shardwise.layout.bucket import build_bucket, by_size
 from shardwise.layout.shard import ChunkShard
 from shardwise.runtime.axes import MeshAxes
 from shardwise.runtime.extension import ExtensionParams
-from shardwise.runtime.freed import is_touched, mark_freed, mark_full, mark_kept
+from shardwise.runtime.idle import mark_freed, mark_full, mark_kept, may_be_written
 from shardwise.runtime.param import UnitParam
 from shardwise.runtime.placement import sub_parameter
 from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -84,6 +84,8 @@ class ShardGroup:
     Attributes:
         params: in the order of the modules.  by_size: the order in memory, large ones first.
         is_collective: gathering and reducing take a collective.
+        keeps_plain: parameters are what they were before, plain tensors that stay registered.
+        in_place: those of them that need no other form to compute with.
         shares_memory: shards are made where other ranks of this host could read them.
         axes: the data-parallel mesh.  sub_axes: the smaller one that parameters go to after forward, if any.
     """
@@ -108,7 +110,8 @@ class ShardGroup:
         # them; alone it has none.
         has_tensor_parallelism = any(param.inner_spec is not None for param in params)
         self.is_collective = axes.shard_mesh_dim is not None and (axes.num_shards > 1 or has_tensor_parallelism)
-        self.shares_memory = False
+        self.shares_memory = self.keeps_plain = False
+        self.in_place: list[UnitParam] = []
         self.extended = ExtensionParams(self)
         self._buckets: list[FlatBucket] = []
         self._main: Shards | None = None
@@ -193,6 +196,11 @@ class ShardGroup:
         """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype."""
         if self._main is None or self._has_new_extensions() or not all(bucket.settle() for bucket in self._buckets):
             self._pack()
+        for param in self.in_place:
+            param.adopt_registered()
+            if not self._is_in_place(param):
+                self._pack()
+                break
         for bucket in self._buckets:
             bucket.stage()
 
@@ -205,9 +213,10 @@ class ShardGroup:
         for param in self.params:
             param.adopt_registered()
         self.extended.adopt([param for param in self.params if self.extended.wants(param)])
-        extended = set(self.extended.params)
+        self.in_place = [param for param in self.params if self._is_in_place(param)]
+        apart = {*self.extended.params, *self.in_place}
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[UnitParam]] = {}
-        for param in (each for each in self.by_size if each not in extended):
+        for param in (each for each in self.by_size if each not in apart):
             by_dtype.setdefault((param.dtype, self.precision.dtype_of_full(param.dtype)), []).append(param)
         self._buckets = [self._make_bucket(params, full_dtype) for (_, full_dtype), params in by_dtype.items()]
         self._fulls = [FullBuffer(b.layout, b.full_dtype, self.device, is_shared=not b.travels) for b in self._buckets]
@@ -220,6 +229,12 @@ class ShardGroup:
             for param in params:
                 param.full = None
                 param.is_hooked = False
+
+    def _is_in_place(self, param: UnitParam) -> bool:
+        if not self.keeps_plain or param.inner_spec is not None or param.local.device != self.device:
+            return False
+        dtype = param.dtype
+        return dtype is self.precision.dtype_of_full(dtype) and dtype is self.precision.dtype_of_reduction(dtype)
 
     def _make_bucket(self, params: list[UnitParam], full_dtype: torch.dtype) -> FlatBucket:
         dtype = params[0].dtype
@@ -319,6 +334,11 @@ class ShardGroup:
                     slot.parameters[slot.name] = full
                     if slot.follower is not None:
                         slot.tell(full)
+        for param in self.in_place:
+            if param.full is not param.sharded:
+                param.full, param.is_hooked = param.sharded, False
+            self._sync_requires_grad(param, param.sharded, on_gradient)
+            num_trainable += param.sharded.requires_grad
         for param in self.extended.params:
             full = param.full
             assert full is not None
@@ -348,31 +368,39 @@ class ShardGroup:
         return version
 
     def written(self) -> list[UnitParam]:
-        """Return the parameters whose full form somebody has written to since it was registered."""
+        """Return the parameters whose full form somebody has written to since it was registered; the same on every rank."""
         found: list[UnitParam] = []
         for number, bucket in enumerate(self._buckets):
-            if self._fulls[number].is_shared:
+            if self._fulls[number].is_shared or not self._fulls[number].is_held:
                 continue
             for param in bucket.params:
                 full = param.full
-                if full is None or not self._fulls[number].is_held:
+                if full is None:
                     continue
-                if full._version != param.full_version or full.data_ptr() != param.full_address or is_touched(full):
+                if full._version != param.full_version or full.data_ptr() != param.full_address or (may_be_written(full) and not (param.local.numel() and self._has_same_rows(param, full))):
                     found.append(param)
         return found
+
+    def _rows_of(self, param: UnitParam, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of the full form."""
+        cut, whole = param.shard, torch_private.data_of(torch_private.local_of(full))
+        rows = cut.rows(self.axes.shard_rank)
+        return whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows))
+
+    def _has_same_rows(self, param: UnitParam, full: torch.Tensor) -> bool:
+        rows = self._rows_of(param, full)
+        return torch.equal(rows, param.local.detach().to(rows.device, rows.dtype))
 
     def write_back(self, param: UnitParam) -> None:
         """Copy this rank's rows of the full form to the shard, where they are not what was gathered."""
         assert param.full is not None
-        full, local, cut = torch_private.local_of(param.full).detach(), param.local.detach(), param.shard
-        rows = cut.rows(self.axes.shard_rank)
+        local = param.local.detach()
         with torch.no_grad():
-            part = full if cut.is_whole else full.narrow(cut.dim, rows.start, len(rows))
-            if part.dtype is not local.dtype or part.device != local.device:
-                part = torch.where(
-                    part != local.to(part.device, part.dtype), part.to(local.dtype), local.to(part.device)
-                )
-            local.copy_(part)
+            rows = self._rows_of(param, param.full)
+            if rows.dtype is not local.dtype or rows.device != local.device:
+                old = local.to(rows.device)
+                rows = torch.where(rows != old.to(rows.dtype), rows.to(local.dtype), old)
+            local.copy_(rows)
         torch.autograd.graph.increment_version(param.sharded)
         mark_full(param.full)
         param.full_version = param.full._version
@@ -404,7 +432,7 @@ class ShardGroup:
         for number, bucket in enumerate(self._buckets):
             if not self._fulls[number].is_shared:
                 for param in bucket.params:
-                    mark_kept(param.full)
+                    mark_kept(param, param.version)
 
     def mark_in_use(self) -> None:
         """Note that a forward or backward uses the full parameters again."""

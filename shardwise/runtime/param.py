@@ -108,6 +108,11 @@ class UnitParam:
         return torch_private.local_of(self.sharded)
 
     @property
+    def is_strided(self) -> bool:
+        """True for a plain parameter in another memory order than row-major: its gradient follows it."""
+        return self.full is self.sharded and not self.sharded.is_contiguous()
+
+    @property
     def version(self) -> int:
         """A number that changes whenever the shard is written to, as far as torch counts writes."""
         return self.sharded._version + self.local._version + self._version_base

@@ -37,7 +37,10 @@ class Unit:
         is_nested: gradients have come from a backward within that: they tell nothing of what is still to come.
         gradient_arrived: ordinals of the parameters whose gradient has come in the running backward.
         held: gradients of earlier backwards without sync, per parameter, in the reduce dtype.
+        hidden: gradients of plain parameters, taken away while backward adds new ones.
+        unsynced: plain parameters whose gradients are of this rank alone.
         partial: sums over the shard axis that replicas have not been summed into.
+        num_commits: how often its gradients have been set: an optimizer is expected to change its shards then.
         borrows: units whose parameters its modules use too.
         holders: forwards that are using its full parameters now.
         awaited: ids of the modules that have not run yet in a forward that has begun; only units of several modules wait.
@@ -63,6 +66,9 @@ class Unit:
         self.num_frozen = 0
         self.held: Gradients = {}
         self.partial: Gradients = {}
+        self.hidden: Gradients = {}
+        self.unsynced: set[UnitParam] = set()
+        self.num_commits = 0
         self.borrows: list[Unit] = []
         self.holders = 0
         self.awaited: set[int] = set()
@@ -278,7 +284,7 @@ class Unit:
     # ---- changes made by others ----
 
     def _version(self) -> int:
-        version = 0
+        version = self.num_commits << 40
         for group in self.groups:
             version += group.version()
         return version
@@ -386,6 +392,35 @@ class Unit:
         self.gradient_arrived.clear()
         self.is_nested = False
         return taken
+
+    def hide_gradients(self) -> None:
+        """Take the gradients of parameters that stay registered from where backward is about to accumulate new ones."""
+        for param in self._in_place():
+            gradient, param.sharded.grad = param.sharded.grad, None
+            if gradient is None:
+                self.unsynced.discard(param)
+            elif param in self.unsynced:
+                self.held[param] = gradient
+            else:
+                self.hidden[param] = gradient
+
+    def show_gradients(self) -> None:
+        """Put them back, with what a backward has added."""
+        for param in self._in_place():
+            parts = [self.hidden.pop(param, None), self.held.get(param), param.sharded.grad]
+            first, *others = [part for part in parts if part is not None] or [None]
+            for other in others:
+                assert first is not None
+                first = first.add_(other) if other is not None else first
+            param.sharded.grad = first
+            if self.held.pop(param, None) is None:
+                self.unsynced.discard(param)
+            else:
+                self.unsynced.add(param)
+
+    def _in_place(self) -> Iterator[UnitParam]:
+        for group in self.groups:
+            yield from group.in_place
 
     def drop_gradients(self) -> None:
         """Forget the gradients of an unfinished backward."""
