@@ -1,0 +1,207 @@
+"""Say of a contender whether it did what one process does: a verdict, with the first difference.
+
+Rules, per quantity, for a value ``a`` of the contender and ``b`` of the reference:
+
+* whole numbers ("integers" cases, world sizes 1, 2 and 4): equal to the bit;
+* others, computed in fp64: |a - b| <= 1e-9 * (1 + max |b| of the tensor); computed in fp32: 1e-4 instead of 1e-9;
+* computed in half precision ("reals" cases with a policy): 5e-2;
+* missing gradients are missing on both sides; ranks that hold the same rows hold the same values, and all rows are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from shardwise.testing.fuzz.case import Settings
+from shardwise.testing.fuzz.record import Array, Part, Record, Tale
+
+Kind = Literal["equal", "refused", "excused", "as torch", "numbers", "raw error", "some ranks", "gone", "memory"]
+FAILURES: tuple[Kind, ...] = ("numbers", "raw error", "some ranks", "gone", "memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one contender.
+
+    Attributes:
+        kind: "equal"; "refused" by a named error on every rank; "excused": the reference itself raised; "as torch":
+            unlike one process, but like torch's own class; or a failure: other "numbers", an error that is not ours or
+            without words ("raw error"), on "some ranks" only, a rank that hung or died ("gone"), more full parameters
+            alive than planned ("memory").
+        text: the first difference, or the error.
+        what: the quantity or error class, for telling failures apart.
+    """
+
+    kind: Kind
+    text: str = ""
+    what: str = ""
+
+    @property
+    def is_failure(self) -> bool:
+        """True if somebody should look at it."""
+        return self.kind in FAILURES
+
+
+def bound_of(settings: Settings, num_data_ranks: int) -> float:
+    """Return the largest difference, relative to 1 + max |b|; 0 means equal to the bit."""
+    if settings.arithmetic == "integers" and num_data_ranks & (num_data_ranks - 1) == 0:
+        return 0.0
+    if settings.compute or settings.reduce:
+        return 5e-2
+    return 1e-9 if settings.dtype == "float64" else 1e-4
+
+
+def first_difference(theirs: Sequence[Tale], ours: Sequence[Tale], bound: float) -> tuple[str, str] | None:
+    """Return (quantity, text) of the first difference, None if there is none up to where either raised.
+
+    Args:
+        theirs: of the reference, one per rank with batches of its own.  ours: one per rank.
+    """
+    shared = len(ours) // len(theirs)
+    for moment in range(min(len(tale.records) for tale in (*theirs, *ours))):
+        expected = [tale.records[moment] for tale in theirs]
+        found = [tale.records[moment] for tale in ours]
+        difference = _between(expected, found, shared, bound)
+        if difference is not None:
+            what, text = difference
+            return what, f"at moment {moment}, {found[0].label!r}: {text}"
+    return None
+
+
+def _between(expected: Sequence[Record], found: Sequence[Record], shared: int, bound: float) -> tuple[str, str] | None:
+    hidden = expected[0].hidden | found[0].hidden
+    for name in expected[0].shared:
+        kind = name.split(":")[0]
+        if kind in hidden or (kind == "state" and name not in found[0].shared):
+            continue
+        text = _differ_shared([each.shared.get(name) for each in found], expected[0].shared[name], bound)
+        if text is not None:
+            return kind, f"{name}: {text}"
+    extra = [name for name in found[0].shared if name not in expected[0].shared and name.split(":")[0] not in hidden]
+    if extra:
+        return extra[0].split(":")[0], f"{extra[0]} is not there in one process"
+    for rank, record in enumerate(found):
+        for name, value in expected[rank // shared].own.items():
+            mine = record.own.get(name)
+            text = _missing(mine, value) if mine is None or value is None else _differ(mine.values, value.values, bound)
+            if text is not None:
+                return name.split(":")[0], f"{name} of rank {rank}: {text}"
+    return None
+
+
+def _missing(found: Part | None, expected: Part | None) -> str | None:
+    if found is None and expected is None:
+        return None
+    return f"found {_show(found)}, expected {_show(expected)}"
+
+
+def _show(part: Part | None) -> str:
+    return "none" if part is None else f"{part.dtype}{list(part.shape)}"
+
+
+def _differ_shared(found: Sequence[Part | None], expected: Part | None, bound: float) -> str | None:
+    if expected is None or any(part is None for part in found):
+        for rank, part in enumerate(found):
+            if part is not None or expected is not None:
+                text = _missing(part, expected) if part is None or expected is None else None
+                if text is not None:
+                    return f"rank {rank}: {text}"
+        return None
+    parts = [part for part in found if part is not None]
+    for rank, part in enumerate(parts):
+        if part.shape != expected.shape or part.dtype != expected.dtype:
+            return f"rank {rank}: found {_show(part)}, expected {_show(expected)}"
+    covered = np.zeros(expected.shape, dtype=bool)
+    for rank, part in enumerate(parts):
+        place = tuple(
+            slice(start, start + size) for start, size in zip(part.offset, part.values.shape, strict=True)
+        )
+        text = _differ(part.values, expected.values[place], bound)
+        if text is not None:
+            return f"rank {rank}: {text}"
+        covered[place] = True
+    return None if covered.all() else f"{int((~covered).sum())} elements are held by no rank"
+
+
+def _differ(found: Array, expected: Array, bound: float) -> str | None:
+    if found.shape != expected.shape:
+        return f"found shape {found.shape}, expected {expected.shape}"
+    with np.errstate(invalid="ignore"):
+        limit = bound * (1 + np.abs(expected).max(initial=0.0))
+        same = (np.abs(found - expected) <= limit) | (np.isnan(found) & np.isnan(expected)) | (found == expected)
+    if same.all():
+        return None
+    first = tuple(int(index[0]) for index in np.nonzero(~same)) if same.ndim else ()
+    return (
+        f"{int((~same).sum())} of {same.size} elements differ, first at {list(first)}: "
+        f"found {float(found[first])!r}, expected {float(expected[first])!r}"
+    )
+
+
+def judge(
+    reference: Sequence[Tale], ours: Sequence[Tale], torchs: Sequence[Tale] | None, bound: float, is_engine: bool = True
+) -> Verdict:
+    """Return the verdict over ``ours``, tales of all ranks; ``torchs`` are those of torch's own class, None without one.
+
+    Args:
+        is_engine: False for doors inside torch's own DDP, whose errors are not ours.
+    """
+    difference = first_difference(reference, ours, bound)
+    reference_raised = next((tale.raised for tale in reference if tale.raised is not None), None)
+    raised = [tale.raised for tale in ours]
+    if difference is not None:
+        if torchs is not None and len(torchs) == len(ours) and _as_torch(ours, torchs, bound):
+            return Verdict("as torch", difference[1], difference[0])
+        return Verdict("numbers", difference[1], difference[0])
+    first = next((each for each in raised if each is not None), None)
+    if first is None:
+        return _judge_end(reference, ours, torchs, bound)
+    if any(each is None for each in raised):
+        ranks = [rank for rank, each in enumerate(raised) if each is not None]
+        return Verdict("some ranks", f"only ranks {ranks} raised {first.kind}: {first.text}", first.kind)
+    if reference_raised is not None and len(ours[0].records) >= len(reference[0].records):
+        return Verdict("excused", f"one process raises {reference_raised.kind}, ours {first.kind}: {first.text}")
+    rough = next((each for each in raised if each is not None and not each.is_named), None)
+    if rough is None:
+        return Verdict("refused", f"{first.kind}: {first.text}", first.kind)
+    if not is_engine and torchs is not None and any(t.raised and t.raised.kind == rough.kind for t in torchs):
+        return Verdict("as torch", f"{rough.kind}: {rough.text}", rough.kind)
+    return Verdict("raw error", f"{rough.kind}: {rough.text}", rough.kind)
+
+
+def _judge_end(
+    reference: Sequence[Tale], ours: Sequence[Tale], torchs: Sequence[Tale] | None, bound: float
+) -> Verdict:
+    raised = next((tale.raised for tale in reference if tale.raised is not None), None)
+    if raised is not None:
+        text = f"one process raises {raised.kind}: {raised.text}; ours goes on"
+        if torchs is not None and all(tale.raised is None for tale in torchs) and _as_torch(ours, torchs, bound):
+            return Verdict("as torch", text, raised.kind)
+        return Verdict("numbers", f"{text}, and not as torch's own class", raised.kind)
+    notes = [f"rank {rank}: {note}" for rank, tale in enumerate(ours) for note in tale.notes]
+    return Verdict("memory", notes[0], "memory") if notes else Verdict("equal")
+
+
+def _as_torch(ours: Sequence[Tale], torchs: Sequence[Tale], bound: float) -> bool:
+    """True if both show the same numbers to the end; each rank's beside its own."""
+    if any(tale.raised for tale in (*ours, *torchs)):
+        return False
+    for mine, theirs in zip(ours, torchs, strict=True):
+        if len(mine.records) != len(theirs.records):
+            return False
+        for left, right in zip(mine.records, theirs.records, strict=True):
+            hidden = left.hidden | right.hidden
+            for names, others in ((left.shared, right.shared), (left.own, right.own)):
+                for name, part in others.items():
+                    if name.split(":")[0] in hidden:
+                        continue
+                    other = names.get(name)
+                    if (part is None) != (other is None):
+                        return False
+                    if part is not None and other is not None and _differ(other.values, part.values, bound):
+                        return False
+    return True

@@ -1,0 +1,87 @@
+"""Carry out the text of a case on one rank of a process group, as one contender after another."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+import shardwise.comm.peers
+import shardwise.layout.bucket
+from shardwise.testing.fuzz.case import Contender
+from shardwise.testing.fuzz.engines import MAKERS, EngineSide, Meshes
+from shardwise.testing.fuzz.record import Raised, Tale
+from shardwise.testing.fuzz.sides import Play, Seat, Side
+from shardwise.testing.fuzz.zeros import ZeroSide
+
+_meshes: Meshes = {}  # of this process's group, which lives as long as the process
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What one rank has to say of the contenders it has carried out; it stops after one that raised."""
+
+    tales: tuple[Tale, ...]
+
+    @property
+    def is_broken(self) -> bool:
+        """True if the process group cannot be trusted any more."""
+        return any(tale.raised is not None for tale in self.tales)
+
+
+def make_side(play: Play, seat: Seat, contender: Contender) -> Side:
+    """Return the ``s`` of a program for ``contender``.  Collective."""
+    if contender.door in MAKERS:
+        return EngineSide(play, seat, contender, _meshes)
+    return ZeroSide(play, seat, contender)
+
+
+def run_rank(text: str, contenders: Sequence[Contender], phase: int = 0) -> Told:
+    """Carry out a phase of the text as each of ``contenders``, on this rank."""
+    play = Play.load(text)
+    tales: list[Tale] = []
+    for contender in contenders:
+        tales.append(_run(play, contender, phase))
+        if tales[-1].raised is not None:
+            break
+    gc.collect(1)
+    return Told(tuple(tales))
+
+
+def _run(play: Play, contender: Contender, phase: int) -> Tale:
+    tale = Tale()
+    start = time.perf_counter()
+    seat = Seat.of(dist.get_rank(), dist.get_world_size(), play.settings.mesh)
+    try:
+        with _parts_from(play.settings.large_numel):
+            side = make_side(play, seat, contender)
+            for moment in play.phases[phase].program(side):
+                tale.records.append(side.record(moment))
+            tale.notes = side.notes()
+    except Exception as error:
+        tale.raised = Raised.of(error)
+    tale.seconds = time.perf_counter() - start
+    return tale
+
+
+@contextmanager
+def _parts_from(large_numel: int) -> Iterator[None]:
+    """Let tensors of ``large_numel`` elements or more take the ways of large ones; 0 changes nothing."""
+    places: tuple[tuple[Any, str, Any], ...] = (
+        (shardwise.comm.peers, "MIN_LARGE_SHARE", 0.0),
+        (shardwise.layout.bucket, "LARGE_NUMEL", large_numel),
+    )
+    kept = [getattr(module, name) for module, name, _ in places]
+    try:
+        for module, name, value in places:
+            if large_numel:
+                setattr(module, name, value)
+        yield
+    finally:
+        for (module, name, _), value in zip(places, kept, strict=True):
+            setattr(module, name, value)
