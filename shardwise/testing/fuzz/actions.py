@@ -29,6 +29,11 @@ class Page:
     handles: list[str] = field(default_factory=list[str])
     serial: int = 0
 
+    def begin(self) -> None:
+        """Start another program, in which nothing of the one before is known."""
+        for names in (self.lines, self.losses, self.kept, self.handles):
+            names.clear()
+
     def number(self) -> int:
         """Return a number that no variable has yet."""
         self.serial += 1
@@ -101,11 +106,11 @@ class Backward(Action):
     """A backward of one loss, or of the sum of all.
 
     Attributes:
-        of: which of the losses whose graphs are alive.  retain: keep the graph for another backward.
+        of: which of the losses whose graphs are alive, the latest by default.  retain: keep the graph for another backward.
         together: the sum of all of them.
     """
 
-    of: int = 0
+    of: int = -1
     retain: bool = False
     together: bool = False
 
@@ -251,7 +256,7 @@ class Change(Action):
 
     def write(self, page: Page) -> None:
         name = repr(page.param(self.param))
-        page.write(*(line.format(p=f"s.param({name})", name=name) for line in CHANGES[self.how]))
+        page.write(*(line.replace("{p}", f"s.param({name})").replace("[{name}]", f"[{name}]") for line in CHANGES[self.how]))
         page.mark(f"change {self.how}")
 
 
@@ -397,9 +402,7 @@ class Restart(Action):
     update: str = ""
 
     def write(self, page: Page) -> None:
-        page.losses.clear()
-        page.kept.clear()
-        page.handles.clear()
+        """Write nothing: programs end and begin here."""
 
 
 # ---- methods of the engine's doors ----

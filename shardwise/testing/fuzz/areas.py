@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 Table = Mapping[str, float]
+USED = ("scalar", "tiny", "wide", "strided")
+ODDMENTS = (*USED, "frozen", "unused", "empty")
 
 
 def table(**weights: float) -> Table:
@@ -19,7 +21,7 @@ class Weights:
     """Probabilities between 0 and 1, and tables of relative weights.
 
     Attributes, of models:
-        kinds: of leaves.  depth: of stacks in stacks.  children: of a stack, at most.
+        kinds: of leaves.  oddments: what odd parameters there are.  depth: of stacks in stacks.  children: of a stack, at most.
         boxed, touched, gate, peek: that a child is wrapped so.  twice, skipped: how a stack calls a child.
         recompute: of a segment.  tie: of two alike modules.  frozen: of a leaf.  unit: that a module is one.
         merge: that neighbouring units become one.  top_down: that the root is sharded before its blocks.
@@ -28,12 +30,16 @@ class Weights:
         hold: that microbatches are not synced; retain, together, watched, clip, closure, keep_grad, grad_to_zero.
     Attributes, of settings:
         reals: that numbers are not whole.  meshes, reshards, policies, optims: relative weights; groups; large.
-        offload, bucket_view.  doors: relative weights of contenders' doors.  num_contenders: of ours, per case.
+        offload, bucket_view.
+        turns: that every forward is followed by its backward and a step, and everything is used, as overlapped steps need it.
+    Attributes, of contenders:
+        doors: relative weights of contenders' doors.  num_contenders: of ours, per case.
         ranks: relative weights of world sizes.
     """
 
-    kinds: Table = field(default_factory=lambda: table(Mlp=8, Oddments=1, Conv=1, Lookup=1, Tally=1, Follower=1))
+    kinds: Table = field(default_factory=lambda: table(Mlp=8, Oddments=0.6, Conv=0.2, Lookup=1, Tally=1, Follower=0.5))
     real_kinds: Table = field(default_factory=lambda: table(Norm=1, Lstm=1))
+    oddments: tuple[str, ...] = ("tiny", "frozen", "unused")
     depth: int = 2
     children: int = 3
     boxed: float = 0.1
@@ -70,6 +76,7 @@ class Weights:
     large: float = 0.4
     offload: float = 0.0
     bucket_view: float = 0.3
+    turns: float = 0.0
     doors: Table = field(
         default_factory=lambda: table(
             fully_shard=6, shard_model=1, replicate=1, replicate_older=1, zero1=0.5, zero2=0.5
@@ -77,6 +84,12 @@ class Weights:
     )
     num_contenders: int = 3
     ranks: Table = field(default_factory=lambda: table(one=0.5, two=6, three=1, four=2))
+    def in_turns(self) -> Weights:
+        """Return the weights for what a step inside of backward can do."""
+        return replace(
+            self, gate=0.0, skipped=0.0, frozen=0.0, peek=0.0, recompute=0.0, gap=0.1, extras=table(rate=1),
+            microbatches=1, retain=0.0, together=0.0, closure=0.0, clip=0.0, keep_grad=0.0, oddments=USED,
+        )  # fmt: skip
 
 
 _BASE = Weights()
@@ -85,7 +98,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
         "structure": replace(
             _BASE,
             kinds=table(Mlp=5, Oddments=3, Conv=2, Lookup=2, Tally=1, Follower=2),
-            depth=3, children=4, boxed=0.2, touched=0.15, gate=0.1, peek=0.03, twice=0.15, skipped=0.1, recompute=0.1,
+            oddments=ODDMENTS, depth=3, children=4, boxed=0.2, touched=0.15, gate=0.1, peek=0.03, twice=0.15, skipped=0.1, recompute=0.1,
             tie=0.4, frozen=0.15, merge=0.25, top_down=0.02, gap=0.1, extras=table(eval=3, switch=3, freeze=2),
         ),
         "aliases": replace(
@@ -111,8 +124,8 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             doors=table(fully_shard=6, replicate=1, replicate_older=0.5),
         ),
         "doors": replace(
-            _BASE, num_contenders=6, kinds=table(Mlp=5, Oddments=3, Conv=3, Lookup=1, Tally=1, Follower=1), gap=0.05,
-            recompute=0.0, frozen=0.1, extras=table(rate=2, eval=1, change=1), microbatches=2, hold=0.3, depth=1,
+            _BASE, num_contenders=6, oddments=ODDMENTS, kinds=table(Mlp=5, Oddments=3, Conv=3, Lookup=1, Tally=1, Follower=1), gap=0.05,
+            recompute=0.0, frozen=0.1, extras=table(rate=2, eval=1, change=1), microbatches=2, hold=0.3, depth=1, turns=0.5,
             doors=table(fully_shard=1, shard_model=1, replicate=1, replicate_older=1, zero1=3, zero2=3, overlap=3,
             interleaved=3),
         ),

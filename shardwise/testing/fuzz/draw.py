@@ -36,6 +36,8 @@ def draw(seed: int, area: str, max_ranks: int = 4) -> Case:
     """Return the case that ``seed`` stands for in ``area``."""
     weights = AREAS[area]
     random = Random(f"{area} {seed}")
+    if random.random() < weights.turns:
+        weights = weights.in_turns()
     ranks = {name: weight for name, weight in weights.ranks.items() if RANKS[name] <= max_ranks}
     num_ranks = RANKS[pick(random, ranks or {"one": 1.0})]
     settings = _draw_settings(random, weights, num_ranks)
@@ -170,7 +172,7 @@ class _Program:
             self._add(do.Forward())
         if self._chance(weights.retain):
             self._add(do.Backward(retain=True, together=together))
-        self._add(do.Backward(together=together))
+        self._add(do.Backward(0 if self._chance(0.05) else -1, together=together))
 
     def _clip(self) -> do.Action:
         if self._exact:

@@ -14,7 +14,6 @@ T = TypeVar("T")
 Place = tuple[int, ...]
 FORMS = ("view", "slice", "list", "dict", "pair", "box", "tuple")
 TOUCHES = ("add", "view", "fill", "none")
-ODDMENTS = ("scalar", "tiny", "wide", "frozen", "unused", "empty", "strided")
 SIZED = ("Mlp", "Conv", "Lookup", "Follower", "Lstm")
 
 
@@ -45,7 +44,7 @@ def _draw_leaf(random: Random, weights: Weights, reals: bool) -> Node:
     kind = pick(random, {**weights.kinds, **(weights.real_kinds if reals else {})})
     node = Node(kind, size=random.choice((1, 2, 3, 4, 5, 7)))
     if kind == "Oddments":
-        parts = [part for part in ODDMENTS if random.random() < 0.5]
+        parts = [part for part in weights.oddments if random.random() < 0.5]
         node = Node(kind, form=" ".join(parts or ["tiny"]))
     if kind == "Lookup" and random.random() < weights.peek:
         node = Node("Peek", children=(node,))

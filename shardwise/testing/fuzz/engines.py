@@ -85,7 +85,6 @@ class EngineSide(Side):
         self.model = self.net = self._sharded(play.build())
         if self._maker.is_ours and contender.door in ("fully_shard", "shard_model"):
             cast(Any, self.model).set_transport(contender.transport)
-        self._owners: dict[str, nn.Parameter] = dict(self.net.named_parameters())
         self._is_counted = self._maker.is_ours and self._maker.reshards and seat.num_ranks > 1
         self._watch = Watch(self.net) if self._is_counted else None
         self.remake_optimizer()
@@ -143,16 +142,15 @@ class EngineSide(Side):
 
     def adopt(self, model: nn.Module) -> None:
         super().adopt(model)
-        self._owners = dict(model.named_parameters())
         if self._is_counted:
             self._watch = Watch(model)
 
     def registered(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        # While a unit is unsharded others are registered than those that the optimizer steps, which have the gradients.
+        stepped = {name: param for param, name in self.names_in_optimizer().items()}
         found: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         for name, param in self.net.named_parameters():
-            if isinstance(param, DTensor) or not isinstance(self._owners.get(name), DTensor):
-                self._owners[name] = param
-            found[name] = (param, self._owners[name])
+            found[name] = (param, cast(nn.Parameter, stepped.get(name, param)))
         return found
 
     def record(self, moment: str | tuple[str, torch.Tensor]) -> Record:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
+import shardwise
 import shardwise.comm.peers
 import shardwise.layout.bucket
 from shardwise.testing.fuzz.case import Contender
 from shardwise.testing.fuzz.engines import MAKERS, EngineSide, Meshes
+from shardwise.testing.fuzz.faults import plant
 from shardwise.testing.fuzz.record import Raised, Tale
 from shardwise.testing.fuzz.sides import Play, Seat, Side
 from shardwise.testing.fuzz.zeros import ZeroSide
@@ -41,19 +46,30 @@ def make_side(play: Play, seat: Seat, contender: Contender) -> Side:
     return ZeroSide(play, seat, contender)
 
 
-def run_rank(text: str, contenders: Sequence[Contender], phase: int = 0) -> Told:
-    """Carry out a phase of the text as each of ``contenders``, on this rank."""
+def run_rank(text: str, contenders: Sequence[Contender], phase: int = 0, folder: str = "") -> Told:
+    """Carry out a phase of the text as each of ``contenders``, on this rank; checkpoints between phases go to ``folder``."""
     play = Play.load(text)
     tales: list[Tale] = []
     for contender in contenders:
-        tales.append(_run(play, contender, phase))
+        tales.append(_run(play, contender, phase, folder))
         if tales[-1].raised is not None:
             break
     gc.collect(1)
     return Told(tuple(tales))
 
 
-def _run(play: Play, contender: Contender, phase: int) -> Tale:
+def warm_up(fault: str = "") -> None:
+    """Import and build what is made on first use; plant ``fault``, for the fuzzer's own test."""
+    warnings.simplefilter("ignore")
+    if fault:
+        plant(fault)
+    model = nn.Linear(4, 4)
+    shardwise.fully_shard(model)
+    model(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def _run(play: Play, contender: Contender, phase: int, folder: str) -> Tale:
     tale = Tale()
     start = time.perf_counter()
     seat = Seat.of(dist.get_rank(), dist.get_world_size(), play.settings.mesh)

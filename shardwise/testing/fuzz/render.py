@@ -14,7 +14,7 @@ from shardwise.testing.fuzz import zoo
 from shardwise.testing.fuzz.actions import Action, Page, Restart
 from shardwise.testing.fuzz.case import WIDTH, Case, Contender, Node, Settings
 
-ACTS = {"integers": ("wrap", zoo.wrap), "reals": ("torch.tanh", torch.tanh)}
+ACTS = {"integers": ("wrap", zoo.wrap), "reals": ("torch.sin", torch.sin)}
 TIED: dict[str, tuple[str, ...]] = {
     "Mlp": ("up.weight", "down.weight"),
     "Conv": ("wide.weight",),
@@ -78,10 +78,11 @@ def _head(case: Case, build: str, inline: bool) -> str:
         names = ", ".join(name for name in ("wrap", *_classes(case.model.root), "fill"))
         return "\n".join([*lines, "", *imports, f"from shardwise.testing.fuzz.zoo import {names}", "", act])
     source = textwrap.dedent(_sources(case, build))
-    lines = ["import copy", "import dataclasses", "import pickle", "from typing import Any, NamedTuple", ""]
+    lines = ["from __future__ import annotations", "", "import copy", "import dataclasses", "import pickle"]
+    lines += ["from collections.abc import Callable, Sequence", "from typing import Any, NamedTuple", ""]
     lines += ["import torch", "from torch import Tensor, nn", "from torch.nn import functional"]
     lines += ["from torch.utils.checkpoint import checkpoint", "", *imports]
-    lines += ["from shardwise.testing.fuzz.script import main", "", "Act = object"]
+    lines += ["from shardwise.testing.fuzz.script import main", "", "Act = Callable[[Tensor], Tensor]"]
     return "\n".join(lines) + "\n\n\n" + source + "\n\n\n" + act
 
 
@@ -157,7 +158,7 @@ def _programs(case: Case) -> list[str]:
     page = page_of(case)
     texts: list[str] = []
     for number, (_, actions) in enumerate(phases_of(case)):
-        page.lines = []
+        page.begin()
         for action in actions:
             action.write(page)
         body = textwrap.indent("\n".join(page.lines or ["return"]), "    ")

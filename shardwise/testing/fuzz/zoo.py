@@ -1,6 +1,6 @@
 """The modules that models of cases are built from: all map (batch, width) to (batch, width), each holds something awkward.
 
-``act`` keeps numbers small: :func:`wrap` for whole numbers (then every sum is exact), ``torch.tanh`` for others.  A script
+``act`` keeps numbers small: :func:`wrap` for whole numbers (then every sum is exact), ``torch.sin`` for others.  A script
 that the fuzzer writes holds the source of the classes it needs, so each stands by itself.
 """
 
