@@ -240,6 +240,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "convert": ("s.net.to(torch.float64)", "s.net.to(s.dtype)"),
     "empty": (
         "values = {name: tensor.clone() for name, tensor in s.net.state_dict().items()}",
+        "s.zero_grad()",
         "s.net.to_empty(device='cpu')",
         "s.net.load_state_dict(values)",
     ),
@@ -297,7 +298,7 @@ TAKES: dict[str, str] = {
     "params": "dict(s.net.named_parameters())",
     "data": "{name: param.data for name, param in s.net.named_parameters()}",
     "detach": "{name: param.detach() for name, param in s.net.named_parameters()}",
-    "local": "{name: s.local(param) for name, param in s.net.named_parameters()}",
+    "local": "s.locals()",
     "grads": "s.gradients()",
     "optim": "s.optimizer_tensors()",
 }
@@ -317,7 +318,7 @@ class Take(Action):
     def write(self, page: Page) -> None:
         name = f"{self.what}{page.number()}"
         page.write(f"s.kept[{name!r}] = {TAKES[self.what]}")
-        if self.what not in ("grads", "optim"):
+        if self.what not in ("grads", "optim", "local"):
             page.kept.append(name)
         page.mark(f"take {name}")
 

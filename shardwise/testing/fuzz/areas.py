@@ -148,7 +148,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
         ),
         "resume": replace(
             _BASE, gap=0.05, extras=table(eval=1, rate=1, change=1), reals=0.6, groups=0.4, num_contenders=2,
-            kinds=table(Mlp=6, Oddments=1, Conv=1, Lookup=1, Follower=1), steps=2,
+            kinds=table(Mlp=6, Oddments=1, Conv=1, Lookup=1, Follower=1), real_kinds=table(Lstm=1), steps=2,
             doors=table(fully_shard=4, shard_model=1, replicate=1, replicate_older=0.5, zero1=2, zero2=2),
             real_optims=table(adamw=3, adam=1, small_sgd=2, adafactor=1),
         ),

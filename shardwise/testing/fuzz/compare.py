@@ -55,8 +55,21 @@ def bound_of(settings: Settings, num_data_ranks: int) -> float:
     return 1e-9 if settings.dtype == "float64" else 1e-4
 
 
-def first_difference(theirs: Sequence[Tale], ours: Sequence[Tale], bound: float) -> tuple[str, str] | None:
-    """Return (quantity, text) of the first difference, None if there is none up to where either raised.
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a contender first shows something else.
+
+    Attributes:
+        moment: number of the record.  what: kind of quantity, e.g. "grad".
+    """
+
+    moment: int
+    what: str
+    text: str
+
+
+def first_difference(theirs: Sequence[Tale], ours: Sequence[Tale], bound: float) -> Difference | None:
+    """Return the first difference, None if there is none up to where either raised.
 
     Args:
         theirs: of the reference, one per rank with batches of its own.  ours: one per rank.
@@ -68,7 +81,7 @@ def first_difference(theirs: Sequence[Tale], ours: Sequence[Tale], bound: float)
         difference = _between(expected, found, shared, bound)
         if difference is not None:
             what, text = difference
-            return what, f"at moment {moment}, {found[0].label!r}: {text}"
+            return Difference(moment, what, f"at moment {moment}, {found[0].label!r}: {text}")
     return None
 
 
@@ -76,9 +89,12 @@ def _between(expected: Sequence[Record], found: Sequence[Record], shared: int, b
     hidden = expected[0].hidden | found[0].hidden
     for name in expected[0].shared:
         kind = name.split(":")[0]
-        if kind in hidden or (kind == "state" and name not in found[0].shared):
+        if kind in hidden:
             continue
-        text = _differ_shared([each.shared.get(name) for each in found], expected[0].shared[name], bound)
+        parts = [each.shared.get(name) for each in found]
+        if kind == "state" and any(parts):
+            parts = [part for part in parts if part is not None]  # of a whole matrix, its owner alone
+        text = _differ_shared(parts, expected[0].shared[name], bound)
         if text is not None:
             return kind, f"{name}: {text}"
     extra = [name for name in found[0].shared if name not in expected[0].shared and name.split(":")[0] not in hidden]
@@ -154,9 +170,8 @@ def judge(
     reference_raised = next((tale.raised for tale in reference if tale.raised is not None), None)
     raised = [tale.raised for tale in ours]
     if difference is not None:
-        if torchs is not None and len(torchs) == len(ours) and _as_torch(ours, torchs, bound):
-            return Verdict("as torch", difference[1], difference[0])
-        return Verdict("numbers", difference[1], difference[0])
+        is_as_torch = _as_torch(ours, torchs, bound, difference.moment + 1)
+        return Verdict("as torch" if is_as_torch else "numbers", difference.text, difference.what)
     first = next((each for each in raised if each is not None), None)
     if first is None:
         return _judge_end(reference, ours, torchs, bound)
@@ -179,25 +194,25 @@ def _judge_end(
     raised = next((tale.raised for tale in reference if tale.raised is not None), None)
     if raised is not None:
         text = f"one process raises {raised.kind}: {raised.text}; ours goes on"
-        if torchs is not None and all(tale.raised is None for tale in torchs) and _as_torch(ours, torchs, bound):
+        if _as_torch(ours, torchs, bound, len(ours[0].records)):
             return Verdict("as torch", text, raised.kind)
         return Verdict("numbers", f"{text}, and not as torch's own class", raised.kind)
     notes = [f"rank {rank}: {note}" for rank, tale in enumerate(ours) for note in tale.notes]
     return Verdict("memory", notes[0], "memory") if notes else Verdict("equal")
 
 
-def _as_torch(ours: Sequence[Tale], torchs: Sequence[Tale], bound: float) -> bool:
-    """True if both show the same numbers to the end; each rank's beside its own."""
-    if any(tale.raised for tale in (*ours, *torchs)):
+def _as_torch(ours: Sequence[Tale], torchs: Sequence[Tale] | None, bound: float, num_moments: int) -> bool:
+    """True if both show the same in the first ``num_moments`` records; each rank's beside its own."""
+    if torchs is None or len(torchs) != len(ours):
         return False
     for mine, theirs in zip(ours, torchs, strict=True):
-        if len(mine.records) != len(theirs.records):
+        if min(len(mine.records), len(theirs.records)) < num_moments:
             return False
-        for left, right in zip(mine.records, theirs.records, strict=True):
+        for left, right in zip(mine.records[:num_moments], theirs.records, strict=False):
             hidden = left.hidden | right.hidden
             for names, others in ((left.shared, right.shared), (left.own, right.own)):
                 for name, part in others.items():
-                    if name.split(":")[0] in hidden:
+                    if name.split(":")[0] in hidden or (name.startswith("state:") and name not in names):
                         continue
                     other = names.get(name)
                     if (part is None) != (other is None):

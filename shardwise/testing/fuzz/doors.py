@@ -62,7 +62,8 @@ def suits(case: Case, contender: Contender) -> bool:
     if door == "shard_model" and any(_names_a_unit(action) for action in case.actions):
         return False
     if is_engines(contender):
-        return True
+        defers = any(isinstance(action, do.Set) and action.method == "requires_all_reduce" for action in case.actions)
+        return not (defers and door in ("replicate", "replicate_older"))  # there, it would hold everything back
     return _suits_whole(case.actions) and (
         _suits_owners(case.actions) if door == "zero2" else _suits_ddp(case, door in OVERLAP_DOORS)
     )

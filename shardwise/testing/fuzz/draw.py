@@ -96,7 +96,7 @@ class _Program:
         self._extras: dict[str, Callable[[], do.Action | None]] = {
             "eval": lambda: do.Forward(random.choice(("eval", "no_grad", "no_grad", "inference"))),
             "take": self._take,
-            "copy": lambda: do.Copy(random.choice(("state_dict", "grads", "optim")), random.choice(tuple(do.COPIES))),
+            "copy": lambda: do.Copy(random.choice(("state_dict", "params", "grads", "optim")), random.choice(tuple(do.COPIES))),
             "weigh": lambda: do.Weigh(random.choice(("state_dict", "grads", "optim"))),
             "change": lambda: do.Change(random.choice(tuple(do.CHANGES)), self._index()),
             "convert": lambda: do.Change(random.choice(do.WHOLE_MODEL), 0),
@@ -201,7 +201,7 @@ def _with_restart(random: Random, actions: list[do.Action], max_ranks: int) -> l
     door = random.choice(("", "", "fully_shard", "replicate", "zero1", "zero2", "ddp"))
     update = random.choice(("", "sharded")) if door in ("fully_shard", "replicate") else ""
     restart = do.Restart(random.randint(1, max_ranks), random.choice(("full", "dcp")), door, update)
-    more = [do.Forward(), do.Backward(), do.Step(), do.ZeroGrad()]
+    more: list[do.Action] = [do.Forward(), do.Backward(), do.Step(), do.ZeroGrad()]
     return [*actions[:place], restart, *more, *actions[place:]]
 
 

@@ -127,8 +127,9 @@ class EngineSide(Side):
             return super().make_optimizer()
         optim = self.settings.optim
         kind = OPTIMIZERS[optim.name]
-        thin = [name for name, param in self.net.named_parameters() if param.dim() <= 1]
-        groups = [{"names": thin, **kind.bias}] if optim.groups and thin else []
+        wide = [name for name, param in self.net.named_parameters() if param.dim() > 1]
+        groups = [{"names": wide}, {"names": "*", **kind.bias}] if optim.groups else []
+        groups = groups if 0 < len(wide) < len(list(self.net.parameters())) else groups[not wide :][:1]
         return shardwise.ShardedOptimizer(
             dict(self.net.named_parameters()), kind.make, groups=groups, flat=self.play.seed % 3 > 0, **kind.options
         )

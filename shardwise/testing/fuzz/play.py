@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 import shardwise
 import shardwise.comm.peers
 import shardwise.layout.bucket
 from shardwise.testing.fuzz.case import Contender
+from shardwise.testing.fuzz.checkpoint import read, write
 from shardwise.testing.fuzz.engines import MAKERS, EngineSide, Meshes
 from shardwise.testing.fuzz.faults import plant
 from shardwise.testing.fuzz.record import Raised, Tale
@@ -69,17 +71,25 @@ def warm_up(fault: str = "") -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def _run(play: Play, contender: Contender, phase: int, folder: str) -> Tale:
+def _run(play: Play, contender: Contender, number: int, folder: str) -> Tale:
     tale = Tale()
     start = time.perf_counter()
+    phase = play.phases[number]
     seat = Seat.of(dist.get_rank(), dist.get_world_size(), play.settings.mesh)
     try:
         with _parts_from(play.settings.large_numel):
-            side = make_side(play, seat, contender)
-            for moment in play.phases[phase].program(side):
+            side = make_side(play, seat, phase.contender(contender))
+            if phase.then is not None:
+                read(side.net, side.optimizer, f"{folder}/{number}", phase.then[0])
+                tale.records.append(side.record("loaded"))
+            for moment in phase.program(side):
                 tale.records.append(side.record(moment))
+            if number + 1 < len(play.phases):
+                following = play.phases[number + 1].then
+                assert following is not None
+                write(side.net, side.optimizer, f"{folder}/{number + 1}", following[0])
             tale.notes = side.notes()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # which is no Exception
         tale.raised = Raised.of(error)
     tale.seconds = time.perf_counter() - start
     return tale

@@ -57,6 +57,14 @@ class Record:
     hidden: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A local tensor that a program keeps, and the parameter that it is the local tensor of."""
+
+    local: Tensor
+    param: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Raised:
     """An exception, as a value.
@@ -113,22 +121,31 @@ def _is_named(error: BaseException) -> bool:
 def part_of(tensor: Tensor) -> Part:
     """Return what this rank holds of ``tensor``.  Collective only for tensors cut in ways that are not plain rows."""
     tensor = tensor.detach()
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if not isinstance(tensor, DTensor):
-        return Part(tuple(tensor.shape), (0,) * tensor.dim(), _values(tensor), dtype)
-    if not all(isinstance(each, (Shard, Replicate)) and type(each) in (Shard, Replicate) for each in tensor.placements):
-        return part_of(tensor.full_tensor())
-    if len([each for each in tensor.placements if isinstance(each, Shard)]) > 1:
-        return part_of(tensor.full_tensor())
-    local = torch_private.wait_tensor(torch_private.local_of(tensor))
+    if isinstance(tensor, DTensor) and not _is_cut_in_rows(tensor):
+        tensor = tensor.full_tensor()
+    return _part(torch_private.local_of(tensor), tensor)
+
+
+def _part(local: Tensor, whole: Tensor) -> Part:
+    dtype = str(whole.dtype).removeprefix("torch.")
+    return Part(tuple(whole.shape), _offset(whole), _values(torch_private.wait_tensor(local)), dtype)
+
+
+def _is_cut_in_rows(tensor: DTensor) -> bool:
+    kinds = [type(placement) for placement in tensor.placements]
+    return set(kinds) <= {Shard, Replicate} and kinds.count(Shard) < 2
+
+
+def _offset(tensor: Tensor) -> tuple[int, ...]:
     offset = [0] * tensor.dim()
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            rows = -(-tensor.shape[placement.dim] // tensor.device_mesh.size(axis))
-            offset[placement.dim] = min(coordinate[axis] * rows, tensor.shape[placement.dim])
-    return Part(tuple(tensor.shape), tuple(offset), _values(local), dtype)
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()
+        assert coordinate is not None
+        for axis, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                rows = -(-tensor.shape[placement.dim] // tensor.device_mesh.size(axis))
+                offset[placement.dim] = min(coordinate[axis] * rows, tensor.shape[placement.dim])
+    return tuple(offset)
 
 
 def _values(tensor: Tensor) -> Array:
@@ -139,6 +156,8 @@ def parts_in(value: Any, prefix: str) -> dict[str, Part | None]:
     """Return the tensors, and the places where there is None, in nested containers by their paths."""
     if isinstance(value, Tensor):
         return {prefix: part_of(value)}
+    if isinstance(value, Held):
+        return {prefix: _part(value.local, value.param)}
     if value is None:
         return {prefix: None}
     pairs: list[tuple[Any, Any]] = []

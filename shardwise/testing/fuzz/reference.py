@@ -216,7 +216,7 @@ def run_reference(play: Play) -> list[list[Tale]]:
     saved: Any = None
     for phase in play.phases:
         sides = _seat_all(play, phase.num_ranks, saved)
-        told.append(_run_threads(sides, phase.program))
+        told.append(_run_threads(sides, phase.program, is_resumed=saved is not None))
         if any(tale.raised for tale in told[-1]):
             break
         saved = sides[0].save()
@@ -235,11 +235,13 @@ def _seat_all(play: Play, num_ranks: int, saved: Any) -> list[ReferenceSide]:
     return sides
 
 
-def _run_threads(sides: Sequence[ReferenceSide], program: Callable[[Any], Any]) -> list[Tale]:
+def _run_threads(sides: Sequence[ReferenceSide], program: Callable[[Any], Any], is_resumed: bool) -> list[Tale]:
     tales = [Tale() for _ in sides]
 
     def run(side: ReferenceSide, tale: Tale) -> None:
         try:
+            if is_resumed:
+                tale.records.append(side.record("loaded"))
             for moment in program(side):
                 tale.records.append(side.record(moment))
         except Exception as error:

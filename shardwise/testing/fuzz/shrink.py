@@ -20,7 +20,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], max_tries: int = 200) -> C
     progress = True
     while progress:
         progress = False
-        for candidate in candidates(case):
+        for candidate in filter(None, map(_valid, candidates(case))):
             if tries >= max_tries:
                 return case
             tries += 1
@@ -37,14 +37,14 @@ def only(case: Case, contender: Contender) -> Case:
 
 
 def candidates(case: Case) -> Iterator[Case]:
-    """Yield smaller cases, the much smaller ones first; all of them are valid."""
+    """Yield smaller cases, the much smaller ones first."""
     for actions in _fewer(case.actions):
         yield replace(case, actions=actions)
     for model in _smaller_models(case.model):
         yield replace(case, model=model)
     for settings in _simpler(case.settings):
         if settings.arithmetic == case.settings.arithmetic:
-            yield _with_settings(case, settings)
+            yield replace(case, settings=settings)
     for num_ranks in (1, 2):
         if num_ranks < case.num_ranks and (case.settings.mesh == "flat" or num_ranks == 2):
             yield replace(case, num_ranks=num_ranks)
@@ -53,10 +53,10 @@ def candidates(case: Case) -> Iterator[Case]:
             yield replace(case, actions=(*case.actions[:number], simpler, *case.actions[number + 1 :]))
 
 
-def _with_settings(case: Case, settings: Settings) -> Case:
-    found = replace(case, settings=settings)
-    able = tuple(each for each in found.contenders if suits(found, each))
-    return replace(found, contenders=able) if able else case
+def _valid(case: Case) -> Case | None:
+    """Return ``case`` for those of its contenders that it suits; None if the first, which fails, is not among them."""
+    able = tuple(each for each in case.contenders if suits(case, each))
+    return replace(case, contenders=able) if able[:1] == case.contenders[:1] else None
 
 
 def _fewer(actions: tuple[Action, ...]) -> Iterator[tuple[Action, ...]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,10 +17,11 @@ from torch.optim import Optimizer
 
 from shardwise.testing.fuzz.case import WIDTH, Contender, Settings
 from shardwise.testing.fuzz.optims import OPTIMIZERS, groups_of
-from shardwise.testing.fuzz.record import Part, Record, part_of, parts_in
+from shardwise.testing.fuzz.record import Held, Part, Record, part_of, parts_in
 from shardwise.testing.fuzz.zoo import unbox
 
 Program = Callable[[Any], Any]
+MODULE = "shardwise_fuzz_case"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,12 @@ class Phase:
     num_ranks: int
     program: Program
     then: tuple[str, str, str] | None
+
+    def contender(self, first: Contender) -> Contender:
+        """Return who carries this phase out when ``first`` has begun."""
+        if self.then is None or not self.then[1]:
+            return first
+        return Contender(self.then[1], first.transport, self.then[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,9 @@ class Play:
     @classmethod
     def load(cls, text: str, name: str = "<case>") -> Play:
         """Run the text of :func:`shardwise.testing.fuzz.render.render` and take out what it defines."""
-        names: dict[str, Any] = {"__name__": "case"}
+        module = types.ModuleType(MODULE)
+        sys.modules[MODULE] = module  # where dataclasses and pickle look for what the text defines
+        names = module.__dict__
         exec(compile(text, name, "exec"), names)
         phases = tuple(Phase(*phase) for phase in names["PHASES"])
         contenders = tuple(names["CONTENDERS"])
@@ -162,6 +173,10 @@ class Side:
     def local(self, tensor: Tensor) -> Tensor:
         """Return the local tensor."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def locals(self) -> dict[str, Held]:
+        """Return the local tensors of all parameters."""
+        return {name: Held(self.local(param), param) for name, param in self.net.named_parameters()}
 
     def changed(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return other values of the same kinds."""

@@ -42,8 +42,8 @@ class ZeroSide(Side):
                 broadcast_buffers=False,
                 gradient_as_bucket_view=self.settings.bucket_view,
             )
-        if contender.door in ("zero2", *HOOKS):
-            self.hidden = frozenset({"grad"})
+        hides_grads = contender.door in ("zero2", *HOOKS)
+        self.hidden = frozenset({"state", "grad"} if hides_grads else {"state"})  # each rank knows its own share alone
         self.remake_optimizer()
 
     def make_optimizer(self) -> Optimizer:
@@ -110,9 +110,6 @@ class ZeroSide(Side):
     def unit(self, path: str) -> Any:
         return WholeUnit(self.model)
 
-    def names_in_optimizer(self) -> dict[Tensor, str]:
-        return {}  # each rank knows its share: consolidated state is compared instead
-
     # ---- state ----
 
     def save(self) -> Any:
@@ -136,7 +133,7 @@ class ZeroSide(Side):
     def record(self, moment: str | tuple[str, Tensor]) -> Record:
         found = super().record(moment)
         if self.contender.door in HOOKS and not found.label.startswith("step"):
-            hidden = frozenset({"param", "kept", "grad"})  # backward has made the step already
+            hidden = self.hidden | {"param", "kept", "grad"}  # backward has made the step already
             return Record(found.label, found.shared, found.own, hidden)
         return found
 
