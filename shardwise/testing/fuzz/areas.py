@@ -143,7 +143,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
         "precision": replace(
             _BASE, policies=table(none=1, half=3, half_reduce=2, mixed=3, float16=1), reals=0.2, offload=0.3,
             microbatches=2, hold=0.3, gap=0.15, extras=table(set=2, eval=2, change=2, take=1), optims=table(modular=1),
-            kinds=table(Mlp=6, Oddments=3, Conv=1, Lookup=1, Tally=1), boxed=0.15,
+            kinds=table(Mlp=6, Oddments=3, Conv=1, Lookup=1, Tally=1), real_kinds=table(), boxed=0.15,
             doors=table(fully_shard=6, shard_model=1, replicate=1),
         ),
         "resume": replace(

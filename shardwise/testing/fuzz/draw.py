@@ -10,7 +10,7 @@ from shardwise.testing.fuzz import actions as do
 from shardwise.testing.fuzz.areas import AREAS, Weights
 from shardwise.testing.fuzz.case import Case, Contender, Optim, Settings
 from shardwise.testing.fuzz.doors import OURS, is_ours, peer_of, suits
-from shardwise.testing.fuzz.draw_model import draw_model, pick
+from shardwise.testing.fuzz.draw_model import SIZES, draw_model, pick
 from shardwise.testing.fuzz.optims import OPTIMIZERS
 
 RANKS = {"one": 1, "two": 2, "three": 3, "four": 4}
@@ -44,7 +44,7 @@ def draw(seed: int, area: str, max_ranks: int = 4) -> Case:
     if num_ranks == 3:
         settings = _in_reals(random, settings, weights)
     reals = settings.arithmetic == "reals"
-    model = draw_model(random, weights, reals)
+    model = draw_model(random, weights, reals, (2, 4) if settings.mesh == "tensor" else SIZES)
     actions = _Program(random, weights, settings, num_ranks).draw()
     if area == "resume":
         actions = _with_restart(random, actions, max_ranks)

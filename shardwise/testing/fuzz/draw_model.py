@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import TypeVar
@@ -14,6 +14,7 @@ T = TypeVar("T")
 Place = tuple[int, ...]
 FORMS = ("view", "slice", "list", "dict", "pair", "box", "tuple")
 TOUCHES = ("add", "view", "fill", "none")
+SIZES = (1, 2, 3, 4, 5, 7)
 SIZED = ("Mlp", "Conv", "Lookup", "Follower", "Lstm")
 
 
@@ -23,26 +24,26 @@ def pick(random: Random, weights: Table) -> str:
     return random.choices(names, [weights[name] for name in names])[0]
 
 
-def draw_model(random: Random, weights: Weights, reals: bool) -> Model:
-    """Return a model with its units and ties."""
-    root = _draw_stack(random, weights, reals, weights.depth)
+def draw_model(random: Random, weights: Weights, reals: bool, sizes: Sequence[int] = SIZES) -> Model:
+    """Return a model with its units and ties; ``sizes`` of hidden layers."""
+    root = _draw_stack(random, weights, reals, weights.depth, sizes)
     units = _draw_units(random, weights, root)
     return Model(root, units, _draw_ties(random, weights, root))
 
 
-def _draw_stack(random: Random, weights: Weights, reals: bool, depth: int) -> Node:
+def _draw_stack(random: Random, weights: Weights, reals: bool, depth: int, sizes: Sequence[int]) -> Node:
     children: list[Node] = []
     for _ in range(random.randint(2, max(2, weights.children))):
         if depth > 1 and random.random() < 0.3:
-            children.append(_draw_stack(random, weights, reals, depth - 1))
+            children.append(_draw_stack(random, weights, reals, depth - 1, sizes))
         else:
-            children.append(_draw_leaf(random, weights, reals))
+            children.append(_draw_leaf(random, weights, reals, sizes))
     return Node("Stack", children=tuple(children), segments=_draw_segments(random, weights, len(children)))
 
 
-def _draw_leaf(random: Random, weights: Weights, reals: bool) -> Node:
+def _draw_leaf(random: Random, weights: Weights, reals: bool, sizes: Sequence[int]) -> Node:
     kind = pick(random, {**weights.kinds, **(weights.real_kinds if reals else {})})
-    node = Node(kind, size=random.choice((1, 2, 3, 4, 5, 7)))
+    node = Node(kind, size=random.choice(sizes))
     if kind == "Oddments":
         parts = [part for part in weights.oddments if random.random() < 0.5]
         node = Node(kind, form=" ".join(parts or ["tiny"]))

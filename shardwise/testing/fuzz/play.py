@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -63,6 +64,7 @@ def run_rank(text: str, contenders: Sequence[Contender], phase: int = 0, folder:
 def warm_up(fault: str = "") -> None:
     """Import and build what is made on first use; plant ``fault``, for the fuzzer's own test."""
     warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.CRITICAL)
     if fault:
         plant(fault)
     model = nn.Linear(4, 4)

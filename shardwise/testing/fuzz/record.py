@@ -27,7 +27,7 @@ class Part:
 
     Attributes:
         shape: of the whole tensor.  offset: where ``values`` begin in it.
-        dtype: of the tensor; ``values`` are float64.
+        dtype: of the tensor; ``values`` are float64.  "": not to be compared.
     """
 
     shape: tuple[int, ...]

@@ -7,7 +7,7 @@ import io
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -259,7 +259,8 @@ class Side:
         label, loss = (moment, None) if isinstance(moment, str) else moment
         shared: dict[str, Part | None] = {}
         for name, (param, owner) in self.registered().items():
-            shared[f"param:{name}"] = part_of(param)
+            part = part_of(param)
+            shared[f"param:{name}"] = part if param is owner else replace(part, dtype="")  # computed in another dtype
             shared[f"grad:{name}"] = None if owner.grad is None else part_of(owner.grad)
         if label.startswith(("step", "load", "copy of")):
             for name, tensor in self.optimizer_tensors().items():
