@@ -111,7 +111,7 @@ class WorkerPool:
         keeps_group: bool = False,
         preload: Sequence[str] = (),
     ) -> None:
-        self._context = mp.get_context("forkserver" if preload else "spawn")
+        self._context: Any = mp.get_context("forkserver" if preload else "spawn")
         if preload:
             self._context.set_forkserver_preload(list(preload))
         self._max_ranks = max_ranks
@@ -197,9 +197,7 @@ class WorkerPool:
         number = self._num_starts if self._keeps_group else self._num_calls
         store_path = str(Path(self._directory.name) / f"store-{'kept-' * self._keeps_group}{number}")
         for rank in range(num_ranks):
-            task = _Task(
-                payload, rank, num_ranks, store_path, backend, group_timeout_s or limit_s, self._keeps_group
-            )
+            task = _Task(payload, rank, num_ranks, store_path, backend, group_timeout_s or limit_s, self._keeps_group)
             self._pipes[rank].send(task)
         answers = self._collect(num_ranks, limit_s, is_failure)
         return [answers[rank] for rank in range(num_ranks)]

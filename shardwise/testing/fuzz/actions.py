@@ -257,7 +257,9 @@ class Change(Action):
 
     def write(self, page: Page) -> None:
         name = repr(page.param(self.param))
-        page.write(*(line.replace("{p}", f"s.param({name})").replace("[{name}]", f"[{name}]") for line in CHANGES[self.how]))
+        page.write(
+            *(line.replace("{p}", f"s.param({name})").replace("[{name}]", f"[{name}]") for line in CHANGES[self.how])
+        )
         page.mark(f"change {self.how}")
 
 

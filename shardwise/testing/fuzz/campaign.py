@@ -158,7 +158,9 @@ class Campaign:
         alone = only(case, contender)
         steady = self._runner.confirm(render(alone), contender)
         if not steady.is_failure:
-            self._keep(Found(f"not steady: {verdict.kind} {gist(verdict.text)}", case, case.seed, contender, verdict, False))
+            self._keep(
+                Found(f"not steady: {verdict.kind} {gist(verdict.text)}", case, case.seed, contender, verdict, False)
+            )
             return
         last = steady
 

@@ -52,7 +52,6 @@ class Model:
         units: per unit the places of its modules, in the order in which they are sharded.  A place is a path of child
             numbers; () is the root.
         ties: pairs of places of modules of one kind and size: the second takes the weights of the first.
-        buffers_differ: True when some module keeps per-rank buffers that its output depends on.
     """
 
     root: Node
@@ -80,6 +79,7 @@ class Settings:
         compute, reduce: dtypes of the mixed precision policy, "" for none.  offload: shards live in host memory by policy.
         large_numel: parts of this size are sent in place; 0 leaves the library's constants as they are.
         bucket_view: ``gradient_as_bucket_view`` of DDP and ``parameters_as_bucket_view`` of ZeRO.
+        sync_buffers: buffers are the first rank's before every forward in training, as DDP has it.
     """
 
     arithmetic: Arithmetic = "integers"
@@ -93,6 +93,7 @@ class Settings:
     optim: Optim = Optim()
     large_numel: int = 0
     bucket_view: bool = False
+    sync_buffers: bool = False
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -92,9 +92,7 @@ def _load_full(net: nn.Module, optimizer: Optimizer, found: dict[str, Any]) -> N
         state = found["optimizer"] if is_sharded else _by_index(found["optimizer"], _names(net, optimizer))
         optimizer.load_state_dict(state)
         return
-    set_state_dict(
-        net, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"], options=FULL
-    )
+    set_state_dict(net, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"], options=FULL)
 
 
 def _names(net: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from shardwise.testing.fuzz.case import Settings
-from shardwise.testing.fuzz.record import Array, Part, Record, Tale
+from shardwise.testing.fuzz.record import Array, Part, Raised, Record, Tale
 
 Kind = Literal["equal", "refused", "excused", "as torch", "numbers", "raw error", "some ranks", "gone", "memory"]
 FAILURES: tuple[Kind, ...] = ("numbers", "raw error", "some ranks", "gone", "memory")
@@ -133,9 +133,7 @@ def _differ_shared(found: Sequence[Part | None], expected: Part | None, bound: f
             return f"rank {rank}: found {_show(part)}, expected {_show(expected)}"
     covered = np.zeros(expected.shape, dtype=bool)
     for rank, part in enumerate(parts):
-        place = tuple(
-            slice(start, start + size) for start, size in zip(part.offset, part.values.shape, strict=True)
-        )
+        place = tuple(slice(start, start + size) for start, size in zip(part.offset, part.values.shape, strict=True))
         text = _differ(part.values, expected.values[place], bound)
         if text is not None:
             return f"rank {rank}: {text}"
@@ -167,7 +165,7 @@ def judge(
         is_engine: False for doors inside torch's own DDP, whose errors are not ours.
     """
     difference = first_difference(reference, ours, bound)
-    reference_raised = next((tale.raised for tale in reference if tale.raised is not None), None)
+    reference_raised = _first_raised(reference)
     raised = [tale.raised for tale in ours]
     if difference is not None:
         is_as_torch = _as_torch(ours, torchs, bound, difference.moment + 1)
@@ -188,6 +186,12 @@ def judge(
     return Verdict("raw error", f"{rough.kind}: {rough.text}", rough.kind)
 
 
+def _first_raised(reference: Sequence[Tale]) -> Raised | None:
+    """Return what the reference raised; the other ranks of it only miss the one that raised."""
+    found = [tale.raised for tale in reference if tale.raised is not None]
+    return next((each for each in found if each.kind != "BrokenBarrierError"), found[0] if found else None)
+
+
 def _raises_as_torch(ours: Sequence[Tale], torchs: Sequence[Tale] | None, is_engine: bool) -> bool:
     """True if torch's own class raises the same: at the same moment the same words, or inside of DDP the same class."""
     if torchs is None or len(torchs) != len(ours):
@@ -201,12 +205,14 @@ def _raises_as_torch(ours: Sequence[Tale], torchs: Sequence[Tale] | None, is_eng
     return True
 
 
-def _judge_end(
-    reference: Sequence[Tale], ours: Sequence[Tale], torchs: Sequence[Tale] | None, bound: float
-) -> Verdict:
-    raised = next((tale.raised for tale in reference if tale.raised is not None), None)
+def _judge_end(reference: Sequence[Tale], ours: Sequence[Tale], torchs: Sequence[Tale] | None, bound: float) -> Verdict:
+    raised = _first_raised(reference)
     if raised is not None:
         text = f"one process raises {raised.kind}: {raised.text}; ours goes on"
+        if torchs is None or any(
+            len(theirs.records) < len(mine.records) for theirs, mine in zip(torchs, ours, strict=False)
+        ):
+            return Verdict("excused", text, raised.kind)  # torch's own class raises too, or does not take the model
         if _as_torch(ours, torchs, bound, len(ours[0].records)):
             return Verdict("as torch", text, raised.kind)
         return Verdict("numbers", f"{text}, and not as torch's own class", raised.kind)

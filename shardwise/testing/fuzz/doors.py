@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from shardwise.testing.fuzz import actions as do
 from shardwise.testing.fuzz.case import Case, Contender, Node
@@ -52,6 +53,10 @@ def suits(case: Case, contender: Contender) -> bool:
     settings, door = case.settings, contender.door
     has_policy = bool(settings.compute or settings.reduce or settings.offload)
     if settings.mesh != "flat" and door not in SHARDING_DOORS:
+        return False
+    if door == "torch_fully_shard" and any(isinstance(each, do.Clip) and each.how == "inf" for each in case.actions):
+        return False  # torch's clipping cannot take the largest of an empty shard: one rank raises, the others wait
+    if settings.sync_buffers and door not in ("replicate_older", "ddp", "zero1", "torch_zero"):
         return False
     if has_policy and (not is_engines(contender) or door == "replicate_older"):
         return False
@@ -131,13 +136,14 @@ def _steps_in_backward(actions: Sequence[do.Action]) -> bool:
     allowed = (do.Forward, do.Backward, do.Step, do.ZeroGrad, do.Rate)
     if any(not isinstance(action, allowed) for action in actions):
         return False
-    turns = [action for action in actions if isinstance(action, (do.Forward, do.Backward, do.Step))]
+    order = (do.Forward, do.Backward, do.Step)
+    turns = [action for action in actions if isinstance(action, order)]
     for number, action in enumerate(turns):
-        if not isinstance(action, (do.Forward, do.Backward, do.Step)[number % 3]):
+        if type(action) is not order[number % 3]:
             return False
         if getattr(action, "mode", "train") != "train" or getattr(action, "closure", False):
             return False
-    rates = [type(left) for left, right in zip(actions, actions[1:], strict=False) if isinstance(right, do.Rate)]
+    rates = [type(left) for left, right in pairwise(actions) if isinstance(right, do.Rate)]
     return do.Backward not in rates
 
 

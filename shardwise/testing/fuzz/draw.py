@@ -72,6 +72,7 @@ def _draw_settings(random: Random, weights: Weights, num_ranks: int) -> Settings
         optim=Optim(pick(random, weights.optims), random.random() < weights.groups),
         large_numel=random.choice((1, 12)) if random.random() < weights.large else 0,
         bucket_view=random.random() < weights.bucket_view,
+        sync_buffers=random.random() < weights.sync_buffers,
     )
     return _in_reals(random, settings, weights) if random.random() < weights.reals else settings
 
@@ -96,9 +97,11 @@ class _Program:
         self._extras: dict[str, Callable[[], do.Action | None]] = {
             "eval": lambda: do.Forward(random.choice(("eval", "no_grad", "no_grad", "inference"))),
             "take": self._take,
-            "copy": lambda: do.Copy(random.choice(("state_dict", "params", "grads", "optim")), random.choice(tuple(do.COPIES))),
+            "copy": lambda: do.Copy(
+                random.choice(("state_dict", "params", "grads", "optim")), random.choice(tuple(do.COPIES))
+            ),
             "weigh": lambda: do.Weigh(random.choice(("state_dict", "grads", "optim"))),
-            "change": lambda: do.Change(random.choice(tuple(do.CHANGES)), self._index()),
+            "change": self._change,
             "convert": lambda: do.Change(random.choice(do.WHOLE_MODEL), 0),
             "change_kept": lambda: do.ChangeKept(self._index(), self._index()),
             "freeze": lambda: do.Freeze(self._index(), random.random() < 0.5, random.random() < 0.4),
@@ -178,6 +181,10 @@ class _Program:
         if self._exact:
             return do.Clip("value", 4.0)
         return do.Clip(self._random.choice(("norm", "norm", "inf", "value")), self._random.choice((0.1, 1.0, 10.0)))
+
+    def _change(self) -> do.Action:
+        hows = [how for how in do.CHANGES if how != "data_set" or self._chance(0.1)]  # DTensors ignore it, torch's too
+        return do.Change(self._random.choice(hows), self._index())
 
     def _take(self) -> do.Action:
         safe = ("state_dict", "grads", "optim")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 from typing import TypeVar
 
@@ -106,7 +107,7 @@ def _draw_ties(random: Random, weights: Weights, root: Node) -> tuple[tuple[Plac
             alike.setdefault((node.kind, node.size), []).append(place)
     ties: list[tuple[Place, Place]] = []
     for found in alike.values():
-        for first, second in zip(found, found[1:], strict=False):
+        for first, second in pairwise(found):
             if random.random() < weights.tie:
                 ties.append((first, second))
     return tuple(ties)

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import shardwise
@@ -47,16 +46,14 @@ def _ours(door: str) -> Callable[..., Any]:
     return shard
 
 
-def _older_replicate(modules: Any, **_: Any) -> None:
-    shardwise.replicate(modules, device_ids=None, broadcast_buffers=False)
+def _older_replicate(modules: Any, **arguments: Any) -> None:
+    shardwise.replicate(modules, device_ids=None, broadcast_buffers=arguments["sync_buffers"])
 
 
 MAKERS: dict[str, Maker] = {
     "fully_shard": Maker(_ours("fully_shard"), shardwise.MixedPrecisionPolicy, shardwise.CPUOffloadPolicy),
     "shard_model": Maker(_ours("shard_model"), shardwise.MixedPrecisionPolicy, shardwise.CPUOffloadPolicy, True),
-    "replicate": Maker(
-        _ours("replicate"), shardwise.MixedPrecisionPolicy, shardwise.CPUOffloadPolicy, reshards=False
-    ),
+    "replicate": Maker(_ours("replicate"), shardwise.MixedPrecisionPolicy, shardwise.CPUOffloadPolicy, reshards=False),
     "replicate_older": Maker(
         _older_replicate, shardwise.MixedPrecisionPolicy, shardwise.CPUOffloadPolicy, reshards=False
     ),
@@ -118,6 +115,8 @@ class EngineSide(Side):
             found["mp_policy"] = self._maker.mixed_precision(**dtypes)
         if settings.offload:
             found["offload_policy"] = self._maker.cpu_offload()
+        if self.contender.door == "replicate_older":
+            found["sync_buffers"] = settings.sync_buffers
         if self._maker.is_whole_model:
             found["min_unit_bytes"] = 0 if self.play.seed % 2 else 400
         return found
@@ -137,7 +136,7 @@ class EngineSide(Side):
     def clip_norm(self, params: list[nn.Parameter], bound: float, norm_type: float) -> torch.Tensor:
         if self.contender.update == "sharded" and isinstance(self.optimizer, shardwise.ShardedOptimizer):
             return self.optimizer.clip_grad_norm_(bound, norm_type)
-        if self._maker.is_ours and self.play.seed % 2:
+        if self._maker.is_ours and (self.play.seed % 2 or norm_type != 2.0):
             return shardwise.clip_grad_norm_(params, bound, norm_type)
         return super().clip_norm(params, bound, norm_type)
 

@@ -40,9 +40,11 @@ def zero(params: Any, make: type[Optimizer], bucket_view: bool, options: dict[st
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
     """Cut linear layers over ``mesh``: ``plan`` says "columns" or "rows" by path."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-    styles = {path: ColwiseParallel() if how == "columns" else RowwiseParallel() for path, how in plan.items()}
+    styles: dict[str, ParallelStyle] = {}
+    for path, how in plan.items():
+        styles[path] = ColwiseParallel() if how == "columns" else RowwiseParallel()
     parallelize_module(model, mesh, styles)
 
 

@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +21,9 @@ import shardwise.comm.peers
 import shardwise.layout.bucket
 from shardwise.testing.fuzz.case import Contender
 from shardwise.testing.fuzz.checkpoint import read, write
+from shardwise.testing.fuzz.doors import is_ours
 from shardwise.testing.fuzz.engines import MAKERS, EngineSide, Meshes
-from shardwise.testing.fuzz.faults import plant
+from shardwise.testing.fuzz.faults import faults_at_work, plant
 from shardwise.testing.fuzz.record import Raised, Tale
 from shardwise.testing.fuzz.sides import Play, Seat, Side
 from shardwise.testing.fuzz.zeros import ZeroSide
@@ -79,7 +80,7 @@ def _run(play: Play, contender: Contender, number: int, folder: str) -> Tale:
     phase = play.phases[number]
     seat = Seat.of(dist.get_rank(), dist.get_world_size(), play.settings.mesh)
     try:
-        with _parts_from(play.settings.large_numel):
+        with _parts_from(play.settings.large_numel), faults_at_work(is_ours(contender)):
             side = make_side(play, seat, phase.contender(contender))
             if phase.then is not None:
                 read(side.net, side.optimizer, f"{folder}/{number}", phase.then[0])
@@ -98,7 +99,7 @@ def _run(play: Play, contender: Contender, number: int, folder: str) -> Tale:
 
 
 @contextmanager
-def _parts_from(large_numel: int) -> Iterator[None]:
+def _parts_from(large_numel: int) -> Generator[None, None, None]:
     """Let tensors of ``large_numel`` elements or more take the ways of large ones; 0 changes nothing."""
     places: tuple[tuple[Any, str, Any], ...] = (
         (shardwise.comm.peers, "MIN_LARGE_SHARE", 0.0),

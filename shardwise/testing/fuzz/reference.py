@@ -67,7 +67,16 @@ class ReferenceSide(Side):
         self._late: dict[str, Tensor] = {}
         self._is_last = True
         self._unit_of = self._find_units()
+        if self.settings.sync_buffers:
+            model.register_forward_pre_hook(self._take_first_buffers)
         self.remake_optimizer()
+
+    @torch.no_grad()
+    def _take_first_buffers(self, module: nn.Module, _: Any) -> None:
+        mine = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        everybody = self._exchange.all_gather(self.seat.rank, mine)
+        for name, buffer in module.named_buffers():
+            buffer.copy_(everybody[0][name])
 
     def _find_units(self) -> dict[str, int]:
         """Return the number of the unit that owns each parameter: the first one that contains it."""

@@ -39,7 +39,7 @@ class ZeroSide(Side):
             self.model = DistributedDataParallel(
                 self.net,
                 find_unused_parameters=contender.door not in HOOKS,
-                broadcast_buffers=False,
+                broadcast_buffers=self.settings.sync_buffers,
                 gradient_as_bucket_view=self.settings.bucket_view,
             )
         hides_grads = contender.door in ("zero2", *HOOKS)

@@ -25,11 +25,11 @@ class Wrap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return torch.remainder(x + 4, 8) - 4
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: D102
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return torch.remainder(gradients[0] + 8, 16) - 8
 
 
