@@ -141,6 +141,62 @@ class CallUnit(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class InputGradient(Action):
+    """Ask for the gradient of the inputs alone, by ``torch.autograd.grad``."""
+
+    @property
+    def is_engines(self) -> bool:
+        return True
+
+    def write(self, page: Page) -> None:
+        number = page.number()
+        page.write(
+            f"inputs{number} = s.batch({number}, watched=True)",
+            f"(gradient{number},) = torch.autograd.grad(s.loss(s.model(inputs{number})), inputs{number})",
+        )
+        page.mark(f"gradient of inputs {number}", f"gradient{number}")
+
+
+@dataclass(frozen=True, slots=True)
+class Blow(Action):
+    """A forward that raises in a gate, on every rank; the program catches it and goes on."""
+
+    gate: int = 0
+
+    @property
+    def is_engines(self) -> bool:
+        return True
+
+    def write(self, page: Page) -> None:
+        if not page.gates:
+            return
+        gate, number = f"s.net.get_submodule({page.gates[self.gate % len(page.gates)]!r})", page.number()
+        page.write(
+            f"before{number} = {gate}.on",
+            f"{gate}.on = 'raise'",
+            "try:",
+            f"    s.model(s.batch({number}))",
+            "except ValueError:",
+            "    pass",
+            f"{gate}.on = before{number}",
+        )
+        page.mark(f"forward {number} that raised")
+
+
+@dataclass(frozen=True, slots=True)
+class JoinLoop(Action):
+    """Steps over as many batches as each rank has, in torch's ``Join``: ``counts`` per rank, in turn."""
+
+    counts: tuple[int, ...] = (2, 1)
+
+    def write(self, page: Page) -> None:
+        numbers = [page.number() for _ in range(max(self.counts))]
+        page.write(f"s.join_loop({numbers[0]}, {self.counts!r})")
+        page.losses.clear()
+        page.mark("step of all that had inputs")
+
+
+@dataclass(frozen=True, slots=True)
 class Switch(Action):
     """Turn a gate on or off; ``on`` may be "first" (on the first rank only)."""
 
@@ -499,10 +555,10 @@ class Prefetch(Action):
         page.write(f"{page.unit(self.unit)}.set_modules_to_{which}_prefetch([{targets}])")
 
 
-ACTIONS: dict[str, type[Action]] = {
-    each.__name__: each
-    for each in (
-        Forward, Backward, CallUnit, Switch, Step, ZeroGrad, Clip, Rate, Remake, Change, ChangeKept, Freeze, Take, Copy,
-        Weigh, CopyModel, Save, Load, Restart, Set, Unshard, Wait, Reshard, Prefetch,
-    )
-}  # fmt: skip
+_ALL: tuple[type[Action], ...] = (
+    *(Forward, Backward, CallUnit, InputGradient, Blow, JoinLoop, Switch),
+    *(Step, ZeroGrad, Clip, Rate, Remake, Change, ChangeKept, Freeze),
+    *(Take, Copy, Weigh, CopyModel, Save, Load, Restart),
+    *(Set, Unshard, Wait, Reshard, Prefetch),
+)
+ACTIONS: dict[str, type[Action]] = {each.__name__: each for each in _ALL}

@@ -96,7 +96,7 @@ class Weights:
             peek=0.0,
             recompute=0.0,
             gap=0.1,
-            extras=table(rate=1),
+            extras=table(rate=3, join=1),
             microbatches=1,
             retain=0.0,
             together=0.0,
@@ -112,7 +112,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
     {
         "structure": replace(
             _BASE,
-            kinds=table(Mlp=5, Oddments=3, Conv=2, Lookup=2, Tally=1, Follower=2),
+            kinds=table(Mlp=5, Oddments=3, Conv=2, Lookup=2, Tally=1, Follower=2, Quant=1),
             oddments=ODDMENTS,
             depth=3,
             children=4,
@@ -128,7 +128,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             merge=0.25,
             top_down=0.02,
             gap=0.1,
-            extras=table(eval=3, switch=3, freeze=2),
+            extras=table(eval=3, switch=3, freeze=2, blow=1, input_gradient=1),
         ),
         "aliases": replace(
             _BASE,
@@ -163,7 +163,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             watched=0.6,
             merge=0.2,
             gap=0.1,
-            extras=table(eval=2, change=1, freeze=1),
+            extras=table(eval=2, change=1, freeze=1, input_gradient=1, blow=0.5),
         ),
         "changes": replace(
             _BASE,
@@ -190,7 +190,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             gap=0.05,
             recompute=0.0,
             frozen=0.1,
-            extras=table(rate=2, eval=1, change=1),
+            extras=table(rate=2, eval=1, change=1, join=0.5),
             microbatches=2,
             hold=0.3,
             depth=1,

@@ -175,7 +175,12 @@ class Campaign:
                 last = found
             return same
 
-        small = shrink(alone, fails, 40 if steady.kind == "gone" else 250)
+        small = alone
+        for self._runner.is_careful in (False, True):
+            small = shrink(alone, fails, 40 if steady.kind == "gone" or self._runner.is_careful else 250)
+            if self._runner.confirm(render(small), contender).is_failure:
+                break
+        self._runner.is_careful = False
         self._keep(Found(signature_of(small, contender, last), small, case.seed, contender, last, True))
 
     def _keep(self, found: Found) -> None:

@@ -55,7 +55,7 @@ class Model:
     """
 
     root: Node
-    units: tuple[tuple[tuple[int, ...], ...], ...] = ((),)
+    units: tuple[tuple[tuple[int, ...], ...], ...] = (((),),)
     ties: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from shardwise.testing.fuzz import actions as do
@@ -50,28 +50,78 @@ def peer_of(contender: Contender) -> Contender:
 
 def suits(case: Case, contender: Contender) -> bool:
     """True if ``contender`` can be asked to carry out ``case``: it has the methods, and ``.grad`` means the same."""
-    settings, door = case.settings, contender.door
-    has_policy = bool(settings.compute or settings.reduce or settings.offload)
-    if settings.mesh != "flat" and door not in SHARDING_DOORS:
-        return False
-    if door == "torch_fully_shard" and any(isinstance(each, do.Clip) and each.how == "inf" for each in case.actions):
-        return False  # torch's clipping cannot take the largest of an empty shard: one rank raises, the others wait
-    if settings.sync_buffers and door not in ("replicate_older", "ddp", "zero1", "torch_zero"):
-        return False
-    if has_policy and (not is_engines(contender) or door == "replicate_older"):
-        return False
-    if OPTIMIZERS[settings.optim.name].is_whole_matrix and (
-        contender.update.startswith("even") or (door in SHARDING_DOORS and not contender.update)
-    ):
-        return False
-    if door == "shard_model" and any(_names_a_unit(action) for action in case.actions):
-        return False
+    return all(rule(case, contender) for rule in RULES)
+
+
+def _has_mesh(case: Case, contender: Contender) -> bool:
+    return case.settings.mesh == "flat" or contender.door in SHARDING_DOORS
+
+
+def _has_policies(case: Case, contender: Contender) -> bool:
+    settings = case.settings
+    asks = bool(settings.compute or settings.reduce or settings.offload)
+    return not asks or (is_engines(contender) and contender.door != "replicate_older")
+
+
+def _has_whole_matrices(case: Case, contender: Contender) -> bool:
+    """Some optimizers cannot work on shards."""
+    sees_shards = contender.update.startswith("even") or (contender.door in SHARDING_DOORS and not contender.update)
+    return not OPTIMIZERS[case.settings.optim.name].is_whole_matrix or not sees_shards
+
+
+def _syncs_buffers(case: Case, contender: Contender) -> bool:
+    return not case.settings.sync_buffers or contender.door in ("replicate_older", "ddp", "zero1", "torch_zero")
+
+
+def _joins(case: Case, contender: Contender) -> bool:
+    joins = any(isinstance(action, do.JoinLoop) for action in case.actions)
+    return not joins or contender.door in ("ddp", "zero1", "torch_zero", *OVERLAP_DOORS)
+
+
+def _has_units(case: Case, contender: Contender) -> bool:
+    """Units that ``shard_model`` has chosen are not those that actions name."""
+    return contender.door != "shard_model" or not any(_names_a_unit(action) for action in case.actions)
+
+
+def _defers_alike(case: Case, contender: Contender) -> bool:
+    """Without an all-reduce, replicas of the whole model would hold everything back."""
+    defers = any(isinstance(action, do.Set) and action.method == "requires_all_reduce" for action in case.actions)
+    return not defers or contender.door not in ("replicate", "replicate_older")
+
+
+def _torch_can(case: Case, contender: Contender) -> bool:
+    """Leave out what would make one rank of torch's class raise and the others wait.
+
+    Its clipping cannot take the largest value of an empty shard; it slices uneven shards of subclasses that cannot be.
+    """
+    if contender.door != "torch_fully_shard":
+        return True
+    takes_largest = any(isinstance(action, do.Clip) and action.how == "inf" for action in case.actions)
+    return not takes_largest and all(rows % case.num_ranks == 0 for rows in _rows_of_codes(case.model.root))
+
+
+def _means_the_same(case: Case, contender: Contender) -> bool:
+    """Doors with whole parameters show held gradients in ``.grad``, have no units, and DDP wants its turns."""
     if is_engines(contender):
-        defers = any(isinstance(action, do.Set) and action.method == "requires_all_reduce" for action in case.actions)
-        return not (defers and door in ("replicate", "replicate_older"))  # there, it would hold everything back
-    return _suits_whole(case.actions) and (
-        _suits_owners(case.actions) if door == "zero2" else _suits_ddp(case, door in OVERLAP_DOORS)
+        return True
+    if _rows_of_codes(case.model.root) or not _suits_whole(case.actions):
+        return False
+    return (
+        _suits_owners(case.actions) if contender.door == "zero2" else _suits_ddp(case, contender.door in OVERLAP_DOORS)
     )
+
+
+RULES: tuple[Callable[[Case, Contender], bool], ...] = (
+    _has_mesh,
+    _has_policies,
+    _has_whole_matrices,
+    _syncs_buffers,
+    _joins,
+    _has_units,
+    _defers_alike,
+    _torch_can,
+    _means_the_same,
+)
 
 
 def _names_a_unit(action: do.Action) -> bool:
@@ -133,7 +183,7 @@ def _suits_ddp(case: Case, overlaps: bool) -> bool:
 
 def _steps_in_backward(actions: Sequence[do.Action]) -> bool:
     """True if each backward is followed by its step, and nothing could tell that the step was made before."""
-    allowed = (do.Forward, do.Backward, do.Step, do.ZeroGrad, do.Rate)
+    allowed = (do.Forward, do.Backward, do.Step, do.ZeroGrad, do.Rate, do.JoinLoop)
     if any(not isinstance(action, allowed) for action in actions):
         return False
     order = (do.Forward, do.Backward, do.Step)
@@ -155,6 +205,12 @@ def uses_all(node: Node) -> bool:
     if node.kind == "Stack" and used != set(range(len(node.children))):
         return False
     return all(uses_all(child) for child in node.children)
+
+
+def _rows_of_codes(node: Node) -> list[int]:
+    """Return the rows of parameters of a tensor subclass, which DDP and ZeRO would have to send whole."""
+    own = [node.size] if node.kind == "Quant" else []
+    return own + [rows for child in node.children for rows in _rows_of_codes(child)]
 
 
 def _recomputes(node: Node) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise import ShardwiseError, torch_private
+from shardwise.testing.fuzz.codes import Codes
 
 Array = npt.NDArray[np.float64]
 PACKAGE = str(Path(__file__).resolve().parents[2])
@@ -149,7 +150,8 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _values(tensor: Tensor) -> Array:
-    return tensor.detach().to(torch.float64, copy=True).numpy()
+    whole = tensor.detach()
+    return (whole.dequantize() if isinstance(whole, Codes) else whole).to(torch.float64, copy=True).numpy()
 
 
 def parts_in(value: Any, prefix: str) -> dict[str, Part | None]:

@@ -144,6 +144,15 @@ class ReferenceSide(Side):
         rules = self._rules_of(name)
         return rules.sync and (rules.all_reduce or self.settings.mesh != "hybrid")
 
+    def join_loop(self, first: int, counts: tuple[int, ...]) -> None:
+        for number in range(max(counts[rank % len(counts)] for rank in range(self.seat.num_data_ranks))):
+            if number < counts[self.rank % len(counts)]:
+                self.backward(self.loss(self.model(self.batch(first + number))))
+            else:
+                self._reduce({})
+            self.step()
+            self.zero_grad()
+
     def leave(self) -> None:
         """Let the other ranks know that this one has failed."""
         self._exchange.leave()

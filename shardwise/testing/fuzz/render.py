@@ -82,6 +82,7 @@ def _head(case: Case, build: str, inline: bool) -> str:
     lines += ["from collections.abc import Callable, Sequence", "from typing import Any, NamedTuple", ""]
     lines += ["import torch", "from torch import Tensor, nn", "from torch.nn import functional"]
     lines += ["from torch.utils.checkpoint import checkpoint", "", *imports]
+    lines += ["from shardwise.testing.fuzz.codes import Codes"]
     lines += ["from shardwise.testing.fuzz.script import main", "", "Act = Callable[[Tensor], Tensor]"]
     return "\n".join(lines) + "\n\n\n" + source + "\n\n\n" + act
 

@@ -42,6 +42,9 @@ class Runner:
     Args:
         limit_s: how long one contender may take before it counts as hanging.
         fault: a name of :data:`shardwise.testing.fuzz.faults.FAULTS` to plant in the ranks, for the test of the fuzzer.
+
+    Attributes:
+        is_careful: replace the processes after every error that is not ours.
     """
 
     def __init__(self, limit_s: float = LIMIT_S, fault: str = "") -> None:
@@ -52,6 +55,7 @@ class Runner:
         self._threads = ThreadPoolExecutor(1)
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-fuzz-")
         self._number = 0
+        self.is_careful = False
 
     def __enter__(self) -> Runner:
         return self
@@ -115,7 +119,7 @@ class Runner:
             for number in range(count):
                 found[batch[number]] = [[told.tales[number] for told in answers]]
             rest = rest[count:]
-            if not _is_clean([told.tales[count - 1] for told in answers]):
+            if not self._is_clean([told.tales[count - 1] for told in answers]):
                 self._replace(num_ranks)
         return found
 
@@ -129,7 +133,7 @@ class Runner:
             if isinstance(answers, Verdict):
                 return answers
             tales.append([told.tales[0] for told in answers])
-            if not _is_clean(tales[-1]):
+            if not self._is_clean(tales[-1]):
                 self._replace(phase.num_ranks)
             if any(tale.raised for tale in tales[-1]):
                 break
@@ -169,6 +173,17 @@ class Runner:
             self._warm.add(num_ranks)
         return pool
 
+    def _is_clean(self, tales: Sequence[Tale]) -> bool:
+        """True if the ranks can go on together: none raised, or all with the same words in the same place.
+
+        If errors are not ours that is a guess, which :attr:`is_careful` forbids; failures are confirmed by fresh processes.
+        """
+        words = {(tale.raised.kind, tale.raised.text, len(tale.records)) for tale in tales if tale.raised is not None}
+        if not words:
+            return True
+        alike = len(words) == 1 and all(tale.raised for tale in tales)
+        return alike and (not self.is_careful or all(tale.raised and tale.raised.is_named for tale in tales))
+
     def _replace(self, num_ranks: int) -> None:
         if num_ranks in self._pools:
             self._pools[num_ranks].replace()
@@ -177,12 +192,6 @@ class Runner:
 
 def _is_broken(told: object) -> bool:
     return isinstance(told, Told) and told.is_broken
-
-
-def _is_clean(tales: Sequence[Tale]) -> bool:
-    """True if the ranks can go on together: none raised, or all with the same words in the same place."""
-    words = {(tale.raised.kind, tale.raised.is_named, len(tale.records)) for tale in tales if tale.raised is not None}
-    return not words or (len(words) == 1 and all(tale.raised for tale in tales) and next(iter(words))[1])
 
 
 def _last_word(answer: object) -> str:

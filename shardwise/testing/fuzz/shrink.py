@@ -60,7 +60,7 @@ def _valid(case: Case) -> Case | None:
 
 
 def _fewer(actions: tuple[Action, ...]) -> Iterator[tuple[Action, ...]]:
-    size = len(actions) // 2
+    size = (len(actions) + 1) // 2
     while size:
         for start in range(0, len(actions) - size + 1, size):
             yield (*actions[:start], *actions[start + size :])

@@ -145,6 +145,13 @@ class Side:
         """Step the optimizer."""
         return self.optimizer.step() if closure is None else self.optimizer.step(cast(Any, closure))
 
+    def join_loop(self, first: int, counts: tuple[int, ...]) -> None:
+        """Step over batches ``first``, ``first + 1``, ...: as many as ``counts`` has for this rank."""
+        for number in range(counts[self.rank % len(counts)]):
+            self.backward(self.loss(self.model(self.batch(first + number))))
+            self.step()
+            self.zero_grad()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients by the optimizer."""
         self.optimizer.zero_grad(set_to_none=set_to_none)

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -90,6 +91,13 @@ class ZeroSide(Side):
         self._reduce()
         self._is_reduced = False
         return super().step()
+
+    def join_loop(self, first: int, counts: tuple[int, ...]) -> None:
+        joinables: list[Any] = [self.model]
+        if isinstance(self.optimizer, Joinable):
+            joinables.append(self.optimizer)
+        with Join(joinables):
+            super().join_loop(first, counts)
 
     def _reduce(self) -> None:
         if self.contender.door == "zero2" and not self._is_reduced:

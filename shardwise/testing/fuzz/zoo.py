@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.testing.fuzz.codes import Codes
+
 Act = Callable[[Tensor], Tensor]
 
 
@@ -187,6 +189,23 @@ class Lstm(nn.Module):
         return self.act(x + self.out(hidden.squeeze(1)))
 
 
+class Quant(nn.Module):
+    """A frozen weight of a tensor subclass beside a trainable scale."""
+
+    def __init__(self, width: int, hidden: int, act: Act) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(Codes(torch.zeros(hidden, width, dtype=torch.int8)), requires_grad=False)
+        self.scale = nn.Parameter(torch.zeros(width))
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape: (batch, width) -> (batch, width)."""
+        weight = self.weight
+        assert isinstance(weight, Codes)
+        whole = weight.dequantize().to(x.dtype)
+        return self.act(x * self.scale + self.act(x @ whole.t()) @ whole)
+
+
 class Pair(NamedTuple):
     """Two outputs, of which nobody reads the second."""
 
@@ -259,15 +278,17 @@ class Touched(nn.Module):
 
 
 class Gate(nn.Module):
-    """Calls its child only while ``on``, which programs change between calls."""
+    """Calls its child only while ``on``, which programs change between calls; raises while that is "raise"."""
 
     def __init__(self, child: nn.Module) -> None:
         super().__init__()
         self.c0 = child
-        self.on = True
+        self.on: bool | str = True
 
     def forward(self, x: Any) -> Any:
         """Shape: (batch, width) -> (batch, width)."""
+        if self.on == "raise":
+            raise ValueError("blown")
         return self.c0(x) if self.on else x
 
 
