@@ -135,6 +135,13 @@ class Case:
     contenders: tuple[Contender, ...] = (Contender("fully_shard"),)
 
 
+def node_at(root: Node, place: tuple[int, ...]) -> Node:
+    """Return the node at ``place``."""
+    for number in place:
+        root = root.children[number]
+    return root
+
+
 # ---- JSON ----
 
 

@@ -49,6 +49,9 @@ def draw(seed: int, area: str, max_ranks: int = 4) -> Case:
     if area == "resume":
         actions = _with_restart(random, actions, max_ranks)
     case = Case(seed, area, num_ranks, model, settings, tuple(actions), ())
+    if not any(suits(case, each) for each in OURS):  # nobody joins or syncs buffers and has the rest
+        actions = [action for action in actions if not isinstance(action, do.JoinLoop)]
+        case = replace(case, settings=replace(settings, sync_buffers=False), actions=tuple(actions))
     return replace(case, contenders=_draw_contenders(random, weights, case))
 
 
@@ -217,9 +220,10 @@ def _with_restart(random: Random, actions: list[do.Action], max_ranks: int) -> l
 
 def _draw_contenders(random: Random, weights: Weights, case: Case) -> tuple[Contender, ...]:
     able = [each for each in OURS if suits(case, each) and weights.doors.get(each.door, 0.0)]
+    able = able or [each for each in OURS if suits(case, each)]
     chosen: list[Contender] = []
     while able and len(chosen) < weights.num_contenders:
-        by_door = {door: weight for door, weight in weights.doors.items() if any(each.door == door for each in able)}
+        by_door = {each.door: weights.doors.get(each.door, 1.0) for each in able}
         door = pick(random, by_door)
         contender = random.choice([each for each in able if each.door == door])
         able.remove(contender)

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.testing.fuzz import zoo
 from shardwise.testing.fuzz.actions import Action, Page, Restart
-from shardwise.testing.fuzz.case import WIDTH, Case, Contender, Node, Settings
+from shardwise.testing.fuzz.case import WIDTH, Case, Contender, Node, Settings, node_at
 
 ACTS = {"integers": ("wrap", zoo.wrap), "reals": ("torch.sin", torch.sin)}
 TIED: dict[str, tuple[str, ...]] = {
@@ -28,13 +28,6 @@ CONTAINERS = {"Stack", "Boxed", "Touched", "Gate", "Peek"}
 def path_of(place: tuple[int, ...]) -> str:
     """Return the path of the module at ``place``."""
     return ".".join(f"c{number}" for number in place)
-
-
-def node_at(root: Node, place: tuple[int, ...]) -> Node:
-    """Return the node at ``place``."""
-    for number in place:
-        root = root.children[number]
-    return root
 
 
 def expression(node: Node) -> str:

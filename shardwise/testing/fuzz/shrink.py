@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar, cast
 
 from shardwise.testing.fuzz.actions import Action
-from shardwise.testing.fuzz.case import Case, Contender, Model, Node, Segment, Settings
+from shardwise.testing.fuzz.case import Case, Contender, Model, Node, Segment, Settings, node_at
 from shardwise.testing.fuzz.doors import peer_of, suits
 from shardwise.testing.fuzz.draw_model import Place, places
 
@@ -41,7 +41,7 @@ def candidates(case: Case) -> Iterator[Case]:
     for actions in _fewer(case.actions):
         yield replace(case, actions=actions)
     for model in _smaller_models(case.model):
-        yield replace(case, model=model)
+        yield replace(case, model=_with_fitting_ties(model))
     for settings in _simpler(case.settings):
         if settings.arithmetic == case.settings.arithmetic:
             yield replace(case, settings=settings)
@@ -99,8 +99,19 @@ def _smaller_models(model: Model) -> Iterator[Model]:
             yield from _without(model, place)
         if len(node.children) == 1:
             yield from _without_wrapper(model, place, node)
-        for simpler in _simpler_nodes(node):
+        is_peeked = bool(place) and node_at(model.root, place[:-1]).kind == "Peek"
+        for simpler in _simpler_nodes(node) if not is_peeked else ():
             yield replace(model, root=_put(model.root, place, simpler))
+
+
+def _with_fitting_ties(model: Model) -> Model:
+    """Return ``model`` without ties between modules that are not alike any more."""
+
+    def fits(first: Place, second: Place) -> bool:
+        left, right = node_at(model.root, first), node_at(model.root, second)
+        return (left.kind, left.size) == (right.kind, right.size)
+
+    return replace(model, ties=tuple(tie for tie in model.ties if fits(*tie)))
 
 
 def _simpler_nodes(node: Node) -> Iterator[Node]:
@@ -141,9 +152,7 @@ def _put(root: Node, place: Place, node: Node) -> Node:
 def _without(model: Model, place: Place) -> Iterator[Model]:
     """Yield ``model`` without the child at ``place`` of a stack that has others."""
     parent, number = place[:-1], place[-1]
-    node = model.root
-    for each in parent:
-        node = node.children[each]
+    node = node_at(model.root, parent)
     if node.kind != "Stack" or len(node.children) < 2:
         return
     segments = [
