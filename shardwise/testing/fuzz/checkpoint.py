@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,7 +27,9 @@ from torch.optim import Optimizer
 
 from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer
 
-FULL = StateDictOptions(full_state_dict=True)
+# Parameters that no loss has used have no state yet: not strict, as for a plain optimizer.
+FULL = StateDictOptions(full_state_dict=True, strict=False)
+SHARDED = StateDictOptions(strict=False)
 
 
 def write(net: nn.Module, optimizer: Optimizer, folder: str, how: str) -> None:
@@ -53,14 +56,15 @@ def read(net: nn.Module, optimizer: Optimizer, folder: str, how: str) -> None:
     state = _sharded(net, optimizer, loading=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=path / "dcp")
+        dcp.load(state, checkpoint_id=path / "dcp", planner=DefaultLoadPlanner(allow_partial_load=True))
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         set_model_state_dict(net, state["model"])
     elif isinstance(optimizer, ShardedOptimizer):
         set_model_state_dict(net, state["model"])
         optimizer.load_state_dict(state["optimizer"])
     else:
-        set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        found, optim = state["model"], state["optimizer"]
+        set_state_dict(net, optimizer, model_state_dict=found, optim_state_dict=optim, options=SHARDED)
 
 
 def _sharded(net: nn.Module, optimizer: Optimizer, loading: bool) -> dict[str, Any]:

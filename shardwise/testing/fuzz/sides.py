@@ -191,7 +191,8 @@ class Side:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients there are, by name."""
-        return {name: param.grad for name, param in self.net.named_parameters() if param.grad is not None}
+        owners = {name: owner for name, (_, owner) in self.registered().items()}
+        return {name: owner.grad for name, owner in owners.items() if owner.grad is not None}
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the optimizer's state by parameter and key."""

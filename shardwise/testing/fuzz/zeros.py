@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -37,12 +38,14 @@ class ZeroSide(Side):
         self._is_reduced = False
         self._hooked: DistributedDataParallel | None = None
         if contender.door != "zero2":
-            self.model = DistributedDataParallel(
-                self.net,
-                find_unused_parameters=contender.door not in HOOKS,
-                broadcast_buffers=self.settings.sync_buffers,
-                gradient_as_bucket_view=self.settings.bucket_view,
-            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # newer names of the same arguments
+                self.model = DistributedDataParallel(
+                    self.net,
+                    find_unused_parameters=contender.door not in HOOKS,
+                    broadcast_buffers=self.settings.sync_buffers,
+                    gradient_as_bucket_view=self.settings.bucket_view,
+                )
         hides_grads = contender.door in ("zero2", *HOOKS)
         self.hidden = frozenset({"state", "grad"} if hides_grads else {"state"})  # each rank knows its own share alone
         self.remake_optimizer()

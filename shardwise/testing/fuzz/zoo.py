@@ -228,7 +228,7 @@ class Boxed(nn.Module):
         super().__init__()
         self.c0 = child
         self.form = form
-        self.scale = nn.Parameter(torch.zeros(()))
+        self.scale = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Any) -> Any:
         """Shape: (batch, width) -> (batch, width) in a container; :func:`unbox` takes it out."""
