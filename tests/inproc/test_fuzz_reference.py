@@ -164,7 +164,7 @@ def test_an_exception_of_one_rank_ends_all() -> None:
     assert tales[1].raised is not None
     assert tales[1].raised.text == "rank 1 is not well"
     assert tales[0].raised is not None
-    assert tales[0].raised.kind == "BrokenBarrierError"
+    assert tales[0].raised.kind == "LeftBehind"
 
 
 @pytest.mark.parametrize("area", AREAS)

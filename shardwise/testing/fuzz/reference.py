@@ -32,24 +32,46 @@ class Rules:
     sends_unused: bool = False
 
 
+class LeftBehind(RuntimeError):
+    """Another rank has failed and will not come to this exchange."""
+
+
 class Exchange:
     """Where the threads meet: each brings its gradients, each gets everybody's."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._barrier = threading.Barrier(num_ranks, timeout=EXCHANGE_S)
-        self._brought: list[dict[str, Tensor]] = [{} for _ in range(num_ranks)]
+        self._changed = threading.Condition()
+        self._brought: list[list[dict[str, Tensor]]] = [[] for _ in range(num_ranks)]
+        self._gone: set[int] = set()
 
     def all_gather(self, rank: int, mine: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Return what every rank has brought.  Raises: BrokenBarrierError if one does not come."""
-        self._brought[rank] = mine
-        self._barrier.wait()
-        found = list(self._brought)
-        self._barrier.wait()
-        return found
+        """Return what every rank has brought to this exchange, its own in the order of its calls.
 
-    def leave(self) -> None:
-        """Let the others know that this rank will not come any more."""
-        self._barrier.abort()
+        Raises: LeftBehind if a rank has left, or does not come.
+        """
+        with self._changed:
+            number = len(self._brought[rank])
+            self._brought[rank].append(mine)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: all(self._is_settled(each, number) for each in self.ranks), EXCHANGE_S)
+            missing = [each for each in self.ranks if len(self._brought[each]) <= number]
+            if missing:
+                raise LeftBehind(f"ranks {missing} do not come to exchange {number}")
+            return [brought[number] for brought in self._brought]
+
+    @property
+    def ranks(self) -> range:
+        """All ranks."""
+        return range(len(self._brought))
+
+    def _is_settled(self, rank: int, number: int) -> bool:
+        return rank in self._gone or len(self._brought[rank]) > number
+
+    def leave(self, rank: int) -> None:
+        """Let the others know that ``rank`` will not come any more."""
+        with self._changed:
+            self._gone.add(rank)
+            self._changed.notify_all()
 
 
 class ReferenceSide(Side):
@@ -156,7 +178,7 @@ class ReferenceSide(Side):
 
     def leave(self) -> None:
         """Let the other ranks know that this one has failed."""
-        self._exchange.leave()
+        self._exchange.leave(self.seat.rank)
 
     # ---- methods of units ----
 
