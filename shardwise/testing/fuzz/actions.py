@@ -191,7 +191,7 @@ class JoinLoop(Action):
 
     def write(self, page: Page) -> None:
         numbers = [page.number() for _ in range(max(self.counts))]
-        page.write(f"s.join_loop({numbers[0]}, {self.counts!r})")
+        page.write(f"s.join_loop({numbers[0]}, {self.counts!r})", "s.zero_grad()")
         page.losses.clear()
         page.mark("step of all that had inputs")
 

@@ -30,7 +30,7 @@ class Weights:
         hold: that microbatches are not synced; retain, together, watched, clip, closure, keep_grad, grad_to_zero.
     Attributes, of settings:
         reals: that numbers are not whole.  meshes, reshards, policies, optims: relative weights; groups; large.
-        offload, bucket_view, sync_buffers.
+        offload, columns, bucket_view, sync_buffers.
         turns: that every forward is followed by its backward and a step, and everything is used, as overlapped steps need it.
     Attributes, of contenders:
         doors: relative weights of contenders' doors.  num_contenders: of ours, per case.
@@ -75,6 +75,7 @@ class Weights:
     groups: float = 0.2
     large: float = 0.4
     offload: float = 0.0
+    columns: float = 0.0
     bucket_view: float = 0.3
     turns: float = 0.0
     sync_buffers: float = 0.0
@@ -215,6 +216,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
         ),
         "meshes": replace(
             _BASE,
+            columns=0.15,
             meshes=table(hybrid=4, tensor=3),
             reshards=table(none=2, yes=2, no=1, two=1),
             ranks=table(two=1, four=3),
@@ -227,7 +229,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
         ),
         "precision": replace(
             _BASE,
-            policies=table(none=1, half=3, half_reduce=2, mixed=3, float16=1),
+            policies=table(none=1, half=3, half_reduce=2, half_output=2, mixed=3, float16=1),
             reals=0.2,
             offload=0.3,
             microbatches=2,

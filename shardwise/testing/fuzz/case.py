@@ -76,7 +76,8 @@ class Settings:
         batch: rows per rank and microbatch.
         mesh: "flat", "hybrid" (replicas of groups of two ranks) or "tensor" (pairs of ranks share the heads).
         reshard: the argument ``reshard_after_forward``.
-        compute, reduce: dtypes of the mixed precision policy, "" for none.  offload: shards live in host memory by policy.
+        compute, reduce, output: dtypes of the mixed precision policy, "" for none.
+        offload: shards live in host memory by policy.  columns: matrices are cut along their second dim.
         large_numel: parts of this size are sent in place; 0 leaves the library's constants as they are.
         bucket_view: ``gradient_as_bucket_view`` of DDP and ``parameters_as_bucket_view`` of ZeRO.
         sync_buffers: buffers are the first rank's before every forward in training, as DDP has it.
@@ -89,7 +90,9 @@ class Settings:
     reshard: bool | int | None = None
     compute: str = ""
     reduce: str = ""
+    output: str = ""
     offload: bool = False
+    columns: bool = False
     optim: Optim = Optim()
     large_numel: int = 0
     bucket_view: bool = False

@@ -59,7 +59,9 @@ def _has_mesh(case: Case, contender: Contender) -> bool:
 
 def _has_policies(case: Case, contender: Contender) -> bool:
     settings = case.settings
-    asks = bool(settings.compute or settings.reduce or settings.offload)
+    asks = bool(settings.compute or settings.reduce or settings.output or settings.offload)
+    if settings.columns and contender.door not in SHARDING_DOORS:
+        return False
     return not asks or (is_engines(contender) and contender.door != "replicate_older")
 
 

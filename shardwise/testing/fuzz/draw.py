@@ -16,11 +16,12 @@ from shardwise.testing.fuzz.optims import OPTIMIZERS
 RANKS = {"one": 1, "two": 2, "three": 3, "four": 4}
 RESHARDS: dict[str, bool | int | None] = {"none": None, "yes": True, "no": False, "two": 2}
 POLICIES = {
-    "none": ("", ""),
-    "half": ("bfloat16", ""),
-    "half_reduce": ("bfloat16", "float32"),
-    "mixed": ("", "float64"),
-    "float16": ("float16", "float32"),
+    "none": ("", "", ""),
+    "half": ("bfloat16", "", ""),
+    "half_reduce": ("bfloat16", "float32", ""),
+    "half_output": ("bfloat16", "float32", "float32"),
+    "mixed": ("", "float64", ""),
+    "float16": ("float16", "float32", ""),
 }
 METHODS = {
     "requires_gradient_sync": 4.0,
@@ -45,6 +46,8 @@ def draw(seed: int, area: str, max_ranks: int = 4) -> Case:
         settings = _in_reals(random, settings, weights)
     reals = settings.arithmetic == "reals"
     model = draw_model(random, weights, reals, (2, 4) if settings.mesh == "tensor" else SIZES)
+    if settings.mesh == "tensor":
+        model = replace(model, ties=())  # torch's tensor parallelism unties
     actions = _Program(random, weights, settings, num_ranks).draw()
     if area == "resume":
         actions = _with_restart(random, actions, max_ranks)
@@ -63,7 +66,7 @@ def _draw_settings(random: Random, weights: Weights, num_ranks: int) -> Settings
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         shards = num_ranks if mesh == "flat" else num_ranks // 2
         reshard = reshard if shards > reshard and shards % reshard == 0 else None
-    compute, reduce = POLICIES[pick(random, weights.policies)]
+    compute, reduce, output = POLICIES[pick(random, weights.policies)]
     settings = Settings(
         dtype="float64" if random.random() < 0.3 else "float32",
         batch=random.choice((1, 2, 2, 3)) if not compute else 2,
@@ -71,7 +74,9 @@ def _draw_settings(random: Random, weights: Weights, num_ranks: int) -> Settings
         reshard=reshard,
         compute=compute,
         reduce=reduce,
+        output=output,
         offload=random.random() < weights.offload,
+        columns=mesh != "tensor" and random.random() < weights.columns,
         optim=Optim(pick(random, weights.optims), random.random() < weights.groups),
         large_numel=random.choice((1, 12)) if random.random() < weights.large else 0,
         bucket_view=random.random() < weights.bucket_view,

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
 import shardwise
@@ -82,7 +83,8 @@ class EngineSide(Side):
         self.model = self.net = self._sharded(play.build())
         if self._maker.is_ours and contender.door in ("fully_shard", "shard_model"):
             cast(Any, self.model).set_transport(contender.transport)
-        self._is_counted = self._maker.is_ours and self._maker.reshards and seat.num_ranks > 1
+        shards = self.settings.mesh != "tensor" and seat.num_ranks > 1  # else full parameters may be DTensors too
+        self._is_counted = self._maker.is_ours and self._maker.reshards and shards
         self._watch = Watch(self.net) if self._is_counted else None
         self.remake_optimizer()
 
@@ -110,9 +112,14 @@ class EngineSide(Side):
             found["mesh"] = mesh
         if settings.reshard is not None and self._maker.reshards:
             found["reshard_after_forward"] = settings.reshard
-        if settings.compute or settings.reduce:
-            dtypes = {"param_dtype": peers.dtype_of(settings.compute), "reduce_dtype": peers.dtype_of(settings.reduce)}
-            found["mp_policy"] = self._maker.mixed_precision(**dtypes)
+        if settings.compute or settings.reduce or settings.output:
+            found["mp_policy"] = self._maker.mixed_precision(
+                param_dtype=peers.dtype_of(settings.compute),
+                reduce_dtype=peers.dtype_of(settings.reduce),
+                output_dtype=peers.dtype_of(settings.output),
+            )
+        if settings.columns:
+            found["shard_placement_fn"] = lambda param: Shard(1) if param.dim() > 1 else None
         if settings.offload:
             found["offload_policy"] = self._maker.cpu_offload()
         if self.contender.door == "replicate_older":

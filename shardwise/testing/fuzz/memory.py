@@ -69,7 +69,7 @@ class Watch:
             return
         self.num_steps += 1
         planned = most_full(plan.calls)
-        if self._most > planned:
+        if self._most != planned:
             self._found.append(f"{self._most} bytes of full parameters were registered at once, planned are {planned}")
 
     def findings(self) -> list[str]:

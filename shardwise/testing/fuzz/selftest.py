@@ -9,6 +9,7 @@ from shardwise.testing.fuzz.draw import draw
 from shardwise.testing.fuzz.faults import FAULTS
 from shardwise.testing.fuzz.runner import Runner
 
+LIMIT_S = 8.0
 # Where a fault shows, and a few areas where it may.
 PLACES: dict[str, tuple[str, ...]] = {
     "gathers are stale": ("structure", "accumulation", "changes"),
@@ -26,7 +27,7 @@ def find(fault: str, max_cases: int, num_ranks: int, say: Callable[[str], None],
 
     Cases that fail without the fault do not count as finding it, and are passed over.
     """
-    with Runner(limit_s=8.0) as sound, Runner(limit_s=8.0, fault=fault) as faulty:
+    with Runner(limit_s=LIMIT_S) as sound, Runner(limit_s=LIMIT_S, fault=fault) as faulty:
         for number, case in enumerate(_cases(fault, max_cases, num_ranks, seed), start=1):
             failures = faulty.run(case).failures
             if failures and not sound.run(case).failures:
