@@ -32,7 +32,7 @@ from shardwise.runtime.group import GroupComm, ShardGroup
 from shardwise.runtime.hooks import Attachment
 from shardwise.runtime.links import GroupLink, can_link
 from shardwise.runtime.param import Slot, UnitParam
-from shardwise.runtime.placement import place
+from shardwise.runtime.placement import cut_shard, place
 from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.runtime.unit import Unit
 
@@ -188,9 +188,17 @@ def _make_groups(found: list[_Found], recipe: Recipe, device: torch.device, unit
         size = recipe.reshard_after_forward
         if isinstance(size, int) and not isinstance(size, bool):
             group.sub_axes = smaller_axes(axes, size)
+        group.shares_memory = _may_share_memory(group)
         group.ensure_packed()
         groups.append(group)
     return groups
+
+
+def _may_share_memory(group: ShardGroup) -> bool:
+    dim = group.axes.shard_mesh_dim
+    if dim is None or not group.is_collective or default_transport() != "auto":
+        return False
+    return can_link(group, group.axes.mesh.get_group(dim))
 
 
 def _resolve_placement(item: _Found, recipe: Recipe) -> tuple[MeshAxes, Shard | None]:
@@ -223,18 +231,16 @@ def _check_shared_groups(all_axes: Sequence[MeshAxes]) -> None:
 def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, recipe: Recipe, unit: Unit) -> UnitParam:
     placed = place(item.param, item.fqn, axes, shard)
     cut = ChunkShard(tuple(placed.local.shape), placed.dim, axes.num_shards)
-    rows = cut.rows(axes.shard_rank)
-    with torch.no_grad():
-        local = placed.local if cut.is_whole else placed.local.narrow(cut.dim, rows.start, len(rows))
-        # Alone on the shard axis the window is the whole tensor; it must still get memory of its own.
-        local = local.clone(memory_format=torch.contiguous_format) if type(local) is torch.Tensor else local.clone()
-        if isinstance(recipe.offload, CPUOffloadPolicy) and local.device.type != "meta":
-            local = local.cpu()
-        if recipe.keeps_plain:
-            sharded = item.param
-        else:
+    shape = cut.shard_shape(axes.shard_rank)
+    if recipe.keeps_plain:
+        sharded = item.param
+    else:
+        with torch.no_grad():
+            local = cut_shard(placed.local, cut, axes.shard_rank)
+            if isinstance(recipe.offload, CPUOffloadPolicy) and local.device.type != "meta":
+                local = local.cpu()
             sharded = torch_private.parameter_from_local(local, placed.spec, item.param.requires_grad)
-    result = UnitParam(item.fqn, item.slots, cut, placed.spec, placed.inner_spec, sharded)
+    result = UnitParam(item.fqn, item.slots, cut, placed.spec, placed.inner_spec, sharded, shape, recipe.keeps_plain)
     result.module = weakref.ref(item.module)
     result.owner = weakref.ref(unit)
     result.register(sharded)

@@ -73,7 +73,7 @@ def _copy_group(group: ShardGroup, unit: Unit, memo: dict[Any, Any]) -> ShardGro
         slots = [Slot(memo[id(s.parameters)], s.name) for s in param.slots if id(s.parameters) in memo]
         sharded = slots[0].parameters[slots[0].name]
         assert sharded is not None
-        copied = UnitParam(param.fqn, slots, param.shard, param.spec, param.inner_spec, sharded)
+        copied = UnitParam(param.fqn, slots, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape)
         module = param.module()
         if module is not None and id(module) in memo:
             copied.module = weakref.ref(memo[id(module)])
@@ -81,6 +81,7 @@ def _copy_group(group: ShardGroup, unit: Unit, memo: dict[Any, Any]) -> ShardGro
         params.append(copied)
     result = ShardGroup(params, group.axes, group.precision, group.offload, group.device)
     result.sub_axes = group.sub_axes
+    result.shares_memory = group.shares_memory
     result.custom_all_gather = group.custom_all_gather
     result.custom_reduce_scatter = group.custom_reduce_scatter
     result.reduce_process_group = group.reduce_process_group

@@ -44,6 +44,9 @@ class UnitParam:
         full: the registered parameter while unsharded; made at the first unshard and then kept, because autograd's
             saved tensors and accumulators belong to it.
         subsharded: the registered parameter while resharded to a smaller mesh.
+        shard_shape: of this rank's shard.
+        is_handed_out: user code can reach the shard; before, while it is being made, its memory may change at will.
+        full_version, full_address: what torch had counted of writes to the full form, and where it lay, when it was registered.
         ordinal: its index among the parameters of its unit.
         is_hooked: the full parameter reports its gradients.
         module: weak reference to the module of the first slot.
@@ -57,13 +60,18 @@ class UnitParam:
     spec: DTensorSpec
     inner_spec: DTensorSpec | None
     sharded: nn.Parameter
+    shard_shape: tuple[int, ...]
+    is_handed_out: bool = True
     full: nn.Parameter | None = None
     subsharded: nn.Parameter | None = None
+    full_version: int = 0
+    full_address: int = 0
     ordinal: int = 0
     is_hooked: bool = False
     module: Callable[[], nn.Module | None] = field(default=_nothing)
     owner: Callable[[], Unit | None] = field(default=_nothing)
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
+    _version_base: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,6 +82,17 @@ class UnitParam:
     def local(self) -> torch.Tensor:
         """This rank's shard."""
         return torch_private.local_of(self.sharded)
+
+    @property
+    def version(self) -> int:
+        """A number that changes whenever the shard is written to, as far as torch counts writes."""
+        return self.sharded._version + self.local._version + self._version_base
+
+    def replace_local(self, local: torch.Tensor) -> None:
+        """Make ``local``, of the same values, the memory of the shard; that is no write."""
+        before = self.version
+        torch_private.set_local(self.sharded, local)
+        self._version_base += before - self.version
 
     def register(self, parameter: nn.Parameter) -> None:
         """Hang ``parameter`` in every slot."""
