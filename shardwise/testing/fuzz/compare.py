@@ -72,18 +72,25 @@ class Difference:
 def first_difference(theirs: Sequence[Tale], ours: Sequence[Tale], bound: float) -> Difference | None:
     """Return the first difference, None if there is none up to where either raised.
 
+    Full parameters that are registered come last: they may show old values and the training be right.
+
     Args:
         theirs: of the reference, one per rank with batches of its own.  ours: one per rank.
     """
     shared = len(ours) // len(theirs)
+    stale: Difference | None = None
     for moment in range(min(len(tale.records) for tale in (*theirs, *ours))):
         expected = [tale.records[moment] for tale in theirs]
         found = [tale.records[moment] for tale in ours]
+        place = f"at moment {moment}, {found[0].label!r}"
         difference = _between(expected, found, shared, bound)
         if difference is not None:
             what, text = difference
-            return Difference(moment, what, f"at moment {moment}, {found[0].label!r}: {text}")
-    return None
+            return Difference(moment, what, f"{place}: {text}")
+        text = _between_full(expected[0], found, bound) if stale is None else None
+        if text is not None:
+            stale = Difference(moment, "full", f"{place}: {text}")
+    return stale
 
 
 def _between(expected: Sequence[Record], found: Sequence[Record], shared: int, bound: float) -> tuple[str, str] | None:
@@ -101,7 +108,9 @@ def _between(expected: Sequence[Record], found: Sequence[Record], shared: int, b
     extra = [
         name
         for name, part in found[0].shared.items()
-        if name not in expected[0].shared and name.split(":")[0] not in hidden and not _is_blank_state(name, part)
+        if name not in expected[0].shared
+        and name.split(":")[0] not in (*hidden, "full")
+        and not _is_blank_state(name, part)
     ]
     if extra:
         return extra[0].split(":")[0], f"{extra[0]} is not there in one process"
@@ -111,6 +120,19 @@ def _between(expected: Sequence[Record], found: Sequence[Record], shared: int, b
             text = _missing(mine, value) if mine is None or value is None else _differ(mine.values, value.values, bound)
             if text is not None:
                 return name.split(":")[0], f"{name} of rank {rank}: {text}"
+    return None
+
+
+def _between_full(expected: Record, found: Sequence[Record], bound: float) -> str | None:
+    """Return how the full parameters that ranks have registered differ from those of one process."""
+    if "param" in found[0].hidden:
+        return None
+    for name in found[0].shared:
+        kind, _, param = name.partition(":")
+        if kind == "full":
+            text = _differ_shared([each.shared.get(name) for each in found], expected.shared[f"param:{param}"], bound)
+            if text is not None:
+                return f"{name}: {text}"
     return None
 
 

@@ -47,7 +47,8 @@ class Record:
     """All that could be seen at one moment.
 
     Attributes:
-        shared: by name, tensors that ranks hold together or alike; None for a gradient that is not there.
+        shared: by name, tensors that ranks hold together or alike; None for a gradient that is not there.  Names begin with
+            their kind: "param" (what the optimizer steps), "full" (what is registered instead), "grad", "state", "kept".
         own: by name, what every rank has for itself: losses, buffers, gradients of inputs.
         hidden: kinds of names (before the colon) that this contender cannot show now.
     """

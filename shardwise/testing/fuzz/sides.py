@@ -267,8 +267,9 @@ class Side:
         label, loss = (moment, None) if isinstance(moment, str) else moment
         shared: dict[str, Part | None] = {}
         for name, (param, owner) in self.registered().items():
-            part = part_of(param)
-            shared[f"param:{name}"] = part if param is owner else replace(part, dtype="")  # computed in another dtype
+            shared[f"param:{name}"] = part_of(owner)
+            if param is not owner:
+                shared[f"full:{name}"] = replace(part_of(param), dtype="")  # computed in another dtype
             shared[f"grad:{name}"] = None if owner.grad is None else part_of(owner.grad)
         if label.startswith(("step", "load", "copy of")):
             for name, tensor in self.optimizer_tensors().items():
