@@ -147,3 +147,16 @@ def test_the_first_difference_is_the_earliest_moment() -> None:
     found = first_difference(reference, tales(whole(1.0), whole(5.0), whole(6.0), ranks=1), 0.0)
     assert found is not None
     assert (found.moment, found.what) == (1, "param")
+
+
+def test_of_a_whole_parameter_and_its_shards_one_may_lag_behind() -> None:
+    def record(shard: float, full: float) -> Record:
+        return Record("step", {"param:w": part([shard]), "full:w": part([full], dtype="")}, {})
+
+    reference = tales(whole(1.0), whole(2.0), ranks=1)
+    assert judge(reference, tales(record(1.0, 1.0), record(2.0, 2.0), ranks=1), None, 0.0).kind == "equal"
+    for lagging in (record(2.0, 1.0), record(1.0, 2.0)):
+        verdict = judge(reference, tales(record(1.0, 1.0), lagging, ranks=1), None, 0.0)
+        assert (verdict.kind, verdict.what) == ("numbers", "full")
+    verdict = judge(reference, tales(record(1.0, 0.0), record(3.0, 3.0), ranks=1), None, 0.0)
+    assert (verdict.kind, verdict.what) == ("numbers", "param")  # the later one, but what counts

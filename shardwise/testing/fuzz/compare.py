@@ -72,7 +72,8 @@ class Difference:
 def first_difference(theirs: Sequence[Tale], ours: Sequence[Tale], bound: float) -> Difference | None:
     """Return the first difference, None if there is none up to where either raised.
 
-    Full parameters that are registered come last: they may show old values and the training be right.
+    While a unit is unsharded its parameters are registered whole, and the optimizer has the shards.  One of the two may
+    show old values for a time and training be right, so such a difference comes last, as kind "full".
 
     Args:
         theirs: of the reference, one per rank with batches of its own.  ours: one per rank.
@@ -103,7 +104,7 @@ def _between(expected: Sequence[Record], found: Sequence[Record], shared: int, b
         if kind == "state" and any(parts):
             parts = [part for part in parts if part is not None]  # of a whole matrix, its owner alone
         text = _differ_shared(parts, expected[0].shared[name], bound)
-        if text is not None:
+        if text is not None and not _full_is_right(name, expected[0], found, bound):
             return kind, f"{name}: {text}"
     extra = [
         name
@@ -123,16 +124,22 @@ def _between(expected: Sequence[Record], found: Sequence[Record], shared: int, b
     return None
 
 
+def _full_is_right(name: str, expected: Record, found: Sequence[Record], bound: float) -> bool:
+    """True if ``name`` is a parameter that is registered whole, with the values of one process."""
+    full = [each.shared.get(name.replace("param:", "full:")) for each in found]
+    return name.startswith("param:") and any(full) and _differ_shared(full, expected.shared[name], bound) is None
+
+
 def _between_full(expected: Record, found: Sequence[Record], bound: float) -> str | None:
-    """Return how the full parameters that ranks have registered differ from those of one process."""
+    """Return how parameters that are registered whole, or the shards behind them, differ from those of one process."""
     if "param" in found[0].hidden:
         return None
-    for name in found[0].shared:
-        kind, _, param = name.partition(":")
-        if kind == "full":
-            text = _differ_shared([each.shared.get(name) for each in found], expected.shared[f"param:{param}"], bound)
+    for full in [name for name in found[0].shared if name.startswith("full:")]:
+        name = full.replace("full:", "param:")
+        for shown in (full, name):
+            text = _differ_shared([each.shared.get(shown) for each in found], expected.shared[name], bound)
             if text is not None:
-                return f"{name}: {text}"
+                return f"{shown}: {text}"
     return None
 
 
