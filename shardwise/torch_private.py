@@ -37,7 +37,8 @@ def tensor_use_count(tensor: torch.Tensor) -> int:
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target in one call; shapes match pairwise, dtypes may differ."""
-    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportArgumentType]
+    if targets:
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportArgumentType]
 
 
 def graph_task_id() -> int:
@@ -229,7 +230,19 @@ def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
             disabled.append(torch.compiler.disable(function, recursive=True))
         return disabled[0](*args, **kwargs)
 
+    skip_frames(outside)
     return outside
+
+
+def skip_frames(function: Callable[..., Any]) -> None:
+    """Let torch.compile run ``function``, and all that it calls, as they are where it meets them as frames of their own.
+
+    Hooks of a module that is compiled after they were registered are such frames; ``fullgraph=True`` allows no other way.
+    """
+    from torch._C._dynamo import eval_frame  # pyright: ignore[reportMissingModuleSource]
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
 # --- ZeroRedundancyOptimizer (comm/board.py) ---

@@ -42,6 +42,8 @@ ATTACHMENT = "_shardwise_attachment"
 # Ties between modules that are sharded by separate calls show in nothing but the identity of the original parameter, so
 # who has sharded it must be remembered from one call to the next, for as long as someone holds the original.
 _sharded_from: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Parameters that stay what they are, by id: a weak reference to them would keep torch from swapping their contents.
+_managed_plain: weakref.WeakValueDictionary[int, UnitParam] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,7 @@ def build_unit(modules: Sequence[nn.Module], recipe: Recipe) -> Attachment:
     unit.uses_default_reshard = recipe.reshard_after_forward is None
     own: list[_Found] = []
     for item in found:
-        owner = _sharded_from.get(item.param)
-        lender = owner() if owner is not None else None
+        lender = _manager_of(item.param)
         if lender is None or not _lend(lender, item, unit):
             own.append(item)
     unit.groups = _make_groups(own, recipe, device, unit)
@@ -101,6 +102,15 @@ def build_unit(modules: Sequence[nn.Module], recipe: Recipe) -> Attachment:
     attachment.install()
     attachment.install_state_dict_hooks()
     return attachment
+
+
+def _manager_of(param: nn.Parameter) -> UnitParam | None:
+    """Return what an earlier call has made of ``param``, None if it is in no unit."""
+    owner = _sharded_from.get(param)
+    if owner is not None:
+        return owner()
+    plain = _managed_plain.get(id(param))
+    return plain if plain is not None and plain.sharded is param else None
 
 
 def _outermost(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
@@ -133,7 +143,7 @@ def _find_parameters(managed: Iterable[tuple[str, nn.Module]], ignored: frozense
             item = found.get(id(param))
             if item is None:
                 item = found[id(param)] = _Found(param, f"{path}.{name}" if path else name, module)
-            item.slots.append(Slot(parameters, name))
+            item.slots.append(Slot.of(module, name))
     return list(found.values())
 
 
@@ -167,7 +177,7 @@ def _lend(lender: UnitParam, item: _Found, unit: Unit) -> bool:
         return False
     lender.slots += item.slots
     for slot in item.slots:
-        slot.parameters[slot.name] = lender.sharded
+        slot.put(lender.sharded)
     lending = next((each for module in owner.modules if (each := attachment_of(module)) is not None), None)
     if lending is not None:
         lending.reshard_for_state_dict(item.module)
@@ -244,7 +254,9 @@ def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, recipe: 
     result.module = weakref.ref(item.module)
     result.owner = weakref.ref(unit)
     result.register(sharded)
-    if not recipe.keeps_plain:
+    if recipe.keeps_plain:
+        _managed_plain[id(item.param)] = result
+    else:
         result.original = weakref.ref(item.param)
         _sharded_from[item.param] = weakref.ref(result)
     return result

@@ -70,7 +70,7 @@ def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
 def _copy_group(group: ShardGroup, unit: Unit, memo: dict[Any, Any]) -> ShardGroup:
     params: list[UnitParam] = []
     for param in group.params:
-        slots = [Slot(memo[id(s.parameters)], s.name) for s in param.slots if id(s.parameters) in memo]
+        slots = [_copy_slot(slot, memo) for slot in param.slots if id(slot.parameters) in memo]
         sharded = slots[0].parameters[slots[0].name]
         assert sharded is not None
         copied = UnitParam(param.fqn, slots, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape)
@@ -88,6 +88,12 @@ def _copy_group(group: ShardGroup, unit: Unit, memo: dict[Any, Any]) -> ShardGro
     result.allocates_from_process_group = group.allocates_from_process_group
     result.ensure_packed()
     return result
+
+
+def _copy_slot(slot: Slot, memo: dict[Any, Any]) -> Slot:
+    module = slot.follower() if slot.follower is not None else None
+    follower = weakref.ref(memo[id(module)]) if module is not None and id(module) in memo else None
+    return Slot(memo[id(slot.parameters)], slot.name, follower)
 
 
 def _copy_of(lender: Unit, memo: dict[Any, Any]) -> Unit | None:

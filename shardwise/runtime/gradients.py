@@ -266,7 +266,7 @@ class Reduction:
                         window.add_(self._partial[param])
             self._pending = None
             replicas = self.group.comm.replicas
-            if replicas is not None and not self.is_partial:
+            if replicas is not None and not self.is_partial and self.has_elements:
                 scale = self._scale if self.group.comm.reduce is None else _replica_scale(self._scale)
                 self._pending = replicas.all_reduce(section, scale)
             elif self._terms.hook is not None:
@@ -352,9 +352,14 @@ class Reduction:
         return self._packing.label
 
     @property
+    def has_elements(self) -> bool:
+        """False when all parameters are of size zero: there is nothing to send."""
+        return self._packing.layout.full_numel > 0
+
+    @property
     def is_collective(self) -> bool:
         """True when shards of other ranks are summed."""
-        return self.group.comm.reduce is not None
+        return self.group.comm.reduce is not None and self.has_elements
 
     @property
     def num_bytes(self) -> int:
@@ -379,7 +384,7 @@ def launch_reductions(
             own = [gradients[param] for param in chosen]
             reduction = Reduction(group, chosen, own, dtype, terms, partial)
             launched.append(reduction)
-            if group.comm.reduce is None:
+            if group.comm.reduce is None or not reduction.has_elements:
                 reduction.reduce_here(in_place=chosen[0] in stays)
             else:
                 reduction.scatter()

@@ -211,7 +211,7 @@ class ShardGroup:
             by_dtype.setdefault((param.dtype, self.precision.dtype_of_full(param.dtype)), []).append(param)
         self._buckets = [self._make_bucket(params, full_dtype) for (_, full_dtype), params in by_dtype.items()]
         self._fulls = [FullBuffer(b.layout, b.full_dtype, self.device, is_shared=not b.travels) for b in self._buckets]
-        # Buckets travel all or, without collectives, those alone whose full parameters have another dtype or device.
+        # What has no elements does not travel; nor, without collectives, what is its own full parameter.
         self._main = Shards([b for b in self._buckets if b.travels], self.axes.num_shards, self.device)
         self._sub = None
         self._full_bytes = sum(full.num_bytes for full in self._fulls)
@@ -226,7 +226,7 @@ class ShardGroup:
         layout = build_bucket([param.shard for param in params], self._alignment(dtype), self._alignment(full_dtype))
         device = params[0].local.device
         pins = isinstance(self.offload, CPUOffloadPolicy) and self.offload.can_pin and device.type == "cpu"
-        travels = self.is_collective or dtype != full_dtype or device != self.device
+        travels = (self.is_collective or dtype != full_dtype or device != self.device) and layout.full_numel > 0
         bucket = FlatBucket(params, layout, full_dtype, Allocator(device, pins, self.shares_memory), travels)
         bucket.move_in()
         return bucket
@@ -317,6 +317,8 @@ class ShardGroup:
                 num_trainable += wanted
                 for slot in param.slots:
                     slot.parameters[slot.name] = full
+                    if slot.follower is not None:
+                        slot.tell(full)
         for param in self.extended.params:
             full = param.full
             assert full is not None
@@ -417,6 +419,8 @@ class ShardGroup:
             sharded = param.sharded
             for slot in param.slots:
                 slot.parameters[slot.name] = sharded
+                if slot.follower is not None:
+                    slot.tell(sharded)
         self.drop()
 
     def drop(self) -> None:

@@ -79,7 +79,7 @@ class GroupLink:
         if self._sizes is not None and not isinstance(self._link, HostLink):
             return self._link
         gathers = [group for ref in self._gathers if (group := ref()) is not None]
-        buckets = [bucket for group in gathers for bucket in group.main_buckets]
+        buckets = [bucket for group in gathers for bucket in group.main_buckets if bucket.travels]
         if self._sizes is None or any(bucket.number is None for bucket in buckets):
             reduces = [group for ref in self._reduces if (group := ref()) is not None]
             sizes = _sizes_of(buckets, reduces, self._process_group.size())

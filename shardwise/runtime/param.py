@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,10 +21,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place where a parameter hangs: a module's dict of parameters (which does not keep the module alive) and a name."""
+    """A place where a parameter hangs: a module's dict of parameters (which does not keep the module alive) and a name.
+
+    Attributes:
+        follower: the module, if its class has a ``__setattr__`` of its own to follow its parameters (as LSTMs do).
+    """
 
     parameters: dict[str, nn.Parameter | None]
     name: str
+    follower: Callable[[], nn.Module | None] | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> Slot:
+        """Return the slot of parameter ``name`` of ``module``."""
+        follows = type(module).__setattr__ is not nn.Module.__setattr__
+        return cls(torch_private.parameters_of(module), name, weakref.ref(module) if follows else None)
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Hang ``parameter`` here.  What runs at every step does so itself and calls :meth:`tell`: calls cost."""
+        self.parameters[self.name] = parameter
+        if self.follower is not None:
+            self.tell(parameter)
+
+    def tell(self, parameter: nn.Parameter) -> None:
+        """Let a module that follows its parameters know that ``parameter`` hangs here now."""
+        module = self.follower() if self.follower is not None else None
+        if module is not None:
+            setattr(module, self.name, parameter)
 
 
 def _nothing() -> None:
@@ -97,7 +121,7 @@ class UnitParam:
     def register(self, parameter: nn.Parameter) -> None:
         """Hang ``parameter`` in every slot."""
         for slot in self.slots:
-            slot.parameters[slot.name] = parameter
+            slot.put(parameter)
 
     @property
     def is_registered(self) -> bool:

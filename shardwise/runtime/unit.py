@@ -306,8 +306,8 @@ class Unit:
             if param.subsharded is not None and param.subsharded._version:
                 raise StateError(
                     f"{param.fqn} (unit '{self.name}') was written to between forward and backward, when its form on the "
-                    "smaller mesh of reshard_after_forward was registered, which is not what is trained. Write to it after backward, "
-                    "or call reshard() on the module first"
+                    "smaller mesh of reshard_after_forward was registered, which is not what is trained. Write to it after "
+                    "backward, or call reshard() on the module first"
                 )
 
     def _check_is_copy(self) -> None:
@@ -353,11 +353,11 @@ class Unit:
             if unit is None:
                 return
             unit.gradient_arrived.add(ordinal)
-            if unit.in_backward and (unit.is_nested or len(unit.gradient_arrived) < unit.num_expected):
-                return  # the engine knows of this backward, and nothing is complete
-            if unit.in_backward and unit.backward_task != torch_private.graph_task_id():
-                unit.is_nested = True  # a checkpoint within the unit runs a backward of its own: others may follow
-                return
+            if unit.in_backward:
+                if unit.backward_task != torch_private.graph_task_id():
+                    unit.is_nested = True  # a checkpoint within the unit runs a backward of its own: others may follow
+                if unit.is_nested or len(unit.gradient_arrived) < unit.num_expected:
+                    return  # the engine knows of this backward, and nothing is complete
             engine = unit.engine_ref()
             if engine is not None:
                 engine.gradient_arrived(unit, ordinal)
