@@ -76,6 +76,12 @@ def test_every_door_action_and_change_is_drawn() -> None:
     assert {case.num_ranks for case in drawn} == {1, 2, 3, 4}
 
 
+def test_half_precision_is_drawn_where_it_is_exact() -> None:
+    halves = [case for seed in range(200) if (case := draw(seed, "precision")).settings.compute]
+    assert {case.settings.compute for case in halves} == {"bfloat16", "float16"}
+    assert all(case.settings.arithmetic == "integers" and case.num_ranks != 3 for case in halves)
+
+
 def test_no_door_without_units_is_asked_for_methods_of_units() -> None:
     asks = small(*STEP, do.Unshard(0))
     assert suits(asks, Contender("fully_shard"))

@@ -97,7 +97,7 @@ def uses(case: Case, names: Sequence[str]) -> bool:
     for action in case.actions:
         fields = [getattr(action, name) for name in ("how", "what", "method") if hasattr(action, name)]
         words |= {type(action).__name__, *(str(each) for each in fields)}
-    words |= {case.settings.mesh, case.settings.optim.name, case.settings.compute}
+    words |= {case.settings.mesh, case.settings.optim.name, case.settings.compute, "columns" * case.settings.columns}
     return bool(words & set(names))
 
 

@@ -43,7 +43,7 @@ def draw(seed: int, area: str, max_ranks: int = 4) -> Case:
     num_ranks = RANKS[pick(random, ranks or {"one": 1.0})]
     settings = _draw_settings(random, weights, num_ranks)
     if num_ranks == 3:
-        settings = _in_reals(random, settings, weights)
+        settings = _in_reals(random, replace(settings, compute="", output=""), weights)
     reals = settings.arithmetic == "reals"
     model = draw_model(random, weights, reals, (2, 4) if settings.mesh == "tensor" else SIZES)
     if settings.mesh == "tensor":
@@ -82,7 +82,8 @@ def _draw_settings(random: Random, weights: Weights, num_ranks: int) -> Settings
         bucket_view=random.random() < weights.bucket_view,
         sync_buffers=random.random() < weights.sync_buffers,
     )
-    return _in_reals(random, settings, weights) if random.random() < weights.reals else settings
+    # Half precision is compared where it is exact alone.
+    return _in_reals(random, settings, weights) if not compute and random.random() < weights.reals else settings
 
 
 def _in_reals(random: Random, settings: Settings, weights: Weights) -> Settings:
