@@ -73,7 +73,11 @@ def mesh_of(meshes: Meshes, num_ranks: int, kind: str) -> DeviceMesh | None:
 
 
 class EngineSide(Side):
-    """A rank of an engine's door."""
+    """A rank of an engine's door.
+
+    Attributes:
+        watch: counts full parameters, behind doors that shard.
+    """
 
     def __init__(self, play: Play, seat: Seat, contender: Contender, meshes: Meshes) -> None:
         super().__init__(play, seat)
@@ -85,7 +89,7 @@ class EngineSide(Side):
             cast(Any, self.model).set_transport(contender.transport)
         shards = self.settings.mesh != "tensor" and seat.num_ranks > 1  # else full parameters may be DTensors too
         self._is_counted = self._maker.is_ours and self._maker.reshards and shards
-        self._watch = Watch(self.net) if self._is_counted else None
+        self.watch = Watch(self.net) if self._is_counted else None
         self.remake_optimizer()
 
     def _sharded(self, model: nn.Module) -> nn.Module:
@@ -150,7 +154,7 @@ class EngineSide(Side):
     def adopt(self, model: nn.Module) -> None:
         super().adopt(model)
         if self._is_counted:
-            self._watch = Watch(model)
+            self.watch = Watch(model)
 
     def registered(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
         # While a unit is unsharded others are registered than those that the optimizer steps, which have the gradients.
@@ -161,10 +165,10 @@ class EngineSide(Side):
         return found
 
     def record(self, moment: str | tuple[str, torch.Tensor]) -> Record:
-        if self._watch is not None:
-            self._watch.listen()
+        if self.watch is not None:
+            self.watch.listen()
         return super().record(moment)
 
     def notes(self) -> list[str]:
         """Return what was found beside numbers."""
-        return self._watch.findings() if self._watch is not None else []
+        return self.watch.findings() if self.watch is not None else []
