@@ -96,7 +96,7 @@ class KeptParameter(nn.Parameter):
         torch_private.set_data(self, value)
 
     @property
-    def grad(self) -> torch.Tensor | None:  # pyright: ignore
+    def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The gradient of the shard."""
         return self.kept.sharded().grad
 
@@ -105,7 +105,7 @@ class KeptParameter(nn.Parameter):
         self.kept.sharded().grad = value
 
     @grad.deleter
-    def grad(self) -> None:
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.kept.sharded().grad = None
 
     @property
