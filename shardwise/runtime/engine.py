@@ -420,7 +420,7 @@ class Engine:
                 # Gradients held from earlier backwards must go out with this one, even if this one brought none.
                 is_due = unit.policy.sync and (unit.held or unit.policy.reduces_unused) and not self._was_reduced(unit)
                 if unit.gradient_arrived or unit.in_backward or is_due:
-                    unit.ended_late = True
+                    unit.ended_late = unit.ended_late or unit.counts_gradients
                     self.after_backward(unit)
                 elif unit.is_gathering:  # ahead, but backward went another way
                     unit.discard()
