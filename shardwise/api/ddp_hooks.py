@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.api.zero import ZeroRedundancyOptimizer
 from shardwise.api.zero_gradients import piece_gradient
-from shardwise.api.zero_pieces import LocalPiece, gradient_for
+from shardwise.api.zero_pieces import LocalPiece, gradient_for, is_dense
 from shardwise.comm.owners import Owned, PendingBroadcast, PendingReduce, launch_broadcasts, reduce_to_owners
 from shardwise.errors import ConfigError
 from shardwise.torch_private import call_after_backward, graph_task_id
@@ -86,11 +86,12 @@ class _Overlap:
     reduce: Reduce
     warmup: Warmup
     interleaved: bool
+    strides: list[tuple[int, ...]]  # of the parameters when DDP laid out its buckets
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """A bucket whose gradients are on their way."""
+    """A bucket whose gradients, views of ``buffer``, are on their way."""
 
     indices: list[int]
     gradients: list[torch.Tensor]
@@ -135,7 +136,8 @@ def _make(
             f"{strangers} parameters of the module are not in the ZeroRedundancyOptimizer, so no rank owns their "
             "gradients: pass them to it or use reduce='all'"
         )
-    overlap = _Overlap(hook or allreduce_hook, weakref.ref(ddp), zero, indices, reduce, warmup, interleaved)
+    strides = [param.stride() for param in zero.all_params]
+    overlap = _Overlap(hook or allreduce_hook, weakref.ref(ddp), zero, indices, reduce, warmup, interleaved, strides)
     running = _Backward()
 
     def zero_step_hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
@@ -160,7 +162,22 @@ def _begin(overlap: _Overlap, running: _Backward) -> None:
     if running.has_step:
         if len(overlap.index_of) < len(overlap.zero.all_params):
             overlap.index_of.update({param: index for index, param in enumerate(overlap.zero.all_params)})
+            overlap.strides.extend(param.stride() for param in overlap.zero.all_params[len(overlap.strides) :])
+        _check_memory_order(overlap)
         overlap.zero.refresh()
+
+
+def _check_memory_order(overlap: _Overlap) -> None:
+    """Raises: ConfigError for a parameter whose strides have changed: DDP may lay out its buckets by the old ones."""
+    for index, (param, stride) in enumerate(zip(overlap.zero.all_params, overlap.strides, strict=True)):
+        if param.stride() != stride:
+            text = (
+                f"parameter {index} of shape {tuple(param.shape)} has strides {param.stride()}, but had {stride} when the "
+                "hook was made: in which order DDP's buckets hold its gradient is not known. Change memory formats first, "
+                "then make DDP and the hook"
+            )
+            overlap.zero.board.report_failure(f"rank {overlap.zero.rank}: {text}")
+            raise ConfigError(text)
 
 
 def _on_bucket(overlap: _Overlap, running: _Backward, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
@@ -178,7 +195,7 @@ def _on_bucket(overlap: _Overlap, running: _Backward, state: object, bucket: dis
 
 
 def _launch(overlap: _Overlap, running: _Backward, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    gradients = bucket.gradients()
+    gradients = _gradient_views(bucket)
     indices = [overlap.index_of.get(param, -1) for param in bucket.parameters()]
     if overlap.reduce == "all":
         future = overlap.hook(state, bucket)
@@ -195,6 +212,17 @@ def _launch(overlap: _Overlap, running: _Backward, state: object, bucket: dist.G
     done: Future[torch.Tensor] = Future()
     done.set_result(bucket.buffer())
     return done
+
+
+def _gradient_views(bucket: dist.GradBucket) -> list[torch.Tensor]:
+    """Return the gradients as they lie in the bucket: in the memory order of their parameters.
+
+    ``bucket.gradients()`` reads the same bytes as row-major, which permutes those of channels_last or transposed ones.
+    """
+    return [
+        gradient if param.is_contiguous() or not is_dense(param) else gradient.as_strided(param.shape, param.stride())
+        for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+    ]
 
 
 def _finish(overlap: _Overlap, running: _Backward) -> None:

@@ -70,7 +70,7 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.is_contiguous():
         return tensor.view(-1)
-    ordered = tensor.permute(_memory_order(tensor))
+    ordered = tensor.permute(memory_order(tensor))
     if not ordered.is_contiguous():
         raise LayoutError(
             f"a tensor of shape {tuple(tensor.shape)} has strides {tensor.stride()}, which leave gaps or overlap; "
@@ -79,11 +79,16 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     return ordered.view(-1)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return True if ``tensor`` has neither gaps nor overlaps in memory, in whatever order its elements lie."""
+    return tensor.is_contiguous() or tensor.permute(memory_order(tensor)).is_contiguous()
+
+
 def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` (shape of ``param``) as 1-D in the memory order of ``param``; a copy only if strides differ."""
     if param.is_contiguous():
         return tensor.reshape(-1)
-    return tensor.permute(_memory_order(param)).reshape(-1)
+    return tensor.permute(memory_order(param)).reshape(-1)
 
 
 def gradient_for(local: LocalPiece, gradient: torch.Tensor) -> torch.Tensor:
@@ -156,5 +161,6 @@ def _pack(members: Sequence[torch.Tensor]) -> None:
         offset += param.numel()
 
 
-def _memory_order(tensor: torch.Tensor) -> list[int]:
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """Return the dims of ``tensor`` from the one that moves furthest in memory to the one that moves least."""
     return sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))

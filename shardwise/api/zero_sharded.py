@@ -6,14 +6,14 @@ or the partition, and a plain optimizer's ``state_dict()`` loads it and is loade
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from shardwise.api.zero_pieces import LocalPiece, flat_view
+from shardwise.api.zero_pieces import LocalPiece, flat_like, memory_order
 from shardwise.api.zero_state import StateOfParam, check_groups, load_into
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.even import Box, boxes
@@ -30,16 +30,24 @@ class StateSlice(torch.Tensor):
     """
 
     local: torch.Tensor
-    parts: tuple[Box, ...]
+    parts: tuple[Box, ...]  # in memory order: dim ``i`` of a box is dim ``order[i]`` of the tensor
+    order: tuple[int, ...]
     start: int
 
     @staticmethod
-    def make(local: torch.Tensor, shape: torch.Size, start: int) -> StateSlice:
-        """Return the slice of a row-major tensor of ``shape`` whose values from ``start`` on are ``local`` (1-D)."""
-        slice_ = torch.empty(1, dtype=local.dtype, device=local.device).expand(shape).as_subclass(StateSlice)
-        slice_.local, slice_.start = local, start
-        slice_.parts = boxes(tuple(shape), start, start + local.numel())
+    def make(local: torch.Tensor, param: torch.Tensor, start: int) -> StateSlice:
+        """Return the slice of a tensor that lies as ``param`` does and holds ``local`` (1-D) from ``start`` on."""
+        slice_ = torch.empty(1, dtype=local.dtype, device=local.device).expand(param.shape).as_subclass(StateSlice)
+        order = range(param.dim()) if param.is_contiguous() else memory_order(param)
+        slice_.local, slice_.start, slice_.order = local, start, tuple(order)
+        slice_.parts = boxes([param.size(dim) for dim in order], start, start + local.numel())
         return slice_
+
+    def _by_dim(self, values: Sequence[int]) -> torch.Size:
+        found = [0] * len(values)
+        for dim, value in zip(self.order, values, strict=True):
+            found[dim] = value
+        return torch.Size(found)
 
     def __create_write_items__(self, fqn: str, _tensor: object) -> list[WriteItem]:
         return [
@@ -52,13 +60,14 @@ class StateSlice(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.parts]
+        return [ChunkStorageMetadata(self._by_dim(box.offsets), self._by_dim(box.sizes)) for box in self.parts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for box in self.parts:
-            if index.offset == torch.Size(box.offsets):
+            if index.offset == self._by_dim(box.offsets):
                 begin = box.start - self.start
-                return self.local[begin : begin + box.numel].view(box.sizes)
+                dims = self._by_dim(range(len(self.order)))  # where each dim of the tensor is among those of the box
+                return self.local[begin : begin + box.numel].view(box.sizes).permute(dims)
         raise StateError(f"{index.fqn}: no part of this rank's slice starts at {index.offset}")
 
 
@@ -118,19 +127,14 @@ class ShardedState:
 def _outward(value: Any, local: LocalPiece) -> Any:
     if local.is_param or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
-    if not local.param.is_contiguous():
-        raise StateError(
-            f"parameter {local.piece.tensor} of shape {tuple(local.param.shape)} is not row-major in memory; its even "
-            "pieces have no boxes a checkpoint could store: consolidate_state_dict(), or use partition='whole'"
-        )
-    return StateSlice.make(value, local.param.shape, local.piece.start)
+    return StateSlice.make(value, local.param, local.piece.start)
 
 
 def _inward(value: Any, local: LocalPiece) -> Any:
     if isinstance(value, StateSlice):
         return value.local
     if isinstance(value, torch.Tensor) and value.dim() > 0 and not local.is_param:
-        return flat_view(value)[local.piece.start : local.piece.stop].clone()
+        return flat_like(value, local.param)[local.piece.start : local.piece.stop].clone()
     return value
 
 
