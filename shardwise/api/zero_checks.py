@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
+from shardwise.optim.pieces import is_sharded, is_sharded_tensor
 
 Partition = Literal["whole", "even"]
 FUNCTIONAL_MODULES = "torch.distributed.optim.functional_"
@@ -55,8 +57,10 @@ def flatten_groups(params: Sequence[torch.Tensor] | Sequence[Mapping[str, Any]])
 
 
 def check_dense(tensors: Sequence[torch.Tensor], mixed_dtypes: bool) -> None:
-    """Raises: ConfigError for sparse tensors, and for several dense types unless ``mixed_dtypes``."""
-    for tensor in tensors:
+    """Raises: ConfigError for sharded and sparse tensors, and for several dense types unless ``mixed_dtypes``."""
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor) or is_sharded_tensor(tensor):
+            raise ConfigError(_not_plain(index, tensor))
         if tensor.layout != torch.strided:
             raise ConfigError(
                 "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got "
@@ -68,6 +72,20 @@ def check_dense(tensors: Sequence[torch.Tensor], mixed_dtypes: bool) -> None:
             "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got both "
             f"{names[0]} and {names[1]}; pass mixed_dtypes=True to shard them together"
         )
+
+
+def _not_plain(index: int, tensor: torch.Tensor) -> str:
+    kind = f"a DTensor with placements {tensor.placements}" if isinstance(tensor, DTensor) else "a ShardedTensor"
+    cause = (
+        "the optimizer state is sharded already, like the parameters that it belongs to"
+        if is_sharded(tensor)
+        else "every rank holds it whole, but as a DTensor (replicate() makes them), and owners take plain tensors"
+    )
+    return (
+        f"parameter {index} of shape {tuple(tensor.shape)} is {kind}: {cause}. Use the plain optimizer on it, or "
+        "shardwise.ShardedOptimizer(dict(model.named_parameters()), ...); ZeroRedundancyOptimizer is for models whose "
+        "parameters are plain tensors, under DistributedDataParallel or with reduce_gradients()"
+    )
 
 
 def checked_optimizer_class(optimizer_class: type[Any], overlap_with_ddp: bool) -> type[Optimizer]:
