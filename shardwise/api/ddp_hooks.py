@@ -17,7 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.api.zero import ZeroRedundancyOptimizer
-from shardwise.api.zero_gradients import piece_gradient
+from shardwise.api.zero_gradients import mark_spent, piece_gradient
 from shardwise.api.zero_pieces import LocalPiece, gradient_for, is_dense
 from shardwise.comm.owners import Owned, PendingBroadcast, PendingReduce, launch_broadcasts, reduce_to_owners
 from shardwise.errors import ConfigError
@@ -204,7 +204,7 @@ def _launch(overlap: _Overlap, running: _Backward, state: object, bucket: dist.G
     zero = overlap.zero
     place = dict(zip(indices, gradients, strict=True))
     owned: list[Owned] = []
-    for piece in zero.pieces_of(indices):
+    for piece in zero.share.pieces_of(indices):
         gradient = piece_gradient(piece, zero.all_params[piece.tensor], place[piece.tensor])
         owned.append(Owned(piece.owner, gradient))
     reduced = reduce_to_owners(owned, zero.board, _what(zero), zero.staging(bucket.buffer().device))
@@ -235,7 +235,7 @@ def _finish(overlap: _Overlap, running: _Backward) -> None:
         _step_bucket(overlap, running, running.buckets.pop(0))
     _end(overlap, running)
     if overlap.reduce == "owner" and graph_task_id() != -1:
-        call_after_backward(lambda: _free_others(overlap.zero))
+        call_after_backward(lambda: mark_spent(overlap.zero.share, weakref.ref(overlap.zero)))
 
 
 def _end(overlap: _Overlap, running: _Backward) -> None:
@@ -249,8 +249,8 @@ def _step_bucket(overlap: _Overlap, running: _Backward, bucket: _Bucket) -> None
     zero = overlap.zero
     known = [index for index in bucket.indices if index >= 0]
     if isinstance(bucket.reduced, PendingReduce):
-        mine = zero.local_pieces_of(known)
-        parts = bucket.reduced.wait()
+        mine = zero.share.local_pieces_of(known)
+        parts = bucket.reduced.wait().split(bucket.reduced.sizes)
         pairs = [
             (local, part.as_strided(local.tensor.shape, local.tensor.stride()))
             for local, part in zip(mine, parts, strict=True)
@@ -258,10 +258,10 @@ def _step_bucket(overlap: _Overlap, running: _Backward, bucket: _Bucket) -> None
         _keep_whole(bucket, pairs)
     else:
         place = _gradients_of(bucket, _wait_future(zero, bucket.reduced))
-        pairs = [(local, gradient_for(local, place[local.piece.tensor])) for local in zero.local_pieces_of(known)]
+        pairs = [(local, gradient_for(local, place[local.piece.tensor])) for local in zero.share.local_pieces_of(known)]
     if pairs:
         zero.step_pieces(pairs)
-    running.broadcasts += launch_broadcasts(zero.plan_broadcasts_of(known), zero.board, _what(zero))
+    running.broadcasts += launch_broadcasts(zero.layout.broadcasts_of(known), zero.board, _what(zero))
 
 
 def _wait_future(zero: ZeroRedundancyOptimizer, future: Future[torch.Tensor]) -> torch.Tensor:
@@ -300,16 +300,8 @@ def _step_from_gradients(overlap: _Overlap, running: _Backward) -> None:
         (local, gradient_for(local, local.param.grad)) for local in zero.local_pieces if local.param.grad is not None
     ]
     zero.step_pieces(pairs)
-    everything = [index for index, param in enumerate(zero.all_params) if param.requires_grad]
-    running.broadcasts += launch_broadcasts(zero.plan_broadcasts_of(everything), zero.board, _what(zero))
+    running.broadcasts += launch_broadcasts(zero.layout.broadcasts, zero.board, _what(zero))
     _end(overlap, running)
-
-
-def _free_others(zero: ZeroRedundancyOptimizer) -> None:
-    own = {local.piece.tensor for local in zero.local_pieces if local.is_param}
-    for index, param in enumerate(zero.all_params):
-        if index not in own:
-            param.grad = None
 
 
 def _what(zero: ZeroRedundancyOptimizer) -> str:

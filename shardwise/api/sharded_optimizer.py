@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -11,10 +10,10 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise import torch_private
-from shardwise.comm.matrices import sum_of
 from shardwise.errors import ConfigError
-from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.clip import Part, checked_norm_type, clip_parts, part_of
 from shardwise.optim.named_state import ByName, NamedGroup, StateView, full_value, unwrap, wrap
+from shardwise.optim.owned import OwnedGradient
 from shardwise.optim.pieces import (
     Piece,
     clear_gradient,
@@ -122,28 +121,28 @@ class ShardedOptimizer(Optimizer):
         for pieces in self._pieces.values():
             clear_gradient(pieces, set_to_none)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Scale the gradients so that their total norm is at most ``max_norm``; return the norm before.
 
         Like :func:`shardwise.clip_grad_norm_`, and over ShardedTensors too.  Collective.
         """
-        whole = [p for p in self.named_params.values() if not is_sharded_tensor(p)]
-        cut = [pieces for pieces in self._pieces.values() if is_sharded_tensor(pieces[0].param)]
-        if not cut:
-            return clip_grad_norm_(whole, max_norm, norm_type)
-        rest = clip_grad_norm_(whole, math.inf, norm_type)
-        total = _norm_of_sharded_tensors(cut, norm_type)
-        if math.isinf(norm_type):
-            total = torch.maximum(total, rest.to(total))
-        else:
-            total = (total**norm_type + rest.to(total) ** norm_type) ** (1.0 / norm_type)
-        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for pieces in self._pieces.values():
-            for piece in pieces:
-                gradient = gradient_of(piece)
-                if gradient is not None:
-                    gradient.detach().mul_(coefficient.to(gradient.device, gradient.dtype))
-        return total
+        checked_norm_type(norm_type)
+        parts: list[Part] = []
+        owned: list[OwnedGradient] = []
+        for name, param in self.named_params.items():
+            if is_sharded_tensor(param):
+                group = torch_private.process_group_of(param)
+                gradients = [gradient_of(piece) for piece in self._pieces[name] if piece.stand_in is None]
+                parts += [Part(g.detach(), group, group.size()) for g in gradients if g is not None] or [
+                    Part(local_of(self._pieces[name][0]).detach()[:0], group, group.size())
+                ]
+            elif isinstance(param.grad, OwnedGradient):
+                owned.append(param.grad)
+            elif param.grad is not None:
+                parts.append(part_of(param.grad))
+        return clip_parts(parts, owned, max_norm, norm_type, error_if_nonfinite)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: ``{"params": {name: tensor, ...}, "lr": ...}``, or pairs of name and tensor.
@@ -344,21 +343,3 @@ def _match_groups(
             )
         matched.update(zip(group["params"], names, strict=True))
     return list(saved), matched
-
-
-def _norm_of_sharded_tensors(params: Sequence[Sequence[Piece]], norm_type: float) -> torch.Tensor:
-    total = torch.zeros((), dtype=torch.float32, device=local_of(params[0][0]).device)
-    is_max = math.isinf(norm_type)
-    by_group: dict[Any, list[Piece]] = {}
-    for pieces in params:
-        by_group.setdefault(torch_private.process_group_of(pieces[0].param), []).extend(pieces)
-    for group, pieces in by_group.items():
-        part = torch.zeros_like(total)
-        for piece in pieces:
-            gradient = gradient_of(piece)
-            if gradient is not None and gradient.numel():
-                norm = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=total.dtype)
-                part = torch.maximum(part, norm) if is_max else part + norm**norm_type
-        part = sum_of(part, group, is_max)
-        total = torch.maximum(total, part) if is_max else total + part
-    return total if is_max else total ** (1.0 / norm_type)

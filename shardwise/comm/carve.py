@@ -69,6 +69,19 @@ def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return _bytes_at(start.data_ptr(), num_bytes, start.device, tuple(tensors)).view(first.dtype)
 
 
+def are_neighbours(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return True if ``tensors``, contiguous and of one dtype, lie one after the other without gaps; empty ones anywhere."""
+    end = None
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes:
+            start = tensor.data_ptr()
+            if end is not None and start != end:
+                return False
+            end = start + num_bytes
+    return True
+
+
 def is_own(tensor: torch.Tensor) -> bool:
     """Return True if ``tensor`` has a storage of just its own bytes."""
     num_bytes = tensor.untyped_storage().nbytes()

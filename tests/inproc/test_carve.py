@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 
-from shardwise.comm.carve import carve, is_own, join
+from shardwise.comm.carve import are_neighbours, carve, is_own, join
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
@@ -65,3 +65,12 @@ def test_neighbours_can_be_joined_and_keep_the_allocation_alive() -> None:
     del whole
     gc.collect()
     assert allocation() is None
+
+
+def test_neighbours_are_told_by_addresses_whatever_their_storages() -> None:
+    flat = torch.arange(10.0)
+    left, nothing, right = carve(flat, 0, (2, 2)), carve(flat, 4, (0, 3)), flat[4:9]
+    assert are_neighbours([left, nothing, right])
+    assert are_neighbours([nothing])
+    assert not are_neighbours([right, left])
+    assert not are_neighbours([left, flat[5:9]])

@@ -37,6 +37,21 @@ def test_swapped_storages_exchange_bytes_under_their_tensors() -> None:
     assert left.tolist() == [2.0] * 4
 
 
+def test_holders_of_a_storage_are_counted() -> None:
+    tensor = torch.zeros(4)
+    storage = tensor.untyped_storage()
+    assert private.storage_use_count(storage) == private.storage_use_count(tensor.untyped_storage()) == 1
+    alias, parameter = tensor.detach(), nn.Parameter(tensor)
+    assert private.storage_use_count(storage) == 3
+    del alias
+    array = parameter.detach().numpy()
+    assert private.storage_use_count(storage) == 3
+    del array, parameter
+    assert private.storage_use_count(storage) == 1
+    del tensor
+    assert private.storage_use_count(storage) == 0
+
+
 def test_copy_all_and_add_all() -> None:
     targets = [torch.zeros(2), torch.zeros(3, dtype=torch.float64)]
     private.copy_all(targets, [torch.ones(2), torch.ones(3)])
