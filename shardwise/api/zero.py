@@ -143,6 +143,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             del error
         super().add_param_group(param_group)
         self.share = make_share(self.param_groups, self.partition, self.world_size, self.rank, self.share)
+        self._is_compared = False
         self.optim.add_param_group(self._local_group(len(self.param_groups) - 1))
         copy_options(self.optim.param_groups, self.param_groups)
         self._adopt_layout()

@@ -110,11 +110,11 @@ def _judge(share: Share, what: str, rows: Mapping[int, dict[int, Sketch | None]]
     for index, row in rows.items():
         present = [sketch for sketch in row.values() if sketch is not None]
         lacking = [piece.owner for piece in share.by_param[index] if row.get(piece.owner, present[0]) is None]
-        apart = max(_distance(present[0], sketch) for sketch in present)
-        if lacking or not apart <= present[0].tolerance:
+        apart = [_distance(present[0], sketch) for sketch in present]
+        if lacking or not all(distance <= present[0].tolerance for distance in apart):  # nan is far, too
             _complain(f"parameter {index} of shape {tuple(share.params[index].shape)}", what, row, lacking, only_warn)
             return
-        largest = max(largest, apart)
+        largest = max(largest, *apart)
     if largest:
         text = "%s: gradients are not the same to the bit on all ranks; they differ by %.1e of their norm at most"
         logger.warning(text, what, largest)

@@ -58,6 +58,8 @@ class OwnedGradient(torch.Tensor):
         del types
         if func in _COMPARISONS:
             args = [_readable(arg) for arg in args]
+        if func is torch.Tensor.is_pinned:
+            return args[0].is_whole and args[0].parts[0].is_pinned()
         with torch_private.without_torch_function():
             return func(*args, **(kwargs or {}))
 
