@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
 from shardwise.optim.pieces import is_sharded, is_sharded_tensor
+from shardwise.optim.trial import why_not_cut
 
 Partition = Literal["whole", "even"]
 FUNCTIONAL_MODULES = "torch.distributed.optim.functional_"
@@ -104,22 +105,18 @@ def checked_optimizer_class(optimizer_class: type[Any], overlap_with_ddp: bool) 
 
 
 def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any], device: torch.device) -> None:
-    """Try the optimizer on a small matrix, whole and cut in two: ``partition="even"`` needs the same result.
+    """Try the optimizer on small tensors, whole and cut in two: ``partition="even"`` needs the same result.
 
-    A list of names could not cover users' classes, and a wrong guess would train a different optimizer silently.
-    Cost: two steps on 48 elements, once.  Raises: ConfigError if the results differ or the optimizer refuses pieces.
+    Raises: ConfigError if the results differ or the optimizer refuses pieces.
     """
-    noise = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(6, 8, generator=noise).to(device) for _ in range(3))
-    reason = f"{optimizer_class.__name__} does not treat every element alone; use partition='whole'"
+    name = optimizer_class.__name__
+    advice = f"{name} does not treat every element alone; use partition='whole'"
     try:
-        whole = _steps(optimizer_class, options, [start.clone()], [[gradient] for gradient in gradients])
-        cut = [[part.clone() for part in gradient.flatten().split([20, 28])] for gradient in gradients]
-        parts = _steps(optimizer_class, options, [p.clone() for p in start.flatten().split([20, 28])], cut)
+        reason = why_not_cut(lambda groups: optimizer_class(groups, **options), {}, device)
     except Exception as error:
-        raise ConfigError(f"partition='even' cannot be used: {reason} ({error})") from error
-    if not torch.allclose(whole[0].flatten(), torch.cat(parts), rtol=1e-4, atol=1e-6):
-        raise ConfigError(f"partition='even' would change the result: {reason}")
+        raise ConfigError(f"partition='even' cannot be used: {advice} ({error})") from error
+    if reason is not None:
+        raise ConfigError(f"partition='even' would change the result: {name} {reason}; {advice}")
 
 
 def describe_params(groups: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -131,20 +128,6 @@ def describe_params(groups: Sequence[Mapping[str, Any]]) -> list[str]:
             frozen = "" if tensor.requires_grad else ", frozen"
             lines.append(f"group {index} parameter {place} of shape {tuple(tensor.shape)}, {tensor.dtype}{frozen}")
     return lines
-
-
-def _steps(
-    optimizer_class: type[Optimizer],
-    options: Mapping[str, Any],
-    tensors: list[torch.Tensor],
-    gradients: Sequence[Sequence[torch.Tensor]],
-) -> list[torch.Tensor]:
-    optimizer = optimizer_class([{"params": tensors}], **options)
-    for row in gradients:
-        for tensor, gradient in zip(tensors, row, strict=True):
-            tensor.grad = gradient.clone()
-        optimizer.step()
-    return tensors
 
 
 def _all_tensors(items: list[Any]) -> TypeGuard[list[torch.Tensor]]:

@@ -60,13 +60,15 @@ def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     They may have storages of their own, and need not be of one allocation.
     """
-    first = tensors[0]
-    numel = sum(tensor.numel() for tensor in tensors)
-    start = next((tensor for tensor in tensors if tensor.numel()), first)
-    if not numel or start.device.type == "meta":
+    real = [tensor for tensor in tensors if tensor.numel()] or tensors[:1]
+    return join_from(real[0], sum(tensor.numel() for tensor in real), tuple(tensors))
+
+
+def join_from(first: torch.Tensor, numel: int, keep: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return ``numel`` elements from where ``first`` starts, 1-D; ``keep``, in whose memory they lie, stays alive with it."""
+    if not numel or first.device.type == "meta":
         return torch.empty(numel, dtype=first.dtype, device=first.device)
-    num_bytes = numel * first.element_size()
-    return _bytes_at(start.data_ptr(), num_bytes, start.device, tuple(tensors)).view(first.dtype)
+    return _bytes_at(first.data_ptr(), numel * first.element_size(), first.device, keep).view(first.dtype)
 
 
 def are_neighbours(tensors: Sequence[torch.Tensor]) -> bool:
