@@ -18,14 +18,11 @@ from shardwise.optim.flat import (
     find_joins,
     flat_over,
     in_memory_order,
-    is_held,
-    is_per_element,
-    lies_at,
     make_run,
     merge_states,
     packed,
-    split_state,
 )
+from shardwise.optim.given import GivenState
 from shardwise.optim.pieces import Piece, gradient_of, local_of
 from shardwise.optim.trial import why_not_elementwise
 
@@ -33,6 +30,7 @@ from shardwise.optim.trial import why_not_elementwise
 # (benchmarks/optimizer_step.py, few_large: 97 ms joined without a limit, 79 ms not joined).
 CACHED_NUMEL = 1 << 16
 UNLIMITED_NUMEL = 1 << 62
+RETRY_EVERY = 64  # steps
 MANY_LAYOUTS = 16  # an allocator may put gradients of separate tensors side by side in some steps and not in others
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
@@ -57,6 +55,11 @@ class _Group:
         """True if runs have changed so often that finding them costs more than they save."""
         return self.num_layouts >= MANY_LAYOUTS and self.num_layouts * MANY_LAYOUTS >= self.num_steps
 
+    @property
+    def is_due(self) -> bool:
+        """True if it is time to look whether state that kept pieces apart is still held."""
+        return bool(self.blocked) and self.num_steps % RETRY_EVERY == 0
+
     def find(self) -> list[Found]:
         """Return the pieces with their tensors and gradients of this moment, in ``order``."""
         pieces = self.pieces
@@ -71,8 +74,7 @@ class ElementwiseStep:
     is always the one that a plain optimizer would make on each piece.
 
     What :meth:`states` returns are tensors with storages of their own on the live memory, for ever: state that somebody
-    holds is not moved, its piece is updated by itself then.  A number that the pieces of a run have in common, such as a
-    step count, is one tensor inside; those who hold a piece's get a copy that is kept equal in both directions.
+    holds is not moved, its piece is updated by itself then.
 
     Args:
         make: builds the optimizer from param groups.
@@ -91,8 +93,7 @@ class ElementwiseStep:
         self._is_flat = is_flat
         self._is_known = is_known
         self._groups = [_Group(pieces, _alone(pieces)) for pieces, _ in groups]
-        self._parts: dict[Piece, State] = {}  # of pieces in longer runs: values per element that were given out
-        self._copies: dict[Piece, State] = {}  # and copies of the others, while somebody holds them
+        self._given = GivenState()
         self.optimizer = make(
             [
                 {**options, "params": [run.tensor for run in group.runs]}
@@ -119,8 +120,7 @@ class ElementwiseStep:
             for group in self._groups:
                 for run in group.runs:
                     run.tensor.grad = None
-        if self._copies:
-            self._refresh_copies()
+        self._given.follow((run for group in self._groups for run in group.runs), self._state_of)
         for group in () if self._is_known else self._groups:
             if not group.is_checked:
                 self._check_state(group)
@@ -158,7 +158,7 @@ class ElementwiseStep:
     def load(self, states: Mapping[Piece, State], options: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state and options, by the optimizer's own ``load_state_dict``."""
         self._groups = [_Group(group.pieces, _alone(group.pieces)) for group in self._groups]
-        self._parts, self._copies = {}, {}
+        self._given = GivenState()
         if self._is_flat:
             states = packed(states, [item for group in self._groups for item in group.find()])
         for index, group in enumerate(self._groups):
@@ -178,7 +178,8 @@ class ElementwiseStep:
         found = group.find()
         group.num_steps += 1
         joins = self._joins(index, group, found)
-        if joins != group.joins or not _is_current(group.runs, found) or self._was_written(group):
+        is_laid_out = joins == group.joins and _is_current(group.runs, found) and not group.is_due
+        if not is_laid_out or self._given.was_changed(group.runs, self._state_of):
             found = self._lay_out(index, group)
         start = 0
         for run in group.runs:
@@ -214,7 +215,7 @@ class ElementwiseStep:
             merged = merge_states(parts, run.shapes) if len(parts) > 1 else parts[0]
             if merged:
                 self.optimizer.state[run.tensor] = merged
-            self._remember(run, parts, merged)
+            self._given.merge(run, parts, merged)
         self.optimizer.param_groups[index]["params"] = [run.tensor for run in group.runs]
         return found
 
@@ -229,59 +230,21 @@ class ElementwiseStep:
                 return group.blocked, joins
             group.blocked |= more
 
-    # ---- state that others see ----
+    def _state_of(self, run: Run) -> State:
+        return self.optimizer.state.get(run.tensor, {})
 
     def _states_of(self, group: _Group) -> dict[Piece, State]:
-        """Return the state of each piece; what is made for pieces of longer runs is remembered."""
         found: dict[Piece, State] = {}
         for run in group.runs:
-            state = self.optimizer.state.get(run.tensor)
-            if not state:
-                continue
-            known = {p: {**self._parts.get(p, {}), **self._copies.get(p, {})} for p in run.pieces}
-            parts = split_state(run, state, known)
-            self._remember(run, parts, state, are_held=True)
-            found.update(zip(run.pieces, parts, strict=True))
+            state = self._state_of(run)
+            if state:
+                found.update(zip(run.pieces, self._given.split(run, state), strict=True))
         return found
 
-    def _remember(self, run: Run, parts: Sequence[State], state: State, are_held: bool = False) -> None:
-        start = 0
-        for piece, part, shape in zip(run.pieces, parts, run.shapes, strict=True):
-            self._parts.pop(piece, None)
-            self._copies.pop(piece, None)
-            if len(run.pieces) > 1:  # else the optimizer holds these tensors themselves
-                tensors = {key: value for key, value in part.items() if isinstance(value, torch.Tensor)}
-                lying = {key for key, value in tensors.items() if lies_at(value, state[key], start, shape)}
-                copies = {k: v for k, v in tensors.items() if not is_per_element(v, shape) and (are_held or is_held(v))}
-                self._parts[piece] = {key: tensors[key] for key in lying if is_per_element(tensors[key], shape)}
-                if copies:
-                    self._copies[piece] = copies
-            start += shape.numel()
-
-    def _was_written(self, group: _Group) -> bool:
-        """Return whether somebody has changed a copy of a number that a run's pieces have in common."""
-        return any(
-            not torch.equal(value, self.optimizer.state[run.tensor][key])
-            for run in (group.runs if self._copies else ())
-            for piece in run.pieces
-            for key, value in self._copies.get(piece, {}).items()
-        )
-
-    def _refresh_copies(self) -> None:
-        for group in self._groups:
-            for run in group.runs:
-                for piece in run.pieces:
-                    copies = self._copies.pop(piece, None)
-                    held = {key: value for key, value in (copies or {}).items() if is_held(value)}
-                    for key, value in held.items():
-                        value.copy_(self.optimizer.state[run.tensor][key])
-                    if held:
-                        self._copies[piece] = held
-
     def _check_state(self, group: _Group) -> None:
-        states = [self.optimizer.state.get(run.tensor) for run in group.runs]
+        states = [self._state_of(run) for run in group.runs]
         for run, state in zip(group.runs, states, strict=True):
-            reason = why_not_elementwise(state or {}, run.tensor.shape)
+            reason = why_not_elementwise(state, run.tensor.shape)
             if reason is not None:
                 raise StateError(
                     f"{run.pieces[0].name}: {type(self.optimizer).__name__} {reason}. It does not treat every element alone, "

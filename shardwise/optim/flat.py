@@ -114,26 +114,26 @@ def flat_over(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return join_from(first, numel, tensors)
 
 
-def split_state(run: Run, state: State, known: Mapping[Piece, State] | None = None) -> list[State]:
+def split_state(run: Run, state: State, known: Sequence[State] = ()) -> list[State]:
     """Return the state of each piece: values per element as tensors of their own on the memory of ``state``, others copied.
 
-    ``known``: tensors returned for the pieces before; they are returned again as long as they are right.
+    ``known``: what of it there is already.
     """
     if len(run.pieces) == 1:
         return [state]
-    parts: list[State] = [dict(known.get(piece, {})) if known else {} for piece in run.pieces]
+    parts: list[State] = [dict(part) for part in known] or [{} for _ in run.pieces]
     for key, value in state.items():
         if is_per_element(value, run.tensor.shape):
             start = 0
             for part, shape in zip(parts, run.shapes, strict=True):
-                if not lies_at(part.get(key), value, start, shape):
+                if key not in part:
                     part[key] = carve(value, start, shape).detach()
                 start += shape.numel()
         else:
             for part in parts:
                 if not isinstance(value, torch.Tensor):
                     part[key] = value
-                elif not isinstance(part.get(key), torch.Tensor):
+                elif key not in part:
                     part[key] = value.clone()
     return [{key: part[key] for key in state} for part in parts]
 
@@ -240,8 +240,8 @@ def packed(states: Mapping[Piece, State], found: Sequence[Found]) -> dict[Piece,
     return copies
 
 
-def lies_at(known: object, value: torch.Tensor, start: int, shape: torch.Size) -> bool:
-    """Return True if ``known`` is a tensor of ``shape`` on the elements of ``value`` (1-D) from ``start`` on."""
-    if not isinstance(known, torch.Tensor) or known.shape != shape or known.dtype != value.dtype:
+def lies_at(known: torch.Tensor, value: object, start: int, shape: torch.Size) -> bool:
+    """Return True if ``known`` has ``shape`` and lies on the elements of the 1-D tensor ``value`` from ``start`` on."""
+    if not isinstance(value, torch.Tensor) or known.shape != shape or known.dtype != value.dtype or value.dim() != 1:
         return False
     return not known.numel() or known.data_ptr() == value.data_ptr() + start * value.element_size()
