@@ -61,8 +61,10 @@ def make_local(piece: Piece, param: torch.Tensor, kind: Partition) -> LocalPiece
 
 
 def view_of(piece: Piece, param: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``piece`` as a detached view of ``param``'s memory, 1-D (0-D for a 0-D parameter)."""
-    return param.detach() if param.dim() == 0 else flat_view(param.detach())[piece.start : piece.stop]
+    """Return the elements of ``piece`` as a tensor on ``param``'s memory, 1-D (0-D for a 0-D parameter)."""
+    if param.dim() == 0:
+        return param.detach()
+    return flat_view(param.detach())[piece.start : piece.stop].detach()  # without the base that a view keeps for ever
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:

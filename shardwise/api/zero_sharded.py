@@ -43,6 +43,12 @@ class StateSlice(torch.Tensor):
         slice_.parts = boxes([param.size(dim) for dim in order], start, start + local.numel())
         return slice_
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateSlice:
+        found = self.as_subclass(StateSlice)
+        found.local, found.parts, found.order, found.start = self.local.clone(), self.parts, self.order, self.start
+        memo[id(self)] = found
+        return found
+
     def _by_dim(self, values: Sequence[int]) -> torch.Size:
         found = [0] * len(values)
         for dim, value in zip(self.order, values, strict=True):
