@@ -31,6 +31,7 @@ from shardwise.optim.trial import why_not_elementwise
 CACHED_NUMEL = 1 << 16
 UNLIMITED_NUMEL = 1 << 62
 RETRY_EVERY = 64  # steps
+CHECK_EVERY = 16  # steps; and in the first ones: an optimizer may start with plain state
 MANY_LAYOUTS = 16  # an allocator may put gradients of separate tensors side by side in some steps and not in others
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
@@ -122,7 +123,7 @@ class ElementwiseStep:
                     run.tensor.grad = None
         self._given.follow((run for group in self._groups for run in group.runs), self._state_of)
         for group in () if self._is_known else self._groups:
-            if not group.is_checked:
+            if not group.is_checked or group.num_steps % CHECK_EVERY == 0 or group.num_steps <= CHECK_EVERY:
                 self._check_state(group)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -70,12 +70,19 @@ class GivenState:
 
     def was_changed(self, runs: Iterable[Run], state_of: Callable[[Run], State]) -> bool:
         """Return whether somebody has written to a copy, or moved the memory of a part (``share_memory_`` does)."""
+        numbers: dict[tuple[Run, str], float] = {}
         for run, piece in self._pieces(runs):
             if any(part.tensor.data_ptr() != part.address for part in self._parts.get(piece, {}).values()):
                 return True
-            copies = self._copies.get(piece)
-            if copies and any(not _is_equal(value, state_of(run).get(key)) for key, value in copies.items()):
-                return True
+            for key, value in self._copies.get(piece, {}).items():
+                if value.numel() != 1 or value.device.type != "cpu":
+                    if not torch.equal(value, state_of(run)[key]):
+                        return True
+                    continue
+                if (run, key) not in numbers:
+                    numbers[run, key] = state_of(run)[key].item()
+                if value.item() != numbers[run, key]:
+                    return True
         return False
 
     def follow(self, runs: Iterable[Run], state_of: Callable[[Run], State]) -> None:
@@ -107,11 +114,3 @@ class GivenState:
 
 def _part(tensor: torch.Tensor) -> _Part:
     return _Part(tensor, tensor.data_ptr())
-
-
-def _is_equal(value: torch.Tensor, other: Any) -> bool:
-    if not isinstance(other, torch.Tensor):
-        return False
-    if value.numel() == 1 and value.device.type == "cpu":
-        return value.item() == other.item()
-    return torch.equal(value, other)

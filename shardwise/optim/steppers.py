@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
 from shardwise.optim.elementwise import ElementwiseStep
-from shardwise.optim.pieces import PerPiece, Piece, is_sharded_tensor, local_of
+from shardwise.optim.pieces import PerPiece, Piece, copied, is_sharded_tensor, local_of
 from shardwise.optim.registry import UpdateRule, is_known, step_cost, update_rule
 from shardwise.optim.trial import why_not_cut
 from shardwise.optim.whole_matrix import WholeMatrixStep
@@ -301,8 +301,5 @@ def _taken(values: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return the state of piece ``index``; what all pieces share is copied, since each optimizer tensor counts alone."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, PerPiece):
-            found[key] = value[index]
-        else:
-            found[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        found[key] = value[index] if isinstance(value, PerPiece) else copied(value)
     return found
