@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from shardwise import torch_private
 from shardwise.errors import ConfigError
 from shardwise.optim.clip import Part, checked_norm_type, clip_parts, part_of
-from shardwise.optim.named_state import ByName, NamedGroup, StateView, full_value, unwrap, wrap
+from shardwise.optim.forms import StateForm, in_form, is_flat, options_of, unflattened
+from shardwise.optim.named_state import ByName, NamedGroup, OwnGroup, StateView, full_value, unwrap, wrap
 from shardwise.optim.owned import OwnedGradient
 from shardwise.optim.pieces import (
     Piece,
@@ -26,8 +27,6 @@ from shardwise.optim.registry import UpdateRule
 from shardwise.optim.steppers import Stepper, make_stepper
 
 __all__ = ["ShardedOptimizer"]
-
-_NOT_OPTIONS = ("params", "param_names")
 
 
 class ShardedOptimizer(Optimizer):
@@ -93,11 +92,12 @@ class ShardedOptimizer(Optimizer):
         self._stepper: Stepper = make_stepper(make, optimizer_class, wanted, update, flat)
         inner = self._stepper.optimizer
         outer = [
-            {**_options(group), "params": [(name, self.named_params[name]) for name in names]}
+            {**options_of(group), "params": [self.named_params[name] for name in names]}
             for group, (names, _) in zip(inner.param_groups, split, strict=True)
         ]
         self._is_built = False
         super().__init__(outer, dict(inner.defaults))
+        self.param_groups = [OwnGroup(g, names) for g, (names, _) in zip(self.param_groups, split, strict=True)]
         self._is_built = True
         self.state = cast(Any, StateView(self._state_by_param))
 
@@ -114,7 +114,7 @@ class ShardedOptimizer(Optimizer):
                 return self._stepper.step(closure)
         finally:
             for outer, inner in zip(self.param_groups, self._stepper.optimizer.param_groups, strict=True):
-                outer.update((key, value) for key, value in inner.items() if key not in _NOT_OPTIONS)
+                outer.update(options_of(inner))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters and local shards, or make them zero."""
@@ -159,31 +159,38 @@ class ShardedOptimizer(Optimizer):
         if known or again:
             raise ConfigError(f"parameters {known or again} are in the optimizer already; leave them out of the group")
         pieces = {name: pieces_of(name, param) for name, param in found.items()}
-        self._stepper.add_group(list(pieces.values()), _options(param_group))
-        super().add_param_group({**_options(self._stepper.optimizer.param_groups[-1]), "params": list(found.items())})
+        self._stepper.add_group(list(pieces.values()), options_of(param_group))
+        super().add_param_group(
+            {**options_of(self._stepper.optimizer.param_groups[-1]), "params": list(found.values())}
+        )
+        self.param_groups[-1] = OwnGroup(self.param_groups[-1], list(found))
         self.named_params.update(found)
         self._pieces.update(pieces)
 
     # ---- state ----
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, form: StateForm = "named") -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}``.
 
         Values per element are DTensors or ShardedTensors like their parameters, on the live memory, so that
         ``torch.distributed.checkpoint`` saves and reshards them.  Collective for whole-matrix optimizers, whose state is
-        sent from its owners.
+        sent from its owners: copies there.
+
+        ``form``: how parameters are named: "indexed" as in a plain optimizer's state dict, "flat" with the keys of
+        torch's ``flatten_optimizer_state_dict``, for checkpoints that others of that form read.
         """
         for hook in torch_private.state_dict_hooks(self, "state_dict_pre"):
             hook(self)
         result = self._named_dict(self._stepper.states())
         for hook in torch_private.state_dict_hooks(self, "state_dict_post"):
             result = hook(self, result) or result
-        return result
+        return result if form == "named" else in_form(form, result["state"], result["param_groups"])
 
-    def blank_state_dict(self) -> dict[str, Any]:
+    def blank_state_dict(self, form: StateForm = "named") -> dict[str, Any]:
         """Return a state dict with all entries that a step would make, for a checkpoint to be read into.
 
-        The values mean nothing until they are read; parameters and state of this optimizer do not change.
+        The values mean nothing until they are read; parameters and state of this optimizer do not change.  ``form``: that
+        of the checkpoint, see :meth:`state_dict`; those of torch's ``get_optimizer_state_dict`` are "named" or "flat".
 
         Example:
             >>> found = optimizer.blank_state_dict()  # doctest: +SKIP
@@ -191,7 +198,8 @@ class ShardedOptimizer(Optimizer):
             >>> optimizer.load_state_dict(found)  # doctest: +SKIP
         """
         self._pull_options()
-        return self._named_dict(self._stepper.states(blank=True))
+        found = self._named_dict(self._stepper.states(blank=True))
+        return found if form == "named" else in_form(form, found["state"], found["param_groups"])
 
     def full_state_dict(self, by_index: bool = False, cpu_offload: bool = False) -> dict[str, Any]:
         """Return the state dict of the plain optimizer: whole tensors, copies, on every rank.  Collective.
@@ -200,31 +208,28 @@ class ShardedOptimizer(Optimizer):
         ``cpu_offload``: each tensor moves to the CPU as soon as it is whole.
         """
         found = self.state_dict()
-        names = self._names()
-        number = {name: index for index, name in enumerate(names)}
-        state: dict[Any, Any] = {}
-        for name, values in found["state"].items():
-            state[number[name] if by_index else name] = {
-                key: _moved(full_value(value), cpu_offload) for key, value in values.items()
-            }
-        groups = [
-            {**group, "params": [number[name] if by_index else name for name in group["params"]]}
-            for group in found["param_groups"]
-        ]
-        return {"state": state, "param_groups": groups}
+        state = {
+            name: {key: _moved(full_value(value), cpu_offload) for key, value in values.items()}
+            for name, values in found["state"].items()
+        }
+        return in_form("indexed" if by_index else "named", state, found["param_groups"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict`, :meth:`full_state_dict` or a plain optimizer returned, as copies.
 
-        Values may be DTensors or ShardedTensors of any layout, or whole tensors; keys names, or indices in the order of
-        ``param_groups``.  Options come from the dict.  Collective where layouts differ, and for whole-matrix optimizers.
+        Values may be DTensors or ShardedTensors of any layout, or whole tensors; keys names, torch's flattened ones,
+        or indices in the order of ``param_groups`` (of their ``param_names`` if the loaded groups have such). Options
+        come from the dict. Collective where layouts differ, and for whole-matrix optimizers.
 
         Raises: ConfigError if groups or names differ, LayoutError if a value does not fit its parameter.
         """
         loaded: dict[str, Any] = dict(state_dict)
         for hook in torch_private.state_dict_hooks(self, "load_state_dict_pre"):
             loaded = hook(self, loaded) or loaded
-        groups, names = _match_groups(loaded["param_groups"], [g["param_names"] for g in self.param_groups])
+        own = [group["param_names"] for group in self.param_groups]
+        if is_flat(loaded):
+            loaded = unflattened(loaded, own)
+        groups, names = _match_groups(loaded["param_groups"], own)
         state: dict[str, dict[str, Any]] = {}
         for saved_key, values in loaded["state"].items():
             name = names.get(saved_key)
@@ -234,12 +239,12 @@ class ShardedOptimizer(Optimizer):
                 key: unwrap(name, key, value, self._pieces[name], self._stepper.is_elementwise)
                 for key, value in values.items()
             }
-        options = [_options(group) for group in groups]
+        options = [options_of(group) for group in groups]
         self._stepper.load(state, options)
         inner_groups = self._stepper.optimizer.param_groups
         for outer, option, inner in zip(self.param_groups, options, inner_groups, strict=True):
             outer.update(option)
-            outer.update(_options(inner))
+            outer.update(options_of(inner))
         for hook in torch_private.state_dict_hooks(self, "load_state_dict_post"):
             hook(self)
 
@@ -247,7 +252,7 @@ class ShardedOptimizer(Optimizer):
 
     def _pull_options(self) -> None:
         for outer, inner in zip(self.param_groups, self._stepper.optimizer.param_groups, strict=True):
-            inner.update((key, value) for key, value in outer.items() if key not in _NOT_OPTIONS)
+            inner.update(options_of(outer))
 
     def _names(self) -> list[str]:
         return [name for group in self.param_groups for name in group["param_names"]]
@@ -260,10 +265,7 @@ class ShardedOptimizer(Optimizer):
             if name in states
         }
         groups = [
-            NamedGroup(
-                names, {**_options(group), "params": list(group["param_names"]), "param_names": group["param_names"]}
-            )
-            for group in self.param_groups
+            NamedGroup(names, {**options_of(group), "params": group["param_names"]}) for group in self.param_groups
         ]
         return {"state": ByName(names, entries), "param_groups": groups}
 
@@ -272,10 +274,6 @@ class ShardedOptimizer(Optimizer):
             self.named_params[name]: {key: wrap(self._pieces[name], value) for key, value in entry.items()}
             for name, entry in self._stepper.local_states().items()
         }
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
 def _moved(value: Any, to_cpu: bool) -> Any:
@@ -326,14 +324,16 @@ def _match_groups(
     """Return the saved groups in the order of ``own`` and the name for each of their keys."""
     if len(saved) != len(own):
         raise ConfigError(f"loaded state dict has a different number of parameter groups: {len(saved)}, not {len(own)}")
-    if all(isinstance(key, str) for group in saved for key in group["params"]):
-        by_names = {frozenset(group["params"]): group for group in saved}
+    saved_names = [key for group in saved for key in group.get("param_names", group["params"])]
+    if all(isinstance(key, str) for key in saved_names):
+        saved_keys = [key for group in saved for key in group["params"]]
+        by_names = {frozenset(group.get("param_names", group["params"])): group for group in saved}
         missing = [list(names) for names in own if frozenset(names) not in by_names]
         if missing:
             raise ConfigError(
                 f"loaded state dict contains a parameter group that doesn't match: none has exactly {missing[0]}"
             )
-        return [by_names[frozenset(names)] for names in own], {name: name for names in own for name in names}
+        return [by_names[frozenset(names)] for names in own], dict(zip(saved_keys, saved_names, strict=True))
     matched: dict[Any, str] = {}
     for group, names in zip(saved, own, strict=True):
         if len(group["params"]) != len(names):

@@ -287,9 +287,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         load_local(self, state_dict)
         self.adopt_options()
 
-    def sharded(self, names: Mapping[str, torch.Tensor] | None = None, loading: bool = False) -> ShardedState:
+    def sharded(
+        self, names: Mapping[str, torch.Tensor] | None = None, loading: bool = False, flat: bool = False
+    ) -> ShardedState:
         """Return this rank's share of the state for ``torch.distributed.checkpoint``; see :class:`ShardedState`."""
-        return ShardedState(self, names, loading)
+        return ShardedState(self, names, loading, flat)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that steps along on ranks without inputs; ``kwargs`` are not used.

@@ -17,6 +17,7 @@ from shardwise.api.zero_pieces import LocalPiece, flat_like, memory_order
 from shardwise.api.zero_state import StateOfParam, check_groups, load_into
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.even import Box, boxes
+from shardwise.optim.forms import in_form, is_flat, options_of, unflattened
 
 if TYPE_CHECKING:
     from shardwise.api.zero import ZeroRedundancyOptimizer
@@ -81,8 +82,9 @@ class ShardedState:
     """The share of ``zero`` as a DCP ``Stateful``; made by ``zero.sharded()``.
 
     Keys are those of a plain optimizer's state dict, or with ``names`` (e.g. ``dict(model.named_parameters())``) the
-    names of the parameters.  To load into an optimizer that has not stepped pass ``loading=True``: DCP fills tensors
-    that exist, so the optimizer is tried out on zeros to learn what its state looks like.
+    names of the parameters, or with ``flat`` too those of torch's ``flatten_optimizer_state_dict``. To load into an
+    optimizer that has not stepped pass ``loading=True``: DCP fills tensors that exist, so the optimizer is tried out
+    on zeros to learn what its state looks like.
 
     Example:
         >>> dcp.save({"optimizer": zero.sharded()}, checkpoint_id=path)  # doctest: +SKIP
@@ -90,10 +92,17 @@ class ShardedState:
     """
 
     def __init__(
-        self, zero: ZeroRedundancyOptimizer, names: Mapping[str, torch.Tensor] | None = None, loading: bool = False
+        self,
+        zero: ZeroRedundancyOptimizer,
+        names: Mapping[str, torch.Tensor] | None = None,
+        loading: bool = False,
+        flat: bool = False,
     ) -> None:
+        if flat and names is None:
+            raise ConfigError("flat keys are made of names: pass names=dict(model.named_parameters())")
         self._zero = zero
         self._loading = loading
+        self._flat = flat
         by_id = {id(param): name for name, param in names.items()} if names is not None else None
         self._keys: list[int | str] = []
         for index, param in enumerate(zero.all_params):
@@ -102,7 +111,7 @@ class ShardedState:
             self._keys.append(index if by_id is None else by_id[id(param)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"state": {key: {name: tensor or slice}}, "param_groups": [...]} of this rank's pieces."""
+        """Return {"state": {key: {name: tensor or slice}}, "param_groups": [...]} of this rank's pieces, or it flat."""
         state: dict[int | str, StateOfParam] = {}
         made = _blank_state(self._zero) if self._loading else {}
         for local in self._zero.local_pieces:
@@ -110,12 +119,15 @@ class ShardedState:
             if values:
                 state[self._keys[local.piece.tensor]] = {k: _outward(v, local) for k, v in values.items()}
         keys = iter(self._keys)
-        groups = [{**group, "params": [next(keys) for _ in group["params"]]} for group in self._zero.param_groups]
-        return {"state": state, "param_groups": groups}
+        groups = [{**options_of(g), "params": [next(keys) for _ in g["params"]]} for g in self._zero.param_groups]
+        return in_form("flat" if self._flat else "named", state, groups)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Adopt what DCP has filled in; options come from the checkpoint."""
         zero = self._zero
+        if is_flat(state_dict):
+            keys = iter(map(str, self._keys))
+            state_dict = unflattened(state_dict, [[next(keys) for _ in group["params"]] for group in zero.param_groups])
         groups = state_dict["param_groups"]
         check_groups([len(group["params"]) for group in groups], zero)
         by_tensor = {id(local.tensor): local for local in zero.local_pieces}

@@ -59,6 +59,27 @@ class NamedGroup(dict[str, Any]):
         return (OrderedDict, (list(self.items()),))
 
 
+class OwnGroup(dict[str, Any]):
+    """A param group of parameters with names, which ``group["param_names"]`` gives.
+
+    They are no entry: torch's ``set_optimizer_state_dict`` asks checkpoints for every entry of a group, and those of
+    optimizers that were not given names have no such.
+    """
+
+    def __init__(self, entries: Mapping[str, Any], names: Sequence[str]) -> None:
+        super().__init__(entries)
+        self._names = list(names)
+
+    def __missing__(self, key: str) -> Any:
+        if key == "param_names":
+            return list(self._names)
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the entry, the names of the parameters included."""
+        return list(self._names) if key == "param_names" else super().get(key, default)
+
+
 class StateView(Mapping[torch.Tensor, Mapping[str, Any]]):
     """The state of each parameter, read from where it lies now; tensors in it are the live ones."""
 
