@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -99,6 +100,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.num_steps = 0
         self._consolidated: Consolidated | None = None
         self._staging: dict[torch.device, BufferPool] = {}
+        self._has_state = False
         self._is_compared = False  # whether gradients like those of the last step are known to be the same on all ranks
         self._agreed_presences: set[str] = set()
         self._layout: Layout | None = None
@@ -328,6 +330,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.share.local_pieces
 
     @property
+    def state(self) -> Any:
+        """The state that this rank holds, of each parameter; empty where others own it, empty for all before any step.
+
+        torch's ``get_optimizer_state_dict`` steps on zero gradients where there is none, so it must be there on all ranks.
+        """
+        if not self._has_state:
+            return defaultdict[torch.Tensor, Any](dict)
+        return {
+            param: self.optim.state.get(local[0].tensor, {}) if local else {}
+            for param, local in zip(self.share.params, self.share.local_by_param, strict=True)
+        }
+
+    @state.setter
+    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        del value  # torch's constructor and ``__setstate__`` assign it
+
+    @property
     def layout(self) -> Layout:
         """Where parameters lay at the last look, and the broadcasts."""
         assert self._layout is not None
@@ -366,11 +385,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def adopt_options(self) -> None:
         """Take the options of the local optimizer after it has loaded a state."""
         copy_options(self.optim.param_groups, self.param_groups)
+        self._has_state = True
         self._consolidated = None
 
     def mark_stepped(self) -> None:
         """Count a step: consolidated state is stale from here."""
         self.num_steps += 1
+        self._has_state = True
         self._consolidated = None
 
     def _check_gradients(self, what: str, *, has_inputs: bool = True, only_warn: bool = False) -> None:
