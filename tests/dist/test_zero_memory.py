@@ -26,9 +26,10 @@ PARTITIONS = ("whole", "even")
 
 def _model() -> torch.nn.Module:
     torch.manual_seed(0)
-    large = PACK_BELOW_BYTES // 4 // 64  # a matrix of this many rows is sent by itself
+    large = PACK_BELOW_BYTES // 4 // 64 + 3  # matrices with this many rows are sent by themselves
     model = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 6, 3), torch.nn.Flatten(), torch.nn.Linear(216, 64), torch.nn.Linear(64, large + 3)
+        *(torch.nn.Conv2d(1, 6, 3), torch.nn.Flatten(), torch.nn.Linear(216, 64)),
+        *(torch.nn.Linear(64, large), torch.nn.Linear(large, 64), torch.nn.Linear(64, 5)),
     )
     model[0].to(memory_format=torch.channels_last)
     return model
@@ -114,6 +115,20 @@ def aliases_stay_live() -> None:
         for a, b in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(a, b), partition
         assert model[0].weight.untyped_storage().is_shared() or isinstance(aliases[0][1], numpy.ndarray)
+
+
+def what_other_processes_see_is_not_moved() -> None:
+    for partition in PARTITIONS:
+        model = _model()
+        zero = _zero(model, partition)
+        model[3].share_memory()
+        addresses = [p.data_ptr() for p in model[3].parameters()]
+        _train(model, zero, range(2))
+        model[2].weight.data = model[2].weight.data.clone()
+        _train(model, zero, range(2, 4))
+        assert [p.data_ptr() for p in model[3].parameters()] == addresses
+        assert all(p.is_shared() for p in model[3].parameters())
+        _assert_equal(model, _expected(4))
 
 
 def what_is_held_is_not_moved_and_the_rest_is_packed() -> None:
@@ -214,6 +229,7 @@ def sharded_state_is_saved_in_the_background(folder: str) -> None:
 
 CHECKS = (
     aliases_stay_live,
+    what_other_processes_see_is_not_moved,
     what_is_held_is_not_moved_and_the_rest_is_packed,
     ranks_may_hold_different_things,
     overlapped_steps_find_parameters_where_they_are,
