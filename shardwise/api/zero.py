@@ -30,7 +30,14 @@ from shardwise.api.zero_checks import (
 )
 from shardwise.api.zero_clip import clip_gradients
 from shardwise.api.zero_compare import are_same
-from shardwise.api.zero_gradients import Reduction, attached, check_averaged, describe_presence, reduce_to_pieces
+from shardwise.api.zero_gradients import (
+    Reduction,
+    attached,
+    check_averaged,
+    describe_presence,
+    presence_of,
+    reduce_to_pieces,
+)
 from shardwise.api.zero_pieces import LocalPiece, copy_options, narrowed
 from shardwise.api.zero_sharded import ShardedState
 from shardwise.api.zero_share import Layout, addresses_of, make_layout, make_share, moving_of, trainable_of
@@ -102,7 +109,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._staging: dict[torch.device, BufferPool] = {}
         self._has_state = False
         self._is_compared = False  # whether gradients like those of the last step are known to be the same on all ranks
-        self._agreed_presences: set[str] = set()
+        self._agreed_presences: set[tuple[torch.dtype | None, ...]] = set()
         self._layout: Layout | None = None
         facts: list[str] = []
         error: Exception | None = None
@@ -218,11 +225,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"{what}: ranks that have run out of inputs in Join do not take part; wrap the model in "
                 "DistributedDataParallel, or do without Join"
             )
-        presence = describe_presence(self.share)
-        text = "\n".join(presence)
-        if text not in self._agreed_presences:
-            self.board.agree(what, presence)
-            self._agreed_presences.add(text)
+        presence = presence_of(self.share)
+        if presence not in self._agreed_presences:
+            self.board.agree(what, describe_presence(self.share, presence))
+            self._agreed_presences.add(presence)
         reduce_to_pieces(Reduction(self.share, self.board, self.staging, weakref.ref(self), what))
         self._is_compared = False
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardwise.api.zero_pieces import LocalPiece, gradient_for, view_of
+from shardwise.api.zero_pieces import LocalPiece, flat_like, gradient_for
 from shardwise.api.zero_share import Share
 from shardwise.comm.board import Board
 from shardwise.comm.buffers import BufferPool
@@ -19,6 +19,8 @@ from shardwise.layout.owners import Piece
 from shardwise.optim.owned import GradientOwner, OwnedGradient, make_owned
 
 MESSAGE_BYTES = 4 * 1024 * 1024  # two messages are on their way at a time, each copied once out and once in
+
+COPY_BELOW_BYTES = 8 * 1024  # a copy of this much takes as long as a storage of its own on the same memory
 
 OwnerRef = Callable[[], GradientOwner | None]
 
@@ -43,7 +45,8 @@ class Reduction:
 
 def piece_gradient(piece: Piece, param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return the elements of the parameter's ``gradient`` that belong to ``piece``, 1-D in the parameter's order."""
-    return gradient_for(LocalPiece(piece, param, view_of(piece, param)), gradient).reshape(-1)
+    flat = flat_like(gradient, param)
+    return flat if piece.numel == param.numel() else flat[piece.start : piece.stop]
 
 
 def own_gradient(param: torch.Tensor) -> torch.Tensor | None:
@@ -52,16 +55,18 @@ def own_gradient(param: torch.Tensor) -> torch.Tensor | None:
     return gradient.fresh if isinstance(gradient, OwnedGradient) else gradient
 
 
-def describe_presence(share: Share) -> list[str]:
-    """Return which parameters have a gradient to average, one line each: messages follow from it."""
+def presence_of(share: Share) -> tuple[torch.dtype | None, ...]:
+    """Return the dtype of each parameter's gradient to average, None where there is none: messages follow from it."""
+    gradients = (own_gradient(param) for param in share.params)
+    return tuple(None if gradient is None else gradient.dtype for gradient in gradients)
+
+
+def describe_presence(share: Share, presence: Sequence[torch.dtype | None]) -> list[str]:
+    """Return ``presence`` in words, one line per parameter."""
     return [
-        f"parameter {index} of shape {tuple(param.shape)} has {_presence(own_gradient(param))}"
-        for index, param in enumerate(share.params)
+        f"parameter {index} of shape {tuple(param.shape)} has {'no gradient' if dtype is None else f'one of {dtype}'}"
+        for index, (param, dtype) in enumerate(zip(share.params, presence, strict=True))
     ]
-
-
-def _presence(gradient: torch.Tensor | None) -> str:
-    return "no gradient" if gradient is None else f"a gradient of {gradient.dtype}"
 
 
 def reduce_to_pieces(run: Reduction) -> None:
@@ -135,9 +140,12 @@ def _finish(run: Reduction, pieces: Sequence[Piece], pending: PendingReduce) -> 
         if piece.owner != run.share.rank:
             continue
         param = run.share.params[piece.tensor]
-        is_whole = piece.numel == param.numel()
-        shape, stride = (param.shape, param.stride()) if is_whole else ((piece.numel,), (1,))
-        run.averages[piece] = carve(averages, start, shape, stride).detach()
+        shape, stride = (param.shape, param.stride()) if piece.numel == param.numel() else ((piece.numel,), (1,))
+        if piece.numel * averages.element_size() < COPY_BELOW_BYTES:
+            window = averages[start : start + piece.numel].clone()
+            run.averages[piece] = window.as_strided(shape, stride).detach()
+        else:
+            run.averages[piece] = carve(averages, start, shape, None if param.is_contiguous() else stride).detach()
         start += piece.numel
 
 
