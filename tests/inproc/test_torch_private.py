@@ -52,6 +52,49 @@ def test_holders_of_a_storage_are_counted() -> None:
     assert private.storage_use_count(storage) == 0
 
 
+def test_holders_of_a_tensor_beside_python_are_counted() -> None:
+    parameter, gradient = nn.Parameter(torch.zeros(3)), torch.zeros(3)
+    names = (gradient, gradient)
+    assert private.tensor_use_count(gradient) == 0
+    parameter.grad = gradient
+    assert private.tensor_use_count(names[0]) == 1
+    parameter.grad = None
+    assert private.tensor_use_count(gradient) == 0
+
+
+def test_data_is_reached_past_a_property_of_that_name() -> None:
+    class Hides(torch.Tensor):
+        @property
+        def data(self) -> torch.Tensor:
+            raise ArithmeticError
+
+    tensor, other = torch.zeros(3).as_subclass(Hides), torch.ones(3)
+    with pytest.raises(ArithmeticError):
+        _ = tensor.data
+    assert private.data_of(tensor).data_ptr() == tensor.data_ptr()
+    private.set_data(tensor, other)
+    assert private.data_of(tensor).data_ptr() == other.data_ptr()
+
+
+def test_a_frame_that_is_skipped_runs_as_it_is_with_all_that_it_calls() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x) * 2
+
+    compiled = torch.compile(outer, backend=backend)
+    private.skip_frames(outer)
+    assert compiled(torch.ones(2)).tolist() == [4.0, 4.0]
+    assert not graphs
+
+
 class Refusing(torch.Tensor):
     """Says which operators reach it."""
 
@@ -196,6 +239,15 @@ def test_parameters_made_from_local_tensors_are_what_nn_parameter_makes(fake_ran
         assert isinstance(copy.deepcopy(layer).weight, nn.Parameter)
 
 
+def test_parameters_made_from_windows_are_seen_to_have_no_memory_of_their_own(fake_ranks: object) -> None:
+    spec = private.make_spec(init_device_mesh("cpu", (4,)), (Shard(0),), torch.Size((8, 2)), (2, 1), torch.float32)
+    window = torch.arange(8.0)[4:].view(2, 2)
+    made = private.parameter_from_local(window, spec, requires_grad=True)
+    assert (made.data_ptr(), made.storage_offset()) == (0, 0)
+    assert made.to_local().data_ptr() == window.data_ptr()
+    assert copy.deepcopy(made).to_local().tolist() == window.tolist()
+
+
 def test_dtensors(fake_ranks: object) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     spec = private.make_spec(mesh["a"], (Shard(0),), torch.Size((6, 2)), (2, 1), torch.float32)
@@ -205,7 +257,8 @@ def test_dtensors(fake_ranks: object) -> None:
     assert tuple(tensor.shape) == (6, 2)
     assert private.local_of(tensor) is local
     assert private.local_of(local) is local
-    assert private.spec_of(tensor) is spec
+    assert private.spec_of(tensor) is private.spec_if_any(tensor) is spec
+    assert private.spec_if_any(local) is None
     other = torch.zeros(3, 2)
     private.set_local(tensor, other)
     assert tensor.to_local().data_ptr() == other.data_ptr()
