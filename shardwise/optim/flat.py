@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardwise.comm.carve import are_neighbours, carve, join_from
 from shardwise.optim.pieces import Piece
@@ -93,9 +94,15 @@ def make_run(found: Sequence[Found]) -> Run:
     """Return the run of ``found``, which :func:`find_joins` has joined."""
     pieces = tuple(item.piece for item in found)
     shapes = tuple(item.local.shape for item in found)
-    first = found[0].local.detach()
-    tensor = first if len(found) == 1 else flat_over([item.local for item in found])
+    first = found[0].local
+    tensor = _alone(found[0]) if len(found) == 1 else flat_over([item.local for item in found])
     return Run(tensor, pieces, shapes, first.data_ptr())
+
+
+def _alone(item: Found) -> torch.Tensor:
+    """Return what an optimizer may hold of one piece: no alias if it can be helped, or its memory would count as held."""
+    is_hidden = isinstance(item.piece.param, DTensor) and not item.local.requires_grad  # it has no gradient of its own
+    return item.local if is_hidden else item.local.detach()
 
 
 def flat_over(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
