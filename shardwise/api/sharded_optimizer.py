@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.errors import ConfigError
+from shardwise.optim.checkpointed import Checkpoint, only_saved
 from shardwise.optim.clip import Part, checked_norm_type, clip_parts, part_of
 from shardwise.optim.forms import StateForm, in_form, is_flat, options_of, unflattened
 from shardwise.optim.named_state import ByName, NamedGroup, OwnGroup, StateView, full_value, unwrap, wrap
@@ -186,19 +187,31 @@ class ShardedOptimizer(Optimizer):
             result = hook(self, result) or result
         return result if form == "named" else in_form(form, result["state"], result["param_groups"])
 
-    def blank_state_dict(self, form: StateForm = "named") -> dict[str, Any]:
+    def blank_state_dict(self, form: StateForm = "named", checkpoint: Checkpoint | None = None) -> dict[str, Any]:
         """Return a state dict with all entries that a step would make, for a checkpoint to be read into.
 
         The values mean nothing until they are read; parameters and state of this optimizer do not change.  ``form``: that
         of the checkpoint, see :meth:`state_dict`; those of torch's ``get_optimizer_state_dict`` are "named" or "flat".
+        ``checkpoint``: its folder or ``StorageReader``; parameters without state there, since no loss had used them, are
+        left out then (``dcp.load`` raises "Missing key" for entries that a checkpoint does not have).
+
+        Raises: ConfigError if ``checkpoint`` has state of other parameters instead.
 
         Example:
-            >>> found = optimizer.blank_state_dict()  # doctest: +SKIP
+            >>> found = optimizer.blank_state_dict(checkpoint=path)  # doctest: +SKIP
             >>> torch.distributed.checkpoint.load({"optimizer": found}, checkpoint_id=path)  # doctest: +SKIP
             >>> optimizer.load_state_dict(found)  # doctest: +SKIP
         """
         self._pull_options()
-        found = self._named_dict(self._stepper.states(blank=True))
+        states = self._stepper.states(blank=True)
+        found = self._named_dict(states)
+        if checkpoint is not None:
+            # Names as they are in the form: by the plain optimizer's indices in one of them.
+            number = {name: index for index, name in enumerate(self._names())}
+            keys = {number[name] if form == "indexed" else name: name for name in states}
+            every = number.values() if form == "indexed" else number
+            saved = only_saved({key: states[name] for key, name in keys.items()}, checkpoint, every)
+            found = self._named_dict({keys[key]: values for key, values in saved.items()})
         return found if form == "named" else in_form(form, found["state"], found["param_groups"])
 
     def full_state_dict(self, by_index: bool = False, cpu_offload: bool = False) -> dict[str, Any]:

@@ -49,6 +49,7 @@ from shardwise.comm.owners import broadcast_object as _broadcast_object
 from shardwise.comm.owners import launch_broadcasts
 from shardwise.errors import ConfigError, DesyncError, StateError
 from shardwise.layout.owners import Piece
+from shardwise.optim.checkpointed import Checkpoint
 from shardwise.optim.owned import OwnedGradient
 
 __all__ = ["ZeroRedundancyOptimizer", "_broadcast_object"]
@@ -296,7 +297,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.adopt_options()
 
     def sharded(
-        self, names: Mapping[str, torch.Tensor] | None = None, loading: bool = False, flat: bool = False
+        self, names: Mapping[str, torch.Tensor] | None = None, loading: bool | Checkpoint = False, flat: bool = False
     ) -> ShardedState:
         """Return this rank's share of the state for ``torch.distributed.checkpoint``; see :class:`ShardedState`."""
         return ShardedState(self, names, loading, flat)

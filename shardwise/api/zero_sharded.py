@@ -17,6 +17,7 @@ from shardwise.api.zero_pieces import LocalPiece, flat_like, memory_order
 from shardwise.api.zero_state import StateOfParam, check_groups, load_into
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.even import Box, boxes
+from shardwise.optim.checkpointed import Checkpoint, only_saved
 from shardwise.optim.forms import in_form, is_flat, options_of, unflattened
 
 if TYPE_CHECKING:
@@ -83,19 +84,20 @@ class ShardedState:
 
     Keys are those of a plain optimizer's state dict, or with ``names`` (e.g. ``dict(model.named_parameters())``) the
     names of the parameters, or with ``flat`` too those of torch's ``flatten_optimizer_state_dict``. To load into an
-    optimizer that has not stepped pass ``loading=True``: DCP fills tensors that exist, so the optimizer is tried out
-    on zeros to learn what its state looks like.
+    optimizer that has not stepped pass ``loading=path``, the checkpoint's folder or ``StorageReader``: DCP fills tensors
+    that exist, so the optimizer is tried out on zeros to learn what its state looks like. ``loading=True`` does it for
+    all parameters; DCP raises "Missing key" then if some had no state, since no loss had used them.
 
     Example:
         >>> dcp.save({"optimizer": zero.sharded()}, checkpoint_id=path)  # doctest: +SKIP
-        >>> dcp.load({"optimizer": zero.sharded(loading=True)}, checkpoint_id=path)  # doctest: +SKIP
+        >>> dcp.load({"optimizer": zero.sharded(loading=path)}, checkpoint_id=path)  # doctest: +SKIP
     """
 
     def __init__(
         self,
         zero: ZeroRedundancyOptimizer,
         names: Mapping[str, torch.Tensor] | None = None,
-        loading: bool = False,
+        loading: bool | Checkpoint = False,
         flat: bool = False,
     ) -> None:
         if flat and names is None:
@@ -113,11 +115,13 @@ class ShardedState:
     def state_dict(self) -> dict[str, Any]:
         """Return {"state": {key: {name: tensor or slice}}, "param_groups": [...]} of this rank's pieces, or it flat."""
         state: dict[int | str, StateOfParam] = {}
-        made = _blank_state(self._zero) if self._loading else {}
+        made = {} if self._loading is False else _blank_state(self._zero)
         for local in self._zero.local_pieces:
             values = self._zero.optim.state.get(local.tensor) or made.get(id(local.tensor))
             if values:
                 state[self._keys[local.piece.tensor]] = {k: _outward(v, local) for k, v in values.items()}
+        if not isinstance(self._loading, bool):
+            state = only_saved(state, self._loading, self._keys)
         keys = iter(self._keys)
         groups = [{**options_of(g), "params": [next(keys) for _ in g["params"]]} for g in self._zero.param_groups]
         return in_form("flat" if self._flat else "named", state, groups)

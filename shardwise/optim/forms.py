@@ -26,7 +26,7 @@ def in_form(form: StateForm, state: Mapping[Any, Any], groups: Sequence[Mapping[
     if form not in FORMS:
         raise ConfigError(f"the form is {form!r}, expected one of {FORMS}")
     if form == "flat":
-        entries = {f"state.{n}.{path}": v for n, values in state.items() for path, v in _leaves(values)}
+        entries = {f"state.{n}.{path}": v for n, values in state.items() for path, v in leaves_of(values)}
         for group in groups:
             for name in group["params"]:
                 entries |= {f"param_groups.{name}.{key}": value for key, value in options_of(group).items()}
@@ -82,10 +82,11 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _leaves(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+def leaves_of(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Yield the entries of a parameter's state with their keys, those of inner dicts joined by dots."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from ((f"{key}.{path}", leaf) for path, leaf in _leaves(value))
+            yield from ((f"{key}.{path}", leaf) for path, leaf in leaves_of(value))
         else:
             yield str(key), value
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,9 +85,11 @@ DOORS: dict[str, Door] = {
 }
 
 
-def _step(model: nn.Module, optimizer: Any, seed: int) -> None:
+def _step(model: nn.Module, optimizer: Any, seed: int, unused: torch.Tensor | None = None) -> None:
     """Gradients depend on places and seed alone, so that runs on any number of ranks are equal to the bit."""
     for index, param in enumerate(model.parameters()):
+        if param is unused:
+            continue
         whole = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * seed + index))
         is_cut = isinstance(param, DTensor)
         param.grad = (
@@ -248,3 +251,69 @@ def test_what_one_door_saves_all_doors_read(pool: WorkerPool, tmp_path: Path, do
     for num_ranks in (2, 1):
         for wrong in pool.run(load, num_ranks=num_ranks, form=form, folder=str(tmp_path)):
             assert wrong == [], (num_ranks, "\n".join(wrong))
+
+
+# ---- parameters that no loss has used ----
+
+WITH_UNUSED = ("sharded elementwise", "sharded whole matrix", "zero whole", "zero even")
+
+
+def _step_without_scale(model: nn.Module, optimizer: Any, seed: int) -> None:
+    """One parameter has no gradient, and so no state; ranks that own nothing else read nothing."""
+    unused = dict(model.named_parameters())["scale"]
+    _step(model, optimizer, seed, unused)
+
+
+def _folder_of(folder: str, door: str, form: Form) -> str:
+    return f"{folder}/{form} {door}"
+
+
+def save_without_state_of_some(folder: str) -> None:
+    for door, form in product(WITH_UNUSED, ("named", "flat", "indexed")):
+        model = DOORS[door].wrap(Net())
+        optimizer = DOORS[door].make(model)
+        for seed in range(NUM_SAVED):
+            _step_without_scale(model, optimizer, seed)
+        content = {"optimizer": _written(optimizer, model, form), "model": get_model_state_dict(model)}
+        dcp.save(content, checkpoint_id=_folder_of(folder, door, form))
+
+
+def load_without_state_of_some(folder: str) -> None:
+    expected = Net()
+    reference = _adamw(expected)
+    for seed in range(NUM_STEPS):
+        (_step_without_scale if seed < NUM_SAVED else _step)(expected, reference, seed)
+    for door, form in product(WITH_UNUSED, ("named", "flat", "indexed")):
+        path: Any = _folder_of(folder, door, form)
+        model = DOORS[door].wrap(Net())
+        optimizer = DOORS[door].make(model)
+        content: dict[str, Any] = {"model": get_model_state_dict(model)}
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            names = None if form == "indexed" else dict(model.named_parameters())
+            content["optimizer"] = optimizer.sharded(names, loading=path, flat=form == "flat")
+            dcp.load(content, checkpoint_id=path)
+        else:
+            reader = dcp.FileSystemReader(path)
+            content["optimizer"] = optimizer.blank_state_dict(form, checkpoint=reader)
+            dcp.load(content, storage_reader=reader)
+            optimizer.load_state_dict(content["optimizer"])
+        set_model_state_dict(model, content["model"])
+        for seed in range(NUM_SAVED, NUM_STEPS):
+            _step(model, optimizer, seed)
+        for param, value in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(param.full_tensor() if isinstance(param, DTensor) else param, value), (door, form)
+    for form in ("named", "indexed"):
+        path = _folder_of(folder, "zero whole", "indexed" if form == "named" else "named")
+        model = Net()
+        zero = DOORS["zero whole"].make(model)
+        names = dict(model.named_parameters()) if form == "named" else None
+        with pytest.raises(ShardwiseError, match="the checkpoint has no state of .* use the names, or the form"):
+            zero.sharded(names, loading=path).state_dict()
+        sharded = ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, **OPTIONS)
+        with pytest.raises(ShardwiseError, match=r"but an entry 'optimizer\.state\."):
+            sharded.blank_state_dict(form, checkpoint=path)  # type: ignore[arg-type]
+
+
+def test_state_is_read_where_some_parameters_had_none(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(save_without_state_of_some, num_ranks=4, folder=str(tmp_path))
+    pool.run(load_without_state_of_some, num_ranks=2, folder=str(tmp_path))

@@ -294,6 +294,25 @@ def still_in_one_piece(door: str) -> None:
     assert counts[0] <= (1 if door != "fully_shard" else len(SIZES) // 2), counts
 
 
+def empty_shards() -> None:
+    """State of shards without elements is like the others': what ``.state`` gives counts on, dicts copy on all ranks."""
+    for door in ("fully_shard", "dtensors"):
+        model, optimizer = _build(door, "adam")
+        held: list[dict[str, Any]] = []
+        for step in (0, 1, 3, 4):
+            optimizer.zero_grad()
+            _backward(door, model, step)
+            optimizer.step()
+            held += [dict(optimizer.state[p]) for p in model.of]
+            assert {values["step"].item() for values in held} == {len(held) / len(SIZES)}, (door, step)
+            _assert_same(copy.deepcopy(optimizer.state_dict())["state"], _values(optimizer))
+        assert dist.get_rank() == 0 or any(not p.to_local().numel() for p in model.of)
+
+
+def test_state_of_empty_shards_is_live(pool: WorkerPool) -> None:
+    pool.run(empty_shards, num_ranks=2)
+
+
 @pytest.mark.parametrize("door", ["fully_shard", "views", "neighbours"])
 def test_runs_stay_joined_while_state_is_held(pool: WorkerPool, door: str) -> None:
     pool.run(still_in_one_piece, num_ranks=2, door=door)

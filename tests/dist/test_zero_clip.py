@@ -35,6 +35,11 @@ def _model() -> torch.nn.Module:
     return model
 
 
+def _one_matrix() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(128, 3, bias=False))
+
+
 class Scale(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -203,13 +208,15 @@ def plain_norms_are_refused() -> None:
 
 
 def changes_element_by_element_are_those_of_one_process() -> None:
-    for partition in PARTITIONS:
-        plain, model = _model(), _model()
+    """Also on ranks that own no gradient at all."""
+    for partition, make in product(PARTITIONS, (_model, _one_matrix)):
+        plain, model = make(), make()
         sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
         zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, partition=partition, lr=0.1)
         _backward_on_all(plain, 0)
         _loss(model, 0).backward()
         zero.reduce_gradients()
+        assert make is _model or partition == "even" or len(zero.local_pieces) == (dist.get_rank() == 0)
         for module in (plain, model):
             for p in module.parameters():
                 if p.grad is not None:
