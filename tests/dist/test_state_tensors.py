@@ -65,6 +65,10 @@ def _flat_gradients(model: Params, factors: list[torch.Tensor | None]) -> None:
         start += p.numel()
 
 
+def _cut(whole: torch.Tensor, like: DTensor) -> DTensor:
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
 def _backward(door: str, model: Params, step: int) -> None:
     factors = _factors(step)
     if door == "fully_shard":
@@ -72,7 +76,7 @@ def _backward(door: str, model: Params, step: int) -> None:
     elif door == "dtensors":
         for p, factor in zip(model.of, factors, strict=True):
             assert isinstance(p, DTensor)
-            p.grad = None if factor is None else distribute_tensor(factor, p.device_mesh, p.placements)
+            p.grad = None if factor is None else _cut(factor, p)
     elif door in ("views", "neighbours"):
         _flat_gradients(model, factors)
     else:
@@ -172,7 +176,7 @@ def aliases_stay_live(door: str, kind: str, way: str) -> None:
             for key, alias in aliases.items():
                 assert torch.equal(_read(alias, now[key]), now[key]), (door, kind, way, f"from step {since} at {step}", key)
         if step in (0, 1, 2, 3, 5):
-            for _, value in _tensors(optimizer):
+            for _, value in _tensors(optimizer) if way == "itself" else ():
                 _check_like_any(value)
             held.append((step, {key: ALIASES[way](value) for key, value in _tensors(optimizer)}))
     _assert_trained(door, kind, model, optimizer)
@@ -195,13 +199,14 @@ def _assert_trained(door: str, kind: str, model: Params, optimizer: Any, num_ste
                 assert torch.equal(found[index][key], value) if isinstance(value, torch.Tensor) else found[index][key] == value
 
 
-DOORS = ("fully_shard", "dtensors", "views", "neighbours", "separate", "zero whole", "zero even")
+# Four ranks leave some with empty shards only; plain tensors know nothing of ranks.
+DOORS = {"fully_shard": 4, "dtensors": 4, "zero whole": 4, "zero even": 4, "views": 1, "neighbours": 1, "separate": 1}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("door", DOORS)
-def test_aliases_of_state_stay_live(pool: WorkerPool, door: str, num_ranks: int) -> None:
-    pool.run(_every_alias, num_ranks=num_ranks, door=door)
+def test_aliases_of_state_stay_live(pool: WorkerPool, door: str) -> None:
+    for num_ranks in {DOORS[door], min(DOORS[door], 2)}:
+        pool.run(_every_alias, num_ranks=num_ranks, door=door)
 
 
 def _every_alias(door: str) -> None:
