@@ -251,7 +251,15 @@ CHECKS = (
 )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("check", CHECKS)
-def test_blocks(pool: WorkerPool, check: Any, num_ranks: int) -> None:
-    pool.run(check, num_ranks=num_ranks)
+def test_blocks(pool: WorkerPool, check: Any) -> None:
+    pool.run(check, num_ranks=4)
+
+
+def _all_in_one_world() -> None:
+    for check in CHECKS:
+        check()
+
+
+def test_blocks_on_two_ranks(pool: WorkerPool) -> None:
+    pool.run(_all_in_one_world, num_ranks=2)

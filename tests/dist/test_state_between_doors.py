@@ -201,8 +201,8 @@ def _read_whole(optimizer: Any, model: nn.Module, whole: Any) -> None:
     set_optimizer_state_dict(model, optimizer, by_name, options=FULL)
 
 
-def load(form: Form, folder: str) -> list[str]:
-    """Go on behind every door; return what went wrong."""
+def load(form: Form, folder: str, doors: list[str]) -> list[str]:
+    """Go on behind each of ``doors``; return what went wrong."""
     expected = Net()
     reference = _adamw(expected)
     for seed in range(NUM_STEPS):
@@ -210,9 +210,8 @@ def load(form: Form, folder: str) -> list[str]:
             reference.param_groups[0]["lr"] = 0.07
         _step(expected, reference, seed)
     wrong: list[str] = []
-    for name, door in DOORS.items():
-        if name.startswith("plain") and dist.get_world_size() > 1:
-            continue
+    for name in doors:
+        door = DOORS[name]
         model = door.wrap(Net())
         set_model_state_dict(model, torch.load(f"{folder}/weights"), options=FULL)
         optimizer = door.make(model)
@@ -248,8 +247,11 @@ FORMS: dict[str, tuple[Form, ...]] = {
 @pytest.mark.parametrize(("door", "form"), [(door, form) for door, forms in FORMS.items() for form in forms])
 def test_what_one_door_saves_all_doors_read(pool: WorkerPool, tmp_path: Path, door: str, form: Form) -> None:
     pool.run(save, num_ranks=1 if door.startswith("plain") else 4, door=door, form=form, folder=str(tmp_path))
-    for num_ranks in (2, 1):
-        for wrong in pool.run(load, num_ranks=num_ranks, form=form, folder=str(tmp_path)):
+    plain = [name for name in DOORS if name.startswith("plain")]
+    on_two = [name for name in DOORS if name not in plain]
+    on_one = list(DOORS) if door == "zero even" else plain  # what is in the files does not depend on who reads them
+    for num_ranks, doors in ((2, on_two), (1, on_one)):
+        for wrong in pool.run(load, num_ranks=num_ranks, form=form, folder=str(tmp_path), doors=doors):
             assert wrong == [], (num_ranks, "\n".join(wrong))
 
 
