@@ -6,12 +6,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO := runs/demo
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench fuzz clean
 help:
 	@echo "make demo   train a small GPT on this machine, about three minutes; results in $(DEMO)"
 	@echo "make test   every test that needs no GPU"
 	@echo "make check  format, lint, types and the quick tests, under a minute"
 	@echo "make bench  rewrite benchmarks/results"
+	@echo "make fuzz   train random programs beside one process, MINUTES=10 RANKS=4 SEED=0 AREA=all; scripts of failures in found"
 
 .stamp-setup: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -47,6 +48,12 @@ check: .stamp-dev
 
 bench: .stamp-dev
 	$(BIN)/python benchmarks/run.py
+
+MINUTES ?= 10
+RANKS ?= 4
+SEED ?= 0
+fuzz: .stamp-dev
+	$(BIN)/python -m shardwise.testing.fuzz --minutes $(MINUTES) --ranks $(RANKS) --seed $(SEED) $(if $(AREA),--area $(AREA))
 
 clean:
 	rm -rf $(VENV) .stamp-setup .stamp-dev

@@ -85,6 +85,7 @@ class ShardGroup:
         params: in the order of the modules.  by_size: the order in memory, large ones first.
         is_collective: gathering and reducing take a collective.
         keeps_plain: parameters are what they were before, plain tensors that stay registered.
+        num_packs: how often parameters were put together.
         in_place: those of them that need no other form to compute with.
         shares_memory: shards are made where other ranks of this host could read them.
         axes: the data-parallel mesh.  sub_axes: the smaller one that parameters go to after forward, if any.
@@ -111,7 +112,9 @@ class ShardGroup:
         has_tensor_parallelism = any(param.inner_spec is not None for param in params)
         self.is_collective = axes.shard_mesh_dim is not None and (axes.num_shards > 1 or has_tensor_parallelism)
         self.shares_memory = self.keeps_plain = False
+        self.num_packs = 0
         self.in_place: list[UnitParam] = []
+        self._take = self._make_take()
         self.extended = ExtensionParams(self)
         self._buckets: list[FlatBucket] = []
         self._main: Shards | None = None
@@ -196,6 +199,9 @@ class ShardGroup:
         """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype."""
         if self._main is None or self._has_new_extensions() or not all(bucket.settle() for bucket in self._buckets):
             self._pack()
+        for bucket in self._buckets:
+            self.num_packs += bucket.num_replaced
+            bucket.num_replaced = 0
         for param in self.in_place:
             param.adopt_registered()
             if not self._is_in_place(param):
@@ -210,6 +216,7 @@ class ShardGroup:
         return not self.extended.is_current(self.params)
 
     def _pack(self) -> None:
+        self.num_packs += 1
         for param in self.params:
             param.adopt_registered()
         self.extended.adopt([param for param in self.params if self.extended.wants(param)])
@@ -314,16 +321,17 @@ class ShardGroup:
         """
         assert self._main is not None
         num_trainable = 0
+        self._show_writes()
         for number, bucket in enumerate(self._buckets):
             is_shared = self._fulls[number].is_shared
             for index, param in enumerate(bucket.params):
                 full = param.full
-                if full is None or (is_shared and full.data_ptr() != param.local.data_ptr()):
-                    memory, base = (
-                        (param.local, 0) if is_shared else (self.hold_full(number), bucket.layout.full_offsets[index])
-                    )
-                    full = param.full = make_full_parameter(memory, base, param)
+                if full is None:
+                    full = param.full = self._make_full(number, index)
                     param.is_hooked = False
+                elif is_shared and full.data_ptr() != param.local.data_ptr():
+                    # The same parameter, with its memory where the shard is now: a graph may hold it already.
+                    torch_private.set_data(full, self._make_full(number, index).detach())
                 mark_full(full)
                 param.full_version, param.full_address = full._version, full.data_ptr()
                 wanted = param.sharded.requires_grad
@@ -346,6 +354,25 @@ class ShardGroup:
             num_trainable += param.sharded.requires_grad
             param.register(full)
         return num_trainable
+
+    def _show_writes(self) -> None:
+        """Let autograd count what was written to shards as writes to the full forms, as it would on one process."""
+        written: list[torch.Tensor] = []
+        for param in self.params:
+            version = param.sharded._version
+            if version != param.seen_version:
+                param.seen_version = version
+                if param.full is not None and param.full is not param.sharded:
+                    written.append(param.full)
+        if written:
+            torch.autograd.graph.increment_version(written)
+
+    def _make_full(self, number: int, index: int) -> nn.Parameter:
+        bucket = self._buckets[number]
+        param = bucket.params[index]
+        if self._fulls[number].is_shared:
+            return make_full_parameter(param.local, 0, param)
+        return make_full_parameter(self.hold_full(number), bucket.layout.full_offsets[index], param)
 
     @staticmethod
     def _sync_requires_grad(
@@ -377,7 +404,11 @@ class ShardGroup:
                 full = param.full
                 if full is None:
                     continue
-                if full._version != param.full_version or full.data_ptr() != param.full_address or (may_be_written(full) and not (param.local.numel() and self._has_same_rows(param, full))):
+                if (
+                    full._version != param.full_version
+                    or full.data_ptr() != param.full_address
+                    or (may_be_written(full) and not (param.local.numel() and self._has_same_rows(param, full)))
+                ):
                     found.append(param)
         return found
 
@@ -403,13 +434,11 @@ class ShardGroup:
             local.copy_(rows)
         torch.autograd.graph.increment_version(param.sharded)
         mark_full(param.full)
-        param.full_version = param.full._version
-        if (
-            param.full.data_ptr() != param.full_address
-        ):  # ``.data`` was assigned to: back to the memory that is gathered into
+        param.full_version, param.seen_version = param.full._version, param.sharded._version
+        if param.full.data_ptr() != param.full_address:
+            # ``.data`` was assigned to: back to the memory that is gathered into.
             number, index = next((n, b.params.index(param)) for n, b in enumerate(self._buckets) if param in b.params)
-            memory, base = self.hold_full(number), self._buckets[number].layout.full_offsets[index]
-            torch_private.set_data(param.full, make_full_parameter(memory, base, param).detach())
+            torch_private.set_data(param.full, self._make_full(number, index).detach())
             param.full_address = param.full.data_ptr()
 
     def differing(self) -> UnitParam | None:
@@ -429,10 +458,20 @@ class ShardGroup:
 
     def mark_kept(self) -> None:
         """Note that full parameters are registered where user code can reach them."""
-        for number, bucket in enumerate(self._buckets):
-            if not self._fulls[number].is_shared:
-                for param in bucket.params:
-                    mark_kept(param, param.version)
+        for bucket in self._buckets:
+            for param in bucket.params:
+                mark_kept(param, self._take)
+
+    def _make_take(self) -> Callable[[UnitParam], None]:
+        ref = weakref.ref(self)
+
+        def take(param: UnitParam) -> None:
+            group = ref()
+            if group is not None and not param.is_its_full_form:
+                group.write_back(param)
+                mark_kept(param, take)
+
+        return take
 
     def mark_in_use(self) -> None:
         """Note that a forward or backward uses the full parameters again."""
