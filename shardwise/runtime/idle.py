@@ -61,7 +61,7 @@ class FreedParameter(nn.Parameter):
         if getattr(func, "__name__", "") in _ATTRIBUTES:
             with torch_private.without_torch_function():
                 return func(*args, **(kwargs or {}))
-        names = sorted({tensor.fqn for tensor in _idle_in(FreedParameter, args)})
+        names = sorted({tensor.fqn for tensor in _idle_in(FreedParameter, (args, list((kwargs or {}).values())))})
         raise StateError(
             f"the full form of {names} was given back after forward or backward and must not be used any more: read the "
             "parameter from its module inside forward, or call unshard() on the module first"
@@ -80,7 +80,7 @@ class KeptParameter(nn.Parameter):
         if name in _ATTRIBUTES or name in _FACTS:
             with torch_private.without_torch_function():
                 return func(*args, **(kwargs or {}))
-        kept = _idle_in(KeptParameter, args)
+        kept = _idle_in(KeptParameter, (args, list(kwargs.values())) if kwargs else args)
         for tensor in kept:
             tensor.kept.check()
         with torch_private.without_torch_function():
