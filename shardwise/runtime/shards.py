@@ -208,7 +208,7 @@ def is_held(tensor: torch.Tensor) -> bool:
     return (
         torch_private.storage_use_count(storage) > 1
         or torch_private.tensor_use_count(tensor) > 0
-        or sys.getrefcount(storage) > 2  # the Python object of a storage lives as long as the storage
+        or sys.getrefcount(storage) > 3  # itself, the argument, and the storage, which keeps its Python object
         or (tensor.device.type == "cpu" and tensor.is_shared())  # with other processes, which nobody can count
     )
 
