@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,13 @@ class UnshardHandle:
             unit.wait()
 
 
-class FSDPModule:
+if TYPE_CHECKING:  # a mixin of modules, which type checkers may take for one
+    _Base = nn.Module
+else:
+    _Base = object
+
+
+class FSDPModule(_Base):
     """Mixed into the class of every module that ``fully_shard`` was called on.
 
     The ``set_*`` methods replace the unit's frozen policy; ``shardwise.policy`` does so for the length of a block.
@@ -70,6 +77,25 @@ class FSDPModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return copy_module(cast(nn.Module, self), self._attachment(), memo)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # What DistributedDataParallel asks of a module before all else.
+        given = self.__dict__.get("_ddp_ignored")
+        frame = inspect.currentframe()
+        asker = frame.f_back if frame is not None else None
+        if given is None and asker is not None and asker.f_globals.get("__name__") == "torch.nn.parallel.distributed":
+            raise ConfigError(
+                f"DistributedDataParallel was given a {type(self).__name__}, whose gradients are averaged already. Leave it "
+                "out; to average over more ranks, give fully_shard a 2-D mesh (replicas, shards)"
+            )
+        if given is None:
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
+        return given
+
+    @_ddp_params_and_buffers_to_ignore.setter
+    def _ddp_params_and_buffers_to_ignore(self, names: list[str]) -> None:
+        self.__dict__["_ddp_ignored"] = names
 
     # ---- parameters ----
 

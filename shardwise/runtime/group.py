@@ -131,6 +131,16 @@ class ShardGroup:
         self._pool: BufferPool | None = None
         self._comm: GroupComm | None = None
 
+    def release(self, params: Sequence[UnitParam]) -> None:
+        """Be without those of ``params`` that are members."""
+        gone = self._members & set(params)
+        if gone:
+            self.params = [param for param in self.params if param not in gone]
+            self.by_size = [param for param in self.by_size if param not in gone]
+            self._members -= gone
+            if self.params:
+                self._pack()
+
     # ---- flat memory ----
 
     @property
