@@ -48,8 +48,10 @@ class Segment:
             self._map[:_TOKEN_BYTES] = token
         self.token = self._map[:_TOKEN_BYTES].hex()
         self.words = memoryview(self._map)[WORDS_START:HEADER_BYTES].cast("q")
-        weakref.finalize(self._map, os.close, fd)  # not before: a forked child maps the file again
         _live[self._map] = fd
+        weakref.finalize(
+            self._map, os.close, fd
+        )  # not before: a forked child maps the file again.  Last: who fails closes
 
     @classmethod
     def create(cls, num_bytes: int) -> Segment:
