@@ -121,11 +121,17 @@ class HostLink:
                 self.abort()
             raise
         self._alarm = self._span
-        return not (wants_collectives or any(self._words[peer][_OPEN] & 1 for peer in self._peers))
+        return not (wants_collectives or any(self._open_word(peer) & 1 for peer in self._peers))
+
+    def _open_word(self, peer: int) -> int:
+        """Return what ``peer`` entered this span with; 0 if it has left it by an exception and waits in the next one."""
+        word = self._words[peer][_OPEN]
+        return word if word >> 2 == self._span else 0
 
     def _check_kind(self, word: int, kind: SpanKind) -> None:
         for peer in self._peers:
-            if self._words[peer][_OPEN] >> 1 != word >> 1:
+            theirs = self._open_word(peer)
+            if theirs and theirs >> 1 != word >> 1:
                 other = "forward" if kind == "backward" else "backward"
                 raise TransportError(
                     f"rank {peer} starts a {other} where rank {self.rank} starts a {kind}; every rank must make the same "
@@ -292,7 +298,8 @@ class HostLink:
         start = time.monotonic()
         sleep_s, look_s = _FIRST_SLEEP_S, _LIVENESS_S
         while not is_there():
-            self._check_left(peer, what)
+            if self._words[peer][_ABORTED] >= self._alarm and not is_there():  # it may have come and left since
+                self._check_left(peer, what)
             waited_s = time.monotonic() - start
             if waited_s > look_s:
                 look_s = waited_s + _LIVENESS_S

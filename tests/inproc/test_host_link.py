@@ -1,0 +1,58 @@
+"""One rank's side of a link through shared memory, the other rank's words being written by the test."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from shardwise.comm import shm
+from shardwise.comm.segment import HEADER_BYTES, Segment
+from shardwise.comm.shm import HostLink
+from shardwise.errors import TransportError
+
+
+def make_link() -> tuple[HostLink, memoryview]:
+    """Return the link of rank 1 and the words of rank 0."""
+    segments = [Segment.create(HEADER_BYTES + 4096) for _ in range(2)]
+    return HostLink(segments, [os.getpid()] * 2, 1, HEADER_BYTES, 64, 5.0), segments[0].words
+
+
+class Coming:
+    """Words of a rank that comes, and leaves by an exception, between two looks at them."""
+
+    def __init__(self, looks: int, words: dict[int, int]) -> None:
+        self._looks, self._words = looks, words
+
+    def __getitem__(self, index: int) -> int:
+        self._looks -= 1
+        return 0 if self._looks >= 0 else self._words.get(index, 0)
+
+
+def test_a_peer_that_has_left_a_span_and_waits_in_the_next_one_is_no_desync() -> None:
+    link, _ = make_link()
+    # Its backward, span 1, raised as soon as this rank was there; its next forward waits.
+    link._words = (Coming(1, {shm._OPEN: 4 * 2, shm._ABORTED: 1}), link._words[1])  # type: ignore[assignment]
+    assert link.open("backward", False)
+    link.abort()
+    assert link.open("forward", False)
+
+
+def test_a_peer_in_another_kind_of_span_is_a_desync() -> None:
+    link, theirs = make_link()
+    theirs[shm._OPEN] = 4
+    with pytest.raises(TransportError, match="rank 0 starts a forward where rank 1 starts a backward"):
+        link.open("backward", False)
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "_YIELDS", 1)
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("looks", range(1, 7))
+def test_a_peer_that_comes_and_leaves_between_two_looks_has_come(looks: int) -> None:
+    link, _ = make_link()
+    link._words = (Coming(looks, {shm._OPEN: 4, shm._ABORTED: 1}), link._words[1])  # type: ignore[assignment]
+    assert link.open("forward", False)
