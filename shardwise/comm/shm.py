@@ -13,7 +13,7 @@ import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -111,8 +111,8 @@ class HostLink:
         word = 4 * self._span + 2 * (kind == "backward")
         self._mine[_OPEN] = word + wants_collectives
         try:
-            self._wait(_OPEN, 4 * self._span, what)
-            self._check_kind(word, kind)
+            self._wait_for_all(word, what)
+            self._check_kind(word, kind, what)
         except TransportError:
             if any(self._words[peer][_ABORTED] == self._span - 1 for peer in self._peers):
                 self._span -= 1  # that rank does not know of this span: the next one has its number
@@ -128,10 +128,28 @@ class HostLink:
         word = self._words[peer][_OPEN]
         return word if word >> 2 == self._span else 0
 
-    def _check_kind(self, word: int, kind: SpanKind) -> None:
+    def _wait_for_all(self, word: int, what: str) -> None:
+        """Wait until every rank has entered this span, with the same kind unless it means another.
+
+        One that has not noticed yet that this rank left the last span by an exception will, and take back what it began.
+        """
+        has_left = self._mine[_ABORTED] == self._span - 1
+        for peer in self._peers:
+            words = self._words[peer]
+
+            def has_come(words: memoryview = words) -> bool:
+                theirs = words[_OPEN]
+                if theirs >> 2 != self._span:
+                    return theirs >> 2 > self._span
+                return theirs >> 1 == word >> 1 or not has_left or words[_ABORTED] >= self._span - 1
+
+            self._wait_until(has_come, peer, what)
+
+    def _check_kind(self, word: int, kind: SpanKind, what: str) -> None:
         for peer in self._peers:
             theirs = self._open_word(peer)
             if theirs and theirs >> 1 != word >> 1:
+                self._check_left(peer, what)  # it left the last span by an exception and starts again
                 other = "forward" if kind == "backward" else "backward"
                 raise TransportError(
                     f"rank {peer} starts a {other} where rank {self.rank} starts a {kind}; every rank must make the same "
@@ -291,6 +309,9 @@ class HostLink:
         def is_there() -> bool:
             return words[word] >= at_least or (other is not None and words[other] >= other_at_least)
 
+        self._wait_until(is_there, peer, what)
+
+    def _wait_until(self, is_there: Callable[[], bool], peer: int, what: str) -> None:
         for _ in range(_YIELDS):
             if is_there():
                 return

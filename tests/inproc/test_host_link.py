@@ -56,3 +56,35 @@ def test_a_peer_that_comes_and_leaves_between_two_looks_has_come(looks: int) -> 
     link, _ = make_link()
     link._words = (Coming(looks, {shm._OPEN: 4, shm._ABORTED: 1}), link._words[1])  # type: ignore[assignment]
     assert link.open("forward", False)
+
+
+class Script:
+    """Words of a rank whose first word takes one value after the other, one for each look at it."""
+
+    def __init__(self, opens: list[int]) -> None:
+        self._opens = opens
+
+    def __getitem__(self, index: int) -> int:
+        if index != shm._OPEN:
+            return 0
+        return self._opens.pop(0) if len(self._opens) > 1 else self._opens[0]
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_peer_that_has_not_noticed_an_abort_takes_back_what_it_began() -> None:
+    link, _ = make_link()
+    link._span = 1
+    link.abort()
+    backward, forward = 4 * 2 + 2, 4 * 2
+    link._words = (Script([backward] * 6 + [4] * 6 + [forward]), link._words[1])  # type: ignore[assignment]
+    assert link.open("forward", False)
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("looks", range(1, 7))
+def test_a_peer_that_left_and_starts_again_is_named_as_having_left(looks: int) -> None:
+    link, _ = make_link()
+    link._span = 1
+    link._words = (Coming(looks, {shm._OPEN: 4 * 2, shm._ABORTED: 1}), link._words[1])  # type: ignore[assignment]
+    with pytest.raises(TransportError, match="rank 0 left the forward or backward by an exception"):
+        link.open("backward", False)
