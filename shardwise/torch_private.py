@@ -25,9 +25,20 @@ def swap_storage(left: torch.UntypedStorage, right: torch.UntypedStorage) -> Non
     left._swap_data_ptr_(right)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """Return how many holders ``storage`` has beside the Python object passed in: tensors, arrays, works in flight."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def tensor_use_count(tensor: torch.Tensor) -> int:
+    """Return how many holders ``tensor`` itself has beside Python: ``.grad`` of another, a work in flight."""
+    return tensor._use_count() - 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target in one call; shapes match pairwise, dtypes may differ."""
-    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportArgumentType]
+    if targets:
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportArgumentType]
 
 
 def graph_task_id() -> int:
@@ -80,6 +91,11 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
+def spec_if_any(tensor: torch.Tensor) -> DTensorSpec | None:
+    """Return the description of a DTensor, None for other tensors."""
+    return tensor._spec if isinstance(tensor, DTensor) else None
+
+
 def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
     """Wrap ``local`` without autograd or checks: ``DTensor.from_local`` costs 10 times as much and is differentiable.
 
@@ -90,7 +106,14 @@ def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bo
 
 def parameter_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
     """Return a DTensor that is a parameter: ``nn.Parameter(dtensor)`` detaches it first, for ten times the cost."""
-    parameter = dtensor_from_local(local.detach(), spec, requires_grad)
+    local = local.detach()
+    if local.storage_offset():
+        # The wrapper takes over the offset, and by ``data_ptr() == 0`` torch tells it from tensors that have memory.
+        place = torch.empty((), dtype=local.dtype, device=local.device).expand(local.shape)
+        parameter = dtensor_from_local(place, spec, requires_grad)
+        parameter._local_tensor = local
+    else:
+        parameter = dtensor_from_local(local, spec, requires_grad)
     parameter._is_param = True  # pyright: ignore[reportAttributeAccessIssue]  what isinstance(_, nn.Parameter) asks for
     return parameter  # pyright: ignore[reportReturnType]
 
@@ -106,6 +129,16 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
         tensor._local_tensor = local
     else:
         tensor.data = local
+
+
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor.data``, also where a subclass has a property of that name."""
+    return torch._C.TensorBase.data.__get__(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Assign ``tensor.data = value``, also where a subclass has a property of that name."""
+    torch._C.TensorBase.data.__set__(tensor, value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
@@ -192,7 +225,19 @@ def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
             disabled.append(torch.compiler.disable(function, recursive=True))
         return disabled[0](*args, **kwargs)
 
+    skip_frames(outside)
     return outside
+
+
+def skip_frames(function: Callable[..., Any]) -> None:
+    """Let torch.compile run ``function``, and all that it calls, as they are where it meets them as frames of their own.
+
+    Hooks of a module that is compiled after they were registered are such frames; ``fullgraph=True`` allows no other way.
+    """
+    from torch._C._dynamo import eval_frame  # pyright: ignore[reportMissingModuleSource]
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
 # --- ZeroRedundancyOptimizer (comm/board.py) ---

@@ -29,10 +29,10 @@ from shardwise.plan.policy import UnitPolicy
 from shardwise.runtime.axes import MeshAxes
 from shardwise.runtime.engine import Engine, Lanes
 from shardwise.runtime.group import GroupComm, ShardGroup
-from shardwise.runtime.hooks import Attachment
+from shardwise.runtime.hooks import Attachment, watch_optimizers
 from shardwise.runtime.links import GroupLink, can_link
 from shardwise.runtime.param import Slot, UnitParam
-from shardwise.runtime.placement import place
+from shardwise.runtime.placement import cut_shard, place
 from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.runtime.unit import Unit
 
@@ -42,6 +42,8 @@ ATTACHMENT = "_shardwise_attachment"
 # Ties between modules that are sharded by separate calls show in nothing but the identity of the original parameter, so
 # who has sharded it must be remembered from one call to the next, for as long as someone holds the original.
 _sharded_from: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Parameters that stay what they are, by id: a weak reference to them would keep torch from swapping their contents.
+_managed_plain: weakref.WeakValueDictionary[int, UnitParam] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ def attachment_of(module: nn.Module) -> Attachment | None:
 
 def build_unit(modules: Sequence[nn.Module], recipe: Recipe) -> Attachment:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
+    watch_optimizers()
     store = torch_private.default_store() if dist.is_initialized() else None
     if store is not None:
         announce(store, dist.get_rank())
@@ -89,8 +92,7 @@ def build_unit(modules: Sequence[nn.Module], recipe: Recipe) -> Attachment:
     unit.uses_default_reshard = recipe.reshard_after_forward is None
     own: list[_Found] = []
     for item in found:
-        owner = _sharded_from.get(item.param)
-        lender = owner() if owner is not None else None
+        lender = _manager_of(item.param)
         if lender is None or not _lend(lender, item, unit):
             own.append(item)
     unit.groups = _make_groups(own, recipe, device, unit)
@@ -101,6 +103,15 @@ def build_unit(modules: Sequence[nn.Module], recipe: Recipe) -> Attachment:
     attachment.install()
     attachment.install_state_dict_hooks()
     return attachment
+
+
+def _manager_of(param: nn.Parameter) -> UnitParam | None:
+    """Return what an earlier call has made of ``param``, None if it is in no unit."""
+    owner = _sharded_from.get(param)
+    if owner is not None:
+        return owner()
+    plain = _managed_plain.get(id(param))
+    return plain if plain is not None and plain.sharded is param else None
 
 
 def _outermost(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
@@ -133,7 +144,7 @@ def _find_parameters(managed: Iterable[tuple[str, nn.Module]], ignored: frozense
             item = found.get(id(param))
             if item is None:
                 item = found[id(param)] = _Found(param, f"{path}.{name}" if path else name, module)
-            item.slots.append(Slot(parameters, name))
+            item.slots.append(Slot.of(module, name))
     return list(found.values())
 
 
@@ -167,7 +178,7 @@ def _lend(lender: UnitParam, item: _Found, unit: Unit) -> bool:
         return False
     lender.slots += item.slots
     for slot in item.slots:
-        slot.parameters[slot.name] = lender.sharded
+        slot.put(lender.sharded)
     lending = next((each for module in owner.modules if (each := attachment_of(module)) is not None), None)
     if lending is not None:
         lending.reshard_for_state_dict(item.module)
@@ -188,9 +199,18 @@ def _make_groups(found: list[_Found], recipe: Recipe, device: torch.device, unit
         size = recipe.reshard_after_forward
         if isinstance(size, int) and not isinstance(size, bool):
             group.sub_axes = smaller_axes(axes, size)
+        group.shares_memory = _may_share_memory(group)
+        group.keeps_plain = recipe.keeps_plain
         group.ensure_packed()
         groups.append(group)
     return groups
+
+
+def _may_share_memory(group: ShardGroup) -> bool:
+    dim = group.axes.shard_mesh_dim
+    if dim is None or not group.is_collective or default_transport() != "auto":
+        return False
+    return can_link(group, group.axes.mesh.get_group(dim))
 
 
 def _resolve_placement(item: _Found, recipe: Recipe) -> tuple[MeshAxes, Shard | None]:
@@ -223,22 +243,22 @@ def _check_shared_groups(all_axes: Sequence[MeshAxes]) -> None:
 def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, recipe: Recipe, unit: Unit) -> UnitParam:
     placed = place(item.param, item.fqn, axes, shard)
     cut = ChunkShard(tuple(placed.local.shape), placed.dim, axes.num_shards)
-    rows = cut.rows(axes.shard_rank)
-    with torch.no_grad():
-        local = placed.local if cut.is_whole else placed.local.narrow(cut.dim, rows.start, len(rows))
-        # Alone on the shard axis the window is the whole tensor; it must still get memory of its own.
-        local = local.clone(memory_format=torch.contiguous_format) if type(local) is torch.Tensor else local.clone()
-        if isinstance(recipe.offload, CPUOffloadPolicy) and local.device.type != "meta":
-            local = local.cpu()
-        if recipe.keeps_plain:
-            sharded = item.param
-        else:
+    shape = cut.shard_shape(axes.shard_rank)
+    if recipe.keeps_plain:
+        sharded = item.param
+    else:
+        with torch.no_grad():
+            local = cut_shard(placed.local, cut, axes.shard_rank)
+            if isinstance(recipe.offload, CPUOffloadPolicy) and local.device.type != "meta":
+                local = local.cpu()
             sharded = torch_private.parameter_from_local(local, placed.spec, item.param.requires_grad)
-    result = UnitParam(item.fqn, item.slots, cut, placed.spec, placed.inner_spec, sharded)
+    result = UnitParam(item.fqn, item.slots, cut, placed.spec, placed.inner_spec, sharded, shape, recipe.keeps_plain)
     result.module = weakref.ref(item.module)
     result.owner = weakref.ref(unit)
     result.register(sharded)
-    if not recipe.keeps_plain:
+    if recipe.keeps_plain:
+        _managed_plain[id(item.param)] = result
+    else:
         result.original = weakref.ref(item.param)
         _sharded_from[item.param] = weakref.ref(result)
     return result

@@ -311,6 +311,9 @@ class FSDPModule:
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
+    if not torch.accelerator.is_available():
+        return hook  # there is one order of things
+
     def run(section: torch.Tensor) -> None:
         stream.wait_stream(torch.accelerator.current_stream())
         with stream:

@@ -154,7 +154,7 @@ class C10dCommunicator:
         before, op, after = resolve_scale(scale, self._size)
         with self.lane.run():
             if self.custom_reduce_scatter is None:
-                output = torch.empty(pieces.section_numel, dtype=pieces.dtype, device=packed.device)
+                output = pieces.target()
             else:
                 output = self.custom_reduce_scatter.allocate(
                     (pieces.section_numel,), dtype=pieces.dtype, device=packed.device

@@ -8,6 +8,7 @@ offset 0, a storage of just its own bytes.  The allocation lives as long as anyt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,17 +43,29 @@ def _bytes_at(address: int, num_bytes: int, device: torch.device, keep: object) 
 def carve(flat: torch.Tensor, start: int, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:
     """Return a tensor of ``shape`` on the elements of the 1-D tensor ``flat`` from ``start`` on, with a storage of its own.
 
-    ``stride``: of a tensor without gaps; None: row-major.  Cost: some microseconds, so carve once and keep the result.
+    ``stride``: of a tensor without gaps; None: row-major.
     """
-    numel = 1
-    for size in shape:
-        numel *= size
-    if not numel or flat.device.type == "meta":
-        found = torch.empty(tuple(shape), dtype=flat.dtype, device=flat.device)
-    else:
-        address = flat.data_ptr() + start * flat.element_size()
-        found = _bytes_at(address, numel * flat.element_size(), flat.device, flat).view(flat.dtype).view(tuple(shape))
+    found = carve_all(flat, [(start, tuple(shape))])[0]
     return found if stride is None else found.as_strided(tuple(shape), tuple(stride))
+
+
+def carve_all(flat: torch.Tensor, places: Sequence[tuple[int, tuple[int, ...]]]) -> list[torch.Tensor]:
+    """Return :func:`carve` for each (start, shape).  Cost on CPU: about 3 us each, hardly more than a view."""
+    dtype, device, itemsize = flat.dtype, flat.device, flat.element_size()
+    is_cpu = device.type == "cpu"
+    array = flat.detach().view(torch.uint8).numpy() if is_cpu else None
+    found: list[torch.Tensor] = []
+    for start, shape in places:
+        numel = math.prod(shape)
+        if not numel or device.type == "meta":
+            found.append(torch.empty(shape, dtype=dtype, device=device))
+        elif array is not None:
+            part = torch.frombuffer(array, dtype=dtype, count=numel, offset=start * itemsize)
+            found.append(part if len(shape) == 1 else part.view(shape))
+        else:
+            address = flat.data_ptr() + start * itemsize
+            found.append(_bytes_at(address, numel * itemsize, device, flat).view(dtype).view(shape))
+    return found
 
 
 def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

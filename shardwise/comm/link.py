@@ -106,7 +106,7 @@ class _Entry:
 
 
 class Spans:
-    """The spans of one engine: a forward or a backward, from the outermost begin to its end.
+    """The spans of one engine: a forward or a backward, from the outermost begin to its end; nobody changes shards in one.
 
     A link is opened by the first collective that could use it: a rank that runs a forward without collectives, as
     replicas may, waits for nobody.
@@ -114,8 +114,14 @@ class Spans:
 
     def __init__(self) -> None:
         self._depth = 0
+        self._count = 0
         self._kind: SpanKind = "forward"
         self._entries: dict[str, _Entry] = {}
+
+    @property
+    def number(self) -> int | None:
+        """A number that no other span of this engine has; None outside of any."""
+        return self._count if self._depth else None
 
     def register(self, group: dist.ProcessGroup, prepare: Callable[[], Link | None]) -> None:
         """Let ``prepare`` say, before each span, by which link the ranks of ``group`` talk; None: by none."""
@@ -150,6 +156,7 @@ class Spans:
         """Enter a span, or one inside another."""
         if not self._depth:
             self._kind = kind
+            self._count += 1
         self._depth += 1
 
     def end(self) -> None:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from shardwise.comm.alive import host_id, read_post
+from shardwise.comm.arena import can_share_memory
 from shardwise.comm.link import TRANSPORTS, Transport
 from shardwise.comm.segment import Segment, SegmentAddress
 from shardwise.errors import DesyncError
 
 _log = logging.getLogger(__name__)
-_ORDERED_STORES = ("x86_64", "AMD64")  # architectures whose stores other cores see in order
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a rank brings: the transport it wants, the segment it needs, and a digest of what will lie in it."""
+    """What a rank brings: the transport it wants, the bytes of its segment, and a digest of the sizes that must agree."""
 
     transport: Transport
     num_bytes: int
@@ -29,10 +28,49 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class Desk:
+    """Where the ranks of a group put down what the others read; ``rank`` counts in the group, ``ranks`` are global."""
+
+    store: dist.Store
+    prefix: str
+    rank: int
+    ranks: Sequence[int]
+    timeout_s: float
+
+    def put(self, what: str, text: str) -> None:
+        """Put down this rank's ``what``."""
+        self.store.set(f"{self.prefix}/{what}/{self.rank}", text)
+
+    def exchange(self, what: str, text: str) -> list[str]:
+        """Return what every rank has put down; each leaves its own."""
+        self.put(what, text)
+        return [self.read(what, index) for index in range(len(self.ranks))]
+
+    def read(self, what: str, index: int) -> str:
+        """Return what rank ``index`` of the group puts down.
+
+        Raises: DesyncError if it does not come in time, TransportError if its process is gone.
+        """
+        key = f"{self.prefix}/{what}/{index}"
+        try:
+            return read_post(self.store, key, self.ranks[index], self.timeout_s)
+        except TimeoutError as error:
+            raise DesyncError(
+                f"rank {self.ranks[index]} did not come to its first forward or backward within {self.timeout_s:g} s of "
+                f"rank {self.ranks[self.rank]}; every rank must run the same units in the same order"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
 class Meeting:
-    """What the ranks agreed on: the segments of all ranks (``segments[rank]``) if they share memory, else None."""
+    """What the ranks agreed on: the segments of all ranks (``segments[rank]``) if they share memory, else None.
+
+    Attributes:
+        desk: where they may put down more for each other.
+    """
 
     transport: Transport
+    desk: Desk
     segments: tuple[Segment, ...] | None = None
     pids: tuple[int, ...] = ()
 
@@ -47,7 +85,7 @@ def meet(group: dist.ProcessGroup, store: dist.Store, offer: Offer, timeout_s: f
     ranks = [dist.get_global_rank(group, index) for index in range(size)]
     topic = f"shardwise/link/{'-'.join(map(str, ranks))}"
     number = store.add(f"{topic}/{rank}", 1)
-    desk = _Desk(store, f"{topic}/{number}", rank, ranks, timeout_s)
+    desk = Desk(store, f"{topic}/{number}", rank, ranks, timeout_s)
     own: Segment | None = None
     problem = ""
     if offer.transport == "auto":
@@ -59,37 +97,14 @@ def meet(group: dist.ProcessGroup, store: dist.Store, offer: Offer, timeout_s: f
     _compare_digests([fields[1] for fields in found], ranks, rank)
     transport = max((fields[0] for fields in found), key=TRANSPORTS.index)
     if transport != "auto":
-        return Meeting(transport)
+        return Meeting(transport, desk)
     segments, problem = _open_all(found, rank, own)
     problems = [text for text in desk.exchange("opened", problem) if text]
     if problems or segments is None:
         if rank == 0:
             _log.warning("ranks %s do not share memory (%s); they use the network", ranks, problems[0])
-        return Meeting(transport)
-    return Meeting(transport, segments, tuple(fields[4] for fields in found))
-
-
-@dataclass(frozen=True, slots=True)
-class _Desk:
-    store: dist.Store
-    prefix: str
-    rank: int
-    ranks: Sequence[int]
-    timeout_s: float
-
-    def exchange(self, what: str, text: str) -> list[str]:
-        """Return what every rank has put down; each leaves its own."""
-        self.store.set(f"{self.prefix}/{what}/{self.rank}", text)
-        return [self._read(f"{self.prefix}/{what}/{index}", index) for index in range(len(self.ranks))]
-
-    def _read(self, key: str, index: int) -> str:
-        try:
-            return read_post(self.store, key, self.ranks[index], self.timeout_s)
-        except TimeoutError as error:
-            raise DesyncError(
-                f"rank {self.ranks[index]} did not come to its first forward or backward within {self.timeout_s:g} s of "
-                f"rank {self.ranks[self.rank]}; every rank must run the same units in the same order"
-            ) from error
+        return Meeting(transport, desk)
+    return Meeting(transport, desk, segments, tuple(fields[4] for fields in found))
 
 
 def _compare_digests(digests: Sequence[str], ranks: Sequence[int], rank: int) -> None:
@@ -102,8 +117,9 @@ def _compare_digests(digests: Sequence[str], ranks: Sequence[int], rank: int) ->
 
 
 def _create(num_bytes: int) -> tuple[Segment | None, str]:
-    if platform.machine() not in _ORDERED_STORES:
-        return None, f"the order of stores is not defined on {platform.machine()}"
+    problem = can_share_memory()
+    if problem:
+        return None, problem
     try:
         return Segment.create(num_bytes), ""
     except (OSError, AttributeError) as error:

@@ -35,6 +35,15 @@ def pack_parts(layout: Bucket, parts: Sequence[torch.Tensor], section: torch.Ten
         torch_private.copy_all(section_parts(layout, section, rank, first), chosen)
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def have_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return True if two tensors of one shape and dtype are equal to the bit; nans are, too."""
+    bits = _BITS.get(left.element_size())
+    return torch.equal(left, right) if bits is None else torch.equal(left.view(bits), right.view(bits))
+
+
 def can_sum_in_parts(scale: Scale, size: int) -> bool:
     """True if :func:`sum_sections` can carry out ``scale``: gradients are not divided before the sum."""
     return resolve_scale(scale, size)[0] is None

@@ -220,7 +220,7 @@ class _Scatter:
                 if window.numel():
                     self._works.append(link.recv(window.reshape(-1), peer, _TAG_SCATTER))
                 if part.numel():
-                    flat = part.reshape(-1)  # a copy if the parameter is not cut along dim 0
+                    flat = part.reshape(-1).contiguous()  # a copy if the parameter is not cut along dim 0
                     self._packed.append(flat)
                     self._works.append(link.send(flat, peer, _TAG_SCATTER))
             if layout.tail_numel:
@@ -243,7 +243,7 @@ class _Scatter:
             self._leave()
             raise
         link, layout, dtype = self._link, pieces.layout, pieces.dtype
-        out = torch.empty(layout.section_numel, dtype=dtype)
+        out = pieces.target()
         pack_parts(layout, pieces.full_parts(link.rank), out, link.rank)
         sections = [out if rank == link.rank else self._received[rank].tensor(dtype) for rank in range(link.size)]
         sum_sections(layout, sections, self._scale, link.rank, out)

@@ -54,8 +54,8 @@ class GatherEnds(Protocol):
     full_dtype: torch.dtype
 
     @property
-    def home(self) -> int | None:
-        """Where the stored section starts in every rank's shared segment; None: it is not in one."""
+    def number(self) -> int | None:
+        """Which of the sections that the ranks of a host read from each other this is; None: none of them."""
         ...
 
     def section(self) -> torch.Tensor:
@@ -122,8 +122,12 @@ class ScatterPieces(Protocol):
         """Forget the gradients: their parts are all copied."""
         ...
 
+    def target(self) -> torch.Tensor:
+        """Return where this rank's reduced section is wanted: 1-D, ``section_numel`` elements; the same tensor every time."""
+        ...
+
     def deliver(self, section: torch.Tensor) -> None:
-        """Take this rank's reduced section: 1-D, owned by the receiver from here on."""
+        """Take this rank's reduced section: ``target()``, or another tensor, which is copied."""
         ...
 
 

@@ -9,6 +9,8 @@ import secrets
 import weakref
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _TOKEN_BYTES = 16
@@ -20,6 +22,7 @@ _MAP_FIXED = 0x10
 # Segments that a forked child must be cut off from: it inherits shared mappings.
 # Mappings, not segments: tensors keep a mapping after its link has gone.
 _live: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # to the descriptor of its file
+_mapped: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()  # of other processes, by token
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +52,8 @@ class Segment:
         self.token = self._map[:_TOKEN_BYTES].hex()
         self.words = memoryview(self._map)[WORDS_START:HEADER_BYTES].cast("q")
         _live[self._map] = fd
-        weakref.finalize(
-            self._map, os.close, fd
-        )  # not before: a forked child maps the file again.  Last: who fails closes
+        # Closed with the map, not before: a forked child maps the file again.  Last: before this, who fails closes.
+        weakref.finalize(self._map, os.close, fd)
 
     @classmethod
     def create(cls, num_bytes: int) -> Segment:
@@ -69,10 +71,13 @@ class Segment:
 
     @classmethod
     def open(cls, address: SegmentAddress) -> Segment:
-        """Map another process's segment.
+        """Map another process's segment; one that is mapped already is the same object.
 
         Raises: OSError if that process is not of this host, container or user, or the file there is another.
         """
+        known = _mapped.get(address.token)
+        if known is not None:
+            return known
         fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_size != address.num_bytes:
@@ -83,12 +88,22 @@ class Segment:
             raise
         if found.token != address.token:
             raise OSError(f"process {address.pid} has another file there")
+        _mapped[address.token] = found
         return found
+
+    @property
+    def mapping(self) -> mmap.mmap:
+        """The memory."""
+        return self._map
 
     @property
     def address(self) -> SegmentAddress:
         """How other processes find this segment, which this process has made."""
         return SegmentAddress(os.getpid(), self._fd, self.num_bytes, self.token)
+
+    def array(self, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return ``num_bytes`` bytes from byte ``offset``; the mapping lives as long as the array."""
+        return np.frombuffer(self._map, dtype=np.uint8, count=num_bytes, offset=offset)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ``numel`` elements from byte ``offset`` as a 1-D tensor whose storage starts there.

@@ -14,11 +14,13 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from shardwise import torch_private
 from shardwise.comm.alive import Liveness
+from shardwise.comm.arena import Place
 from shardwise.comm.link import SpanKind
 from shardwise.comm.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.comm.protocol import GatherEnds, GatherPieces, Pending, Scale, ScatterPieces
@@ -26,22 +28,30 @@ from shardwise.comm.segment import NUM_WORDS, Segment
 from shardwise.errors import TransportError
 from shardwise.layout.bucket import Bucket, align
 
-# Words of a segment's header: written by its owner, polled by the others.
-_OPEN = 0  # 4 * the span entered last, + 2 in a backward, + 1 if this rank wants the backend's collectives in it
-_CLOSED = 1  # the last span that this rank has left
-_ABORTED = 2  # the last span that this rank left by an exception
+# Words of a segment's header: written by its owner, polled by the others.  All but the first are stamps, see _stamp.
+_EPOCH = 0  # one more whenever this rank, or one that it has heard of, has left a span by an exception
+_OPEN = 1  # the span entered last, with the flags below
+_CLOSED = 2  # the last span that this rank has done its part of
 _READ = 3  # the last all-gather for which this rank has read all sections
 _POSTED = 4  # the last reduction whose parts are in the outbox
 _CONSUMED = 5  # the last reduction that this rank has read from all outboxes
+_LEFT = 6  # the last span that this rank has left by an exception
+_SECTIONS = 7  # how often this rank has said where its sections lie; no stamp
 _LABELS = 8  # from here on: what is in each slot of the outbox
 
 NUM_SLOTS = 3  # reductions that a rank may be ahead of the slowest
 _ALIGNMENT = 64  # bytes
-_CALLS_PER_SPAN = 1 << 24
+_WANTS_COLLECTIVES, _IN_BACKWARD = 1, 2  # flags of _OPEN
+_CALL_BITS, _SPAN_BITS = 20, 24
 _YIELDS = 200
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 1e-3
 _LIVENESS_S = 0.2
+
+
+def _stamp(epoch: int, span: int, call: int = 0) -> int:
+    """Return a number that grows with the epoch, then with the span in it, then with the call in that."""
+    return (epoch << _SPAN_BITS | span) << _CALL_BITS | call
 
 
 def slot_bytes(section_bytes: int, num_ranks: int) -> int:
@@ -54,13 +64,33 @@ def outbox_bytes(slot: int) -> int:
     return NUM_SLOTS * slot
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The ranks of a group that are processes of one host.
+
+    Attributes:
+        segments: one per rank, in the order of the group: header and outbox.
+        pids: process ids, for telling a rank that is gone from one that is late.
+        rank: this one's place in the group.
+        places_of: ``places_of(rank, number)`` returns where the sections of ``rank`` lie, as it has said for the ``number``-th
+            time: for each bucket of the link, in order.
+    """
+
+    segments: tuple[Segment, ...]
+    pids: tuple[int, ...]
+    rank: int
+    places_of: Callable[[int, int], Sequence[Place]]
+
+
 class HostLink:
-    """The segments of a group whose ranks are processes of one host.
+    """A group whose ranks are processes of one host.
+
+    Spans are counted from the last exception on: a rank that leaves a span by one enters a new epoch, the others follow with
+    an error when they next look at it, and all meet in the first span of that epoch.  A backward ends for nobody before all
+    ranks have done their part of it: then either every rank sets its gradients or none does.
 
     Args:
-        segments: one per rank; this rank's own at index ``rank``.
-        pids: process ids, for telling a rank that is gone from one that is late.
-        rank: in the group.
+        host: the ranks.
         outbox: byte offset of the outbox in every segment.  slot_bytes: bytes of one of its slots.
         timeout_s: how long to wait for a rank that is alive.
 
@@ -70,29 +100,23 @@ class HostLink:
 
     name = "shared memory"
 
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        pids: Sequence[int],
-        rank: int,
-        outbox: int,
-        slot_bytes: int,
-        timeout_s: float,
-    ) -> None:
-        assert len(segments) == len(pids)
+    def __init__(self, host: Host, outbox: int, slot_bytes: int, timeout_s: float) -> None:
+        assert len(host.segments) == len(host.pids)
         assert NUM_SLOTS + _LABELS <= NUM_WORDS
-        self.segments = tuple(segments)
-        self.rank = rank
-        self.size = len(segments)
+        self.segments = host.segments
+        self.rank = rank = host.rank
+        self.size = len(host.segments)
         self._peers = tuple(other for other in range(self.size) if other != rank)
-        self._words = tuple(segment.words for segment in segments)
+        self._words = tuple(segment.words for segment in host.segments)
         self._mine = self._words[rank]
-        self._alive = {peer: Liveness(pids[peer]) for peer in self._peers}
+        self._alive = {peer: Liveness(host.pids[peer]) for peer in self._peers}
+        self._places_of = host.places_of
+        self._places: dict[int, tuple[int, Sequence[Place]]] = {}
         self._outbox = outbox
         self._slot_bytes = slot_bytes
         self._timeout_s = timeout_s
-        self._span = 0
-        self._alarm = 1  # the first span that no other rank may have left by an exception, as far as this rank knows
+        self._epoch = self._span = 0
+        self._kind: SpanKind = "forward"
         self._num_gathers = self._num_reductions = 0
         self.gathers: list[_Gather] = []
         self._scatters: deque[_Scatter] = deque()
@@ -103,85 +127,87 @@ class HostLink:
 
     def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
         what = f"the start of a {kind}"
-        for peer in self._peers:
-            self._check_left(peer, what)
-        before = self._mine[_OPEN]
-        self._span += 1
-        self._num_gathers = self._num_reductions = 0
-        word = 4 * self._span + 2 * (kind == "backward")
-        self._mine[_OPEN] = word + wants_collectives
         try:
-            self._wait_for_all(word, what)
-            self._check_kind(word, kind, what)
-        except TransportError:
-            if any(self._words[peer][_ABORTED] == self._span - 1 for peer in self._peers):
-                self._span -= 1  # that rank does not know of this span: the next one has its number
-                self._mine[_OPEN] = before
-            else:
-                self.abort()
+            self._check_epochs(what)
+            self._span += 1
+            self._kind = kind
+            self._num_gathers = self._num_reductions = 0
+            start = _stamp(self._epoch, self._span)
+            flags = _IN_BACKWARD * (kind == "backward")
+            self._mine[_OPEN] = start | flags | wants_collectives
+            self._wait(_OPEN, start, what)
+            for peer in self._peers:
+                self._check_entered(peer, start | flags, what)
+            self._find_sections()
+        except BaseException:
+            self.abort()
             raise
-        self._alarm = self._span
-        return not (wants_collectives or any(self._open_word(peer) & 1 for peer in self._peers))
+        return not (wants_collectives or any(self._words[peer][_OPEN] & _WANTS_COLLECTIVES for peer in self._peers))
 
-    def _open_word(self, peer: int) -> int:
-        """Return what ``peer`` entered this span with; 0 if it has left it by an exception and waits in the next one."""
-        word = self._words[peer][_OPEN]
-        return word if word >> 2 == self._span else 0
+    def say_where(self, number: int) -> None:
+        """Let the others know that this rank has said for the ``number``-th time where its sections lie."""
+        self._mine[_SECTIONS] = number
+        self._places.pop(self.rank, None)
 
-    def _wait_for_all(self, word: int, what: str) -> None:
-        """Wait until every rank has entered this span, with the same kind unless it means another.
+    def _find_sections(self) -> None:
+        for rank in range(self.size):
+            number = self._words[rank][_SECTIONS]
+            known = self._places.get(rank)
+            if known is None or known[0] != number:
+                self._places[rank] = number, self._places_of(rank, number)
+                self._parts = {key: parts for key, parts in self._parts.items() if key[1] != rank}
 
-        One that has not noticed yet that this rank left the last span by an exception will, and take back what it began.
-        """
-        has_left = self._mine[_ABORTED] == self._span - 1
-        for peer in self._peers:
-            words = self._words[peer]
-
-            def has_come(words: memoryview = words) -> bool:
-                theirs = words[_OPEN]
-                if theirs >> 2 != self._span:
-                    return theirs >> 2 > self._span
-                return theirs >> 1 == word >> 1 or not has_left or words[_ABORTED] >= self._span - 1
-
-            self._wait_until(has_come, peer, what)
-
-    def _check_kind(self, word: int, kind: SpanKind, what: str) -> None:
-        for peer in self._peers:
-            theirs = self._open_word(peer)
-            if theirs and theirs >> 1 != word >> 1:
-                self._check_left(peer, what)  # it left the last span by an exception and starts again
-                other = "forward" if kind == "backward" else "backward"
-                raise TransportError(
-                    f"rank {peer} starts a {other} where rank {self.rank} starts a {kind}; every rank must make the same "
-                    "calls in the same order"
-                )
+    def _check_entered(self, peer: int, word: int, what: str) -> None:
+        words = self._words[peer]
+        if words[_LEFT] >> _CALL_BITS == word >> _CALL_BITS:
+            return  # it was there: this rank may come to the same exception, and hears of the other's when it needs that rank
+        found = words[_OPEN] & ~_WANTS_COLLECTIVES
+        if found >> (_CALL_BITS + _SPAN_BITS) != self._epoch:
+            self._check_epoch(peer, what)
+        if found != word:
+            other = "forward" if word & _IN_BACKWARD else "backward"
+            raise TransportError(
+                f"rank {peer} starts a {other} where rank {self.rank} starts a {self._kind}; every rank must make the same "
+                "calls in the same order"
+            )
 
     def close(self) -> None:
         for gather in list(self.gathers):
             gather.wait()
-        last = self._key(self._num_gathers - 1)
-        for peer in (
-            self._peers if self._num_gathers else ()
-        ):  # a rank that has made fewer all-gathers has left the span, or will
-            words = self._words[peer]
-            if words[_READ] < last and words[_CLOSED] < self._span:
-                self._wait_for(peer, _READ, last, "the end of a forward or backward", _CLOSED, self._span)
-        self._mine[_CLOSED] = self._span
+        last, start, what = (
+            self._key(self._num_gathers - 1),
+            _stamp(self._epoch, self._span),
+            f"the end of a {self._kind}",
+        )
+        self._mine[_READ] = last
+        if self._kind == "backward":
+            self._mine[_CLOSED] = start
+            self._wait(_CLOSED, start, what)
+        elif self._num_gathers:
+            for peer in self._peers:  # a rank that has made fewer all-gathers has left the span, or will
+                words = self._words[peer]
+                if words[_READ] < last and words[_CLOSED] < start:
+                    self._wait_for(peer, _READ, last, what, _CLOSED, start)
+        self._check_epochs(what)
+        self._mine[_CLOSED] = start
 
     def abort(self) -> None:
         for gather in self.gathers:
             gather.forget()
         self.gathers.clear()
         self._scatters.clear()
-        self._mine[_ABORTED] = self._span
-        self._mine[_CLOSED] = self._span
-        self._alarm = self._span + 1
+        # One epoch for all that leave because of each other.
+        newest = max(self._words[peer][_EPOCH] for peer in self._peers)
+        self._mine[_LEFT] = _stamp(self._epoch, self._span)
+        self._epoch = newest if newest > self._epoch else self._epoch + 1
+        self._span = 0
+        self._mine[_EPOCH] = self._epoch
 
     # ---- collectives ----
 
     def takes_gather(self, pieces: GatherPieces) -> bool:
         buckets = pieces.buckets()
-        return bool(buckets) and all(bucket.home is not None for bucket in buckets)
+        return bool(buckets) and all(bucket.number is not None for bucket in buckets)
 
     def takes_scatter(self, pieces: ScatterPieces, scale: Scale) -> bool:
         num_bytes = pieces.section_numel * pieces.dtype.itemsize
@@ -207,11 +233,12 @@ class HostLink:
         self._mine[_READ] = self._key(self._num_gathers - len(self.gathers) - 1)
 
     def _section_parts(self, bucket: GatherEnds, rank: int) -> list[torch.Tensor]:
-        assert bucket.home is not None
-        key = (bucket.home, rank)
+        assert bucket.number is not None
+        key = (bucket.number, rank)
         parts = self._parts.get(key)
         if parts is None:
-            section = self.segments[rank].tensor(bucket.home, bucket.layout.section_numel, bucket.dtype)
+            place = self._places[rank][1][bucket.number]
+            section = place.segment.tensor(place.offset, bucket.layout.section_numel, bucket.dtype)
             parts = self._parts[key] = section_parts(bucket.layout, section, rank)
         return parts
 
@@ -243,7 +270,7 @@ class HostLink:
             return self._outgoing(self.rank, self.rank, index, pieces)
         for peer in self._peers:
             pack_parts(layout, pieces.full_parts(peer), self._outgoing(self.rank, peer, index, pieces), peer)
-        own = torch.empty(numel, dtype=pieces.dtype)
+        own = pieces.target()
         pack_parts(layout, pieces.full_parts(self.rank), own, self.rank)
         pieces.drop()
         return own
@@ -260,7 +287,7 @@ class HostLink:
         sections = [
             own if rank == self.rank else self._outgoing(rank, self.rank, index, pieces) for rank in range(self.size)
         ]
-        out = own if pieces.layout.num_large else torch.empty_like(own)  # the outbox must be free again
+        out = pieces.target()  # where ``own`` is not in the outbox, which must be free again, it is this
         sum_sections(pieces.layout, sections, scale, self.rank, out)
         self._mine[_CONSUMED] = self._key(index)
         return out
@@ -281,7 +308,7 @@ class HostLink:
         return view
 
     def _key(self, index: int) -> int:
-        return self._span * _CALLS_PER_SPAN + index + 1
+        return _stamp(self._epoch, self._span, index + 1)
 
     def _compare_labels(self, pieces: ScatterPieces, index: int) -> None:
         expected = _digest(pieces)
@@ -309,9 +336,6 @@ class HostLink:
         def is_there() -> bool:
             return words[word] >= at_least or (other is not None and words[other] >= other_at_least)
 
-        self._wait_until(is_there, peer, what)
-
-    def _wait_until(self, is_there: Callable[[], bool], peer: int, what: str) -> None:
         for _ in range(_YIELDS):
             if is_there():
                 return
@@ -319,8 +343,7 @@ class HostLink:
         start = time.monotonic()
         sleep_s, look_s = _FIRST_SLEEP_S, _LIVENESS_S
         while not is_there():
-            if self._words[peer][_ABORTED] >= self._alarm and not is_there():  # it may have come and left since
-                self._check_left(peer, what)
+            self._check_epochs(what)
             waited_s = time.monotonic() - start
             if waited_s > look_s:
                 look_s = waited_s + _LIVENESS_S
@@ -334,16 +357,20 @@ class HostLink:
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
 
-    def _check_left(self, peer: int, what: str) -> None:
-        if self._words[peer][_ABORTED] >= self._alarm:
-            alarm, self._alarm = self._alarm, self._words[peer][_ABORTED] + 1
-            gone = [p for p in self._peers if self._words[p][_ABORTED] < alarm and not self._alive[p].is_alive()]
-            if gone:  # why the other one has left
-                raise TransportError(f"rank {gone[0]} is gone; rank {self.rank} was on its way to {what}")
-            raise TransportError(
-                f"rank {peer} left the forward or backward by an exception while rank {self.rank} was on its way to {what}; "
-                f"see the error of rank {peer}"
-            )
+    def _check_epochs(self, what: str) -> None:
+        for peer in self._peers:
+            self._check_epoch(peer, what)
+
+    def _check_epoch(self, peer: int, what: str) -> None:
+        if self._words[peer][_EPOCH] <= self._epoch:
+            return
+        gone = [p for p in self._peers if self._words[p][_EPOCH] <= self._epoch and not self._alive[p].is_alive()]
+        if gone:  # why the other one has left
+            raise TransportError(f"rank {gone[0]} is gone; rank {self.rank} was on its way to {what}")
+        raise TransportError(
+            f"rank {peer} left the forward or backward by an exception while rank {self.rank} was on its way to {what}; "
+            f"see the error of rank {peer}"
+        )
 
 
 class _Gather:

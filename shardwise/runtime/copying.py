@@ -70,10 +70,10 @@ def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
 def _copy_group(group: ShardGroup, unit: Unit, memo: dict[Any, Any]) -> ShardGroup:
     params: list[UnitParam] = []
     for param in group.params:
-        slots = [Slot(memo[id(s.parameters)], s.name) for s in param.slots if id(s.parameters) in memo]
+        slots = [_copy_slot(slot, memo) for slot in param.slots if id(slot.parameters) in memo]
         sharded = slots[0].parameters[slots[0].name]
         assert sharded is not None
-        copied = UnitParam(param.fqn, slots, param.shard, param.spec, param.inner_spec, sharded)
+        copied = UnitParam(param.fqn, slots, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape)
         module = param.module()
         if module is not None and id(module) in memo:
             copied.module = weakref.ref(memo[id(module)])
@@ -81,12 +81,19 @@ def _copy_group(group: ShardGroup, unit: Unit, memo: dict[Any, Any]) -> ShardGro
         params.append(copied)
     result = ShardGroup(params, group.axes, group.precision, group.offload, group.device)
     result.sub_axes = group.sub_axes
+    result.shares_memory, result.keeps_plain = group.shares_memory, group.keeps_plain
     result.custom_all_gather = group.custom_all_gather
     result.custom_reduce_scatter = group.custom_reduce_scatter
     result.reduce_process_group = group.reduce_process_group
     result.allocates_from_process_group = group.allocates_from_process_group
     result.ensure_packed()
     return result
+
+
+def _copy_slot(slot: Slot, memo: dict[Any, Any]) -> Slot:
+    module = slot.follower() if slot.follower is not None else None
+    follower = weakref.ref(memo[id(module)]) if module is not None and id(module) in memo else None
+    return Slot(memo[id(slot.parameters)], slot.name, follower)
 
 
 def _copy_of(lender: Unit, memo: dict[Any, Any]) -> Unit | None:

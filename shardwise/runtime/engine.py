@@ -22,14 +22,15 @@ from shardwise.plan.order import Edge
 from shardwise.runtime.gradients import (
     Gradients,
     Reduction,
+    Terms,
     add_gradients,
     launch_reductions,
     run_gradient_hooks,
-    set_gradients,
 )
 from shardwise.runtime.journal import Journal
 from shardwise.runtime.links import GroupLink
 from shardwise.runtime.notes import note
+from shardwise.runtime.param import UnitParam
 from shardwise.runtime.unit import Unit, is_in_backward
 
 
@@ -57,12 +58,20 @@ class _Frame:
 
 @dataclass(slots=True)
 class _Launch:
-    """Reductions of a unit that have not been committed, and what they consumed."""
+    """Reductions of a unit that have not been committed, and what they consumed.
+
+    Attributes:
+        held, partial: gradients of earlier backwards that they took from the unit.
+        absorbed: deferred launches whose partial sums they took, and of which parameters.
+        taken: parameters whose partial sums a later launch has taken from this one.
+    """
 
     unit: Unit
     reductions: list[Reduction]
     held: Gradients
     partial: Gradients
+    absorbed: list[tuple[_Launch, set[UnitParam]]]
+    taken: set[UnitParam]
 
 
 class _BackwardEnd:
@@ -108,7 +117,10 @@ class Engine:
         self._backward: weakref.ref[_BackwardEnd] | None = None
         self._in_flight: list[Reduction] = []
         self._launched: list[_Launch] = []
+        self._deferred: list[_Launch] = []
         self._fresh_held: list[tuple[Unit, Gradients]] = []
+        self._late: list[Unit] = []
+        self._is_graphless = False
 
     def adopt(self, units: Iterable[Unit]) -> None:
         """Carry out the steps of ``units`` from here on."""
@@ -124,7 +136,7 @@ class Engine:
         if is_in_backward():
             self.journal.visit(unit, Edge.ENTER_RECOMPUTE)
             for member in unit.family:
-                member.wait()
+                member.wait(self.spans.number)
             return
         if not self._stack or self._is_stale(unit):
             self._begin_forward()
@@ -135,7 +147,7 @@ class Engine:
             self.journal.visit(unit, Edge.ENTER_FORWARD)
         for member in unit.family:
             member.holders += 1
-            member.wait()
+            member.wait(self.spans.number)
         if starts:
             self._run_ahead(unit.forward_prefetch)
 
@@ -146,7 +158,7 @@ class Engine:
         """
         if is_in_backward():
             if not unit.in_backward:
-                unit.reshard_after_forward()
+                self._reshard(unit, after_forward=True)
             self.journal.visit(unit, Edge.EXIT_RECOMPUTE)
             return True
         if not self._stack or self._stack[-1].unit is not unit:
@@ -163,7 +175,7 @@ class Engine:
                 self.journal.visit(unit, Edge.EXIT_FORWARD)
             for member in unit.family:
                 if not member.holders:
-                    member.reshard_after_forward()
+                    self._reshard(member, after_forward=True)
         if not self._stack:
             self._end_forward(unit)
         return True
@@ -197,6 +209,11 @@ class Engine:
             self._abort_backward()
         note("root_pre_forward")
         self.journal.begin()
+        if self._is_graphless:
+            # Nothing needs what an evaluation has left unsharded, and what has been written to shards since may not show.
+            for unit in self.units:
+                if unit.uses_default_reshard:
+                    unit.reshard()
         self._enter_span("forward")
         event, self.post_optim_event = self.post_optim_event, None
         for lane in (self.lanes.gather, self.lanes.reduce):
@@ -207,6 +224,8 @@ class Engine:
 
     def _enter_span(self, kind: SpanKind) -> None:
         for unit in self.units:
+            if self.spans.number is None:
+                unit.take_writes()
             for group in unit.groups:
                 group.ensure_packed()
         self.spans.begin(kind)
@@ -214,13 +233,16 @@ class Engine:
     def _end_forward(self, outermost: Unit) -> None:
         for unit in self.units:
             if unit.is_gathering:  # ahead, but forward went another way
-                unit.reshard()
+                unit.discard()
             if unit.awaited:  # some of its modules did not run: a later call of them stands alone
                 unit.awaited = set()
                 if unit is not outermost:
-                    unit.reshard_after_forward()
+                    self._reshard(unit, after_forward=True)
+            if unit.is_subsharded and not torch.is_grad_enabled():  # no backward will need it
+                unit.reshard()
+        self._is_graphless = not torch.is_grad_enabled()
         self._leave_span()
-        if not torch.is_grad_enabled() and not self.journal.has_planned_forward():
+        if self._is_graphless and not self.journal.has_planned_forward():
             self.journal.replan()
 
     def _leave_span(self) -> None:
@@ -229,6 +251,18 @@ class Engine:
         except RuntimeError as error:
             self.spans.abort()
             raise self.journal.explain(error, "the other ranks at the end of forward or backward") from error
+        if self.spans.number is None:
+            # In a span others read the shards: what modules have written to full parameters goes there only now.
+            late, self._late = self._late, []
+            for unit in late:
+                unit.reshard()
+            for unit in self.units:
+                unit.keep()
+
+    def _reshard(self, unit: Unit, after_forward: bool = False) -> None:
+        is_done = unit.reshard_after_forward() if after_forward else unit.reshard(in_span=True)
+        if not is_done:
+            self._late.append(unit)
 
     def _abort_forward(self, unit: Unit) -> None:
         unit.awaited = set()
@@ -248,9 +282,10 @@ class Engine:
             return
         unit.in_backward = True
         self.journal.visit(unit, Edge.ENTER_BACKWARD)
+        unit.backward_task = torch_private.graph_task_id()
         if unit.policy.unshard_in_backward:
             for member in unit.family:
-                member.wait()
+                member.wait(self.spans.number)
         self._run_ahead(unit.backward_prefetch)
 
     def gradient_arrived(self, unit: Unit, ordinal: int) -> None:
@@ -275,7 +310,7 @@ class Engine:
         gradients = unit.take_gradients()
         unit.in_backward = False
         if unit.policy.reshard_after_backward:
-            unit.reshard()
+            self._reshard(unit)
         if not unit.policy.sync:
             if gradients:
                 self._fresh_held.append((unit, gradients))
@@ -292,21 +327,37 @@ class Engine:
         while self._in_flight and (self._in_flight[0].is_due or self._num_held_inputs() >= self.max_reductions):
             self._advance(self._in_flight.pop(0))
         gradients = add_gradients(unit.held, fresh)
-        launch = _Launch(unit, [], unit.held, {p: unit.partial[p] for p in gradients if p in unit.partial})
+        partial = {p: unit.partial[p] for p in gradients if p in unit.partial}
+        launch = _Launch(unit, [], unit.held, partial, [], set())
         unit.held = {}
         self._launched.append(launch)
+        added = self._absorb(launch, gradients)
+        terms = Terms(unit.policy, self.lanes.reduce, unit.all_reduce_hook)
         for group in unit.groups:
             mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
             try:
-                launch.reductions += launch_reductions(
-                    group, mine, unit.policy, launch.partial, self.lanes.reduce, unit.all_reduce_hook, launch.held
-                )
+                launch.reductions += launch_reductions(group, mine, terms, added, launch.held)
             except TransportError as error:
                 raise self.journal.explain(error, f"gradients of unit '{unit.name}'") from error
         for param in launch.partial:
             del unit.partial[param]
         unit.note(Op.REDUCE, sum(r.num_bytes for r in launch.reductions if r.is_collective))
         self._in_flight += launch.reductions
+
+    def _absorb(self, launch: _Launch, gradients: Gradients) -> Gradients:
+        """Return the partial sums to add to ``gradients``: the unit's, and those that deferred backwards have left."""
+        added = launch.partial
+        for earlier in self._deferred:
+            if earlier.unit is launch.unit:
+                for reduction in earlier.reductions:
+                    taken = {p for p in reduction.params if p in gradients and p not in earlier.taken}
+                    if reduction.is_partial and taken:
+                        self._finish(earlier.unit, reduction)
+                        windows = reduction.windows()
+                        added = add_gradients(added, {param: windows[param] for param in taken})
+                        launch.absorbed.append((earlier, taken))
+                        earlier.taken |= taken
+        return added
 
     def _num_held_inputs(self) -> int:
         return sum(reduction.holds_input for reduction in self._in_flight)
@@ -331,6 +382,8 @@ class Engine:
                 engine._abort_backward()
 
         self._backward = weakref.ref(end, on_death)
+        for unit in self.units:
+            unit.hide_gradients()
         self._enter_span("backward")
         torch_private.call_after_backward(end)
 
@@ -344,22 +397,23 @@ class Engine:
                 if unit.gradient_arrived or unit.in_backward or is_due:
                     unit.ended_late = True
                     self.after_backward(unit)
+                elif unit.is_gathering:  # ahead, but backward went another way
+                    unit.discard()
                 elif unit.policy.reshard_after_backward and unit.is_full and not unit.holders:
-                    unit.reshard()
+                    self._reshard(unit)
                     self.journal.visit(unit, Edge.RELEASE_BACKWARD)
             self._backward = None
             if self.is_last_backward:
-                self._commit()
+                params = self._commit()
             else:
-                for reduction in self._in_flight:  # while the others' gradients are there to be read
-                    self._advance(reduction)
-                self._in_flight.clear()
-                self._leave_span()
-                self._keep_held()
+                params = self._defer()
+            self.journal.replan()
         except BaseException:
             self._abort_backward()
             raise
-        self.journal.replan()
+        run_gradient_hooks(
+            params
+        )  # last: when one raises, all gradients are there, and the ranks have agreed on the plan
 
     def _was_reduced(self, unit: Unit) -> bool:
         return any(launch.unit is unit for launch in self._launched)
@@ -369,32 +423,52 @@ class Engine:
             unit.held = add_gradients(unit.held, gradients)
         self._fresh_held.clear()
 
-    def _commit(self) -> None:
-        # Nothing of a backward is visible before this point: one that raises leaves earlier microbatches as they were.
-        # Users' hooks come last: when one raises, all gradients are there.
-        finished = [
-            (launch.unit, each, self._finish(launch.unit, each))
-            for launch in self._launched
-            for each in launch.reductions
-        ]
+    def _defer(self) -> list[UnitParam]:
+        """End a backward whose gradients are to be set with those of a later one."""
+        for reduction in self._in_flight:  # while the others' gradients are there to be read
+            self._advance(reduction)
+        self._in_flight.clear()
         self._leave_span()
         self._keep_held()
-        launched, self._launched = self._launched, []
-        self._in_flight.clear()
-        for unit, reduction, shards in finished:
-            if reduction.is_partial:
-                unit.partial.update(shards)
-            else:
-                set_gradients(reduction.group, shards)
-        for launch in launched:
-            launch.unit.note(Op.COMMIT)
-        for _, reduction, shards in finished:
-            if not reduction.is_partial:
-                run_gradient_hooks(shards)
+        self._deferred += self._launched
+        self._launched = []
+        self._show_gradients()
+        return []
 
-    def _finish(self, unit: Unit, reduction: Reduction) -> Gradients:
+    def _show_gradients(self) -> None:
+        for unit in self.units:
+            unit.show_gradients()
+
+    def _commit(self) -> list[UnitParam]:
+        """Set the gradients of this backward and of deferred ones; return the parameters that have got any.
+
+        Nothing of a backward is visible before this point: one that raises leaves earlier microbatches as they were.
+        """
+        launched = [*self._deferred, *self._launched]
+        for launch in launched:
+            for reduction in launch.reductions:
+                self._finish(launch.unit, reduction)
+        self._leave_span()
+        self._keep_held()
+        self._deferred, self._launched = [], []
+        self._in_flight.clear()
+        params: list[UnitParam] = []
+        for launch in launched:
+            for reduction in launch.reductions:
+                if not reduction.is_partial:
+                    reduction.set_gradients()
+                    params += reduction.params
+                else:
+                    left = {p: value for p, value in reduction.windows().items() if p not in launch.taken}
+                    launch.unit.partial.update(left)
+            launch.unit.num_commits += 1
+            launch.unit.note(Op.COMMIT)
+        self._show_gradients()
+        return params
+
+    def _finish(self, unit: Unit, reduction: Reduction) -> None:
         try:
-            return reduction.finish()
+            reduction.finish()
         except RuntimeError as error:
             raise self.journal.explain(error, f"gradients of unit '{unit.name}'") from error
 
@@ -408,10 +482,13 @@ class Engine:
         for launch in reversed(launched):
             for reduction in launch.reductions:
                 reduction.cancel()
+            for earlier, taken in launch.absorbed:
+                earlier.taken -= taken
             launch.unit.held = {**launch.unit.held, **launch.held}
             launch.unit.partial = {**launch.unit.partial, **launch.partial}
         for unit in self.units:
             unit.drop_gradients()
+            unit.show_gradients()
         if not self._stack:
             self.reset()
 
@@ -419,13 +496,14 @@ class Engine:
         targets = self.journal.ahead() if explicit is None else [ref() for ref in explicit]
         for target in targets:
             if target is not None:
-                target.unshard()
+                target.unshard(self.spans.number)
 
     # ---- recovery ----
 
     def forget_step(self) -> None:
         """Bring every unit back to its shards and drop all gradients that have not reached ``.grad``."""
         self._abort_backward()
+        self._deferred = []
         self.reset()
         for unit in self.units:
             unit.held, unit.partial = {}, {}

@@ -21,6 +21,7 @@ from shardwise.comm.buffers import Lease
 from shardwise.comm.protocol import GatherEnds, GatherPieces, Pending
 from shardwise.errors import LayoutError
 from shardwise.layout.bucket import align
+from shardwise.layout.shard import row_major
 from shardwise.runtime.param import UnitParam
 
 if TYPE_CHECKING:
@@ -150,6 +151,9 @@ class ExtensionParams:
                     function(outputs, metadata, dtype, out=out)
                 return
             full, inner = function(outputs, metadata, dtype)
+            shape = entry.param.shard.shape
+            if tuple(full.shape) != shape:  # uneven shards that fsdp_pre_all_gather has padded
+                full = full.as_strided(shape, row_major(shape), 0)
             own = {output.tensor.untyped_storage().data_ptr() for output in entry.outputs}
             entry.inner = [
                 (tensor.untyped_storage(), tensor.untyped_storage().nbytes())

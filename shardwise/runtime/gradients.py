@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
+from shardwise.comm.carve import is_own
 from shardwise.comm.lanes import Lane
 from shardwise.comm.protocol import Pending, Scale
 from shardwise.layout import bucket as layout_bucket
 from shardwise.layout.bucket import Bucket, build_bucket
 from shardwise.layout.shard import Move, row_major
 from shardwise.plan.policy import UnitPolicy
+from shardwise.runtime.gradient_memory import GradientMemory, GradientPlaces, GradientSection, as_gradient
 from shardwise.runtime.group import ShardGroup
+from shardwise.runtime.idle import mark_full
 from shardwise.runtime.param import UnitParam
 from shardwise.runtime.precision import CPUOffloadPolicy
 from shardwise.runtime.shards import packed_window
@@ -29,8 +32,11 @@ def take_gradients(group: ShardGroup) -> Gradients:
     taken: Gradients = {}
     for param in group.params:
         full = param.full
-        gradient = None if full is None else full.grad
-        if gradient is None or full is None:
+        if full is None:
+            continue
+        mark_full(full)  # a unit whose backward reads no parameter is not waited for
+        gradient = full.grad
+        if gradient is None:
             continue
         full.grad = None
         if type(gradient) is not torch.Tensor:
@@ -74,10 +80,11 @@ class ReduceLayout:
         self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
         self._parts: dict[int, tuple[Move, ...]] = {}
         self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the pool's buffers, while it keeps them
-        self._windows = [
-            (offset, row_major(shape := shard.shard_shape(rank)), shape)
-            for offset, shard in zip(self.bucket.offsets, self.bucket.shards, strict=True)
-        ]
+        shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
+        places = tuple(zip(self.bucket.offsets, shapes, strict=True))
+        self.places = GradientPlaces(tuple(params), places, self.bucket.section_numel)
+        self.memory = GradientMemory(self.places)
+        self._windows = [(offset, row_major(shape), shape) for offset, shape in places]
 
     def pack(self, gradients: list[torch.Tensor], packed: torch.Tensor) -> None:
         """Write every rank's part of every gradient to its place; padding becomes zero."""
@@ -132,7 +139,10 @@ class _Packing:
     reduced: ReduceLayout
     gradients: list[torch.Tensor]
     dtype: torch.dtype
+    device: torch.device
+    is_final: bool = False  # what comes out are the gradients that users see
     section: torch.Tensor | None = None
+    result: GradientSection | None = None
     is_dense: bool = False
 
     @property
@@ -160,136 +170,235 @@ class _Packing:
     def drop(self) -> None:
         self.gradients = []
 
+    def target(self) -> torch.Tensor:
+        if self.section is None:
+            if self.is_final:
+                self.result = self.reduced.memory.take(self.dtype, self.device)
+                self.section = self.result.flat
+            else:
+                self.section = torch.empty(self.section_numel, dtype=self.dtype, device=self.device)
+        return self.section
+
     def deliver(self, section: torch.Tensor) -> None:
-        self.section = section
+        target = self.target()
+        if section is not target:
+            target.copy_(section)
         self.gradients = []
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How the gradients of a unit are to be reduced.
+
+    Attributes:
+        policy: of the unit.
+        lane: where it happens.
+        hook: what a user wants called with the flat result.
+    """
+
+    policy: UnitPolicy
+    lane: Lane
+    hook: Callable[[torch.Tensor], None] | None = None
+
+
 class Reduction:
     """Gradients of one dtype of one group on their way through the ranks.
 
     Stages: reduce-scatter in flight, then (with replicas) all-reduce in flight, then a finished section.
+
+    Attributes:
+        params: whose gradients these are.
+        is_partial: replicas are not summed: the result is kept for a later backward.
     """
 
-    group: ShardGroup
-    params: list[UnitParam]
-    packing: _Packing
-    pending: Pending | None
-    lane: Lane
-    scale: Scale
-    replica_scale: Scale
-    syncs_replicas: bool
-    partial: Gradients
-    hook: Callable[[torch.Tensor], None] | None
-    _is_scattered: bool = field(default=False)
+    def __init__(
+        self,
+        group: ShardGroup,
+        params: list[UnitParam],
+        gradients: list[torch.Tensor],
+        dtype: torch.dtype,
+        terms: Terms,
+        partial: Gradients,
+    ) -> None:
+        self.group = group
+        self.params = params
+        self.is_partial = group.comm.replicas is not None and not terms.policy.syncs_replicas
+        self._layout = _layout_of(group, params, dtype)
+        self._partial = {param: partial[param] for param in params if param in partial}
+        self._terms = terms
+        self._scale = scale_of(group, dtype, terms.policy)
+        self._pending: Pending | None = None
+        self._is_scattered = False
+        is_final = not self.is_partial and group.storage_device == group.device
+        is_final = is_final and all(param.dtype is dtype for param in params)
+        self._packing = _Packing(self._layout, gradients, dtype, group.device, is_final)
+
+    # ---- launching ----
+
+    def scatter(self) -> None:
+        """Launch the reduce-scatter."""
+        assert self.group.comm.reduce is not None
+        self._pending = self.group.comm.reduce.reduce_scatter(self._packing, self._scale)
+        if self._terms.lane.is_concurrent:  # what follows need not wait for other ranks
+            self.advance()
+
+    def reduce_here(self, in_place: bool) -> None:
+        """Go on without a reduce-scatter: this rank has all shards.  ``in_place``: in the memory of the one gradient."""
+        if in_place:
+            self._packing.section = self._packing.gradients[0].contiguous().view(-1)
+        else:
+            self._packing.fill(self._packing.target())
+        self._packing.drop()
+        if self.group.comm.replicas is None and self._scale.divisor is not None:
+            self._packing.target().div_(self._scale.divisor)
+        self.advance()
+
+    # ---- waiting ----
 
     def advance(self) -> None:
         """Wait for the reduce-scatter and launch what follows it; does nothing the second time."""
         if self._is_scattered:
             return
         self._is_scattered = True
-        with self.lane.run():
-            if self.pending is not None:
-                self.pending.wait()
-            section = self._section()
-            if self.partial:
-                for param, window in zip(self.params, self.packing.reduced.windows(section), strict=True):
-                    if param in self.partial:
-                        window.add_(self.partial[param])
-            self.pending = None
+        with self._terms.lane.run():
+            if self._pending is not None:
+                self._pending.wait()
+            section = self._packing.target()
+            if self._partial:
+                for param, window in zip(self.params, self._layout.windows(section), strict=True):
+                    if param in self._partial:
+                        window.add_(self._partial[param])
+            self._pending = None
             replicas = self.group.comm.replicas
-            if replicas is not None and self.syncs_replicas:
-                self.pending = replicas.all_reduce(section, self.replica_scale)
-            elif self.hook is not None:
-                self.hook(section)
+            if replicas is not None and not self.is_partial and self.has_elements:
+                scale = self._scale if self.group.comm.reduce is None else _replica_scale(self._scale)
+                self._pending = replicas.all_reduce(section, scale)
+            elif self._terms.hook is not None:
+                self._terms.hook(section)
 
-    def finish(self) -> Gradients:
-        """Return this rank's reduced shards in the reduce dtype; the current stream may read them."""
+    def finish(self) -> None:
+        """Wait for the end; the current stream may read the result."""
         self.advance()
-        with self.lane.run():
-            if self.pending is not None:
-                self.pending.wait()
-                self.pending = None
-                if self.hook is not None:
-                    self.hook(self._section())
-        self.lane.current_waits(self.lane.mark())
-        return dict(zip(self.params, self.packing.reduced.windows(self._section()), strict=True))
+        lane = self._terms.lane
+        with lane.run():
+            if self._pending is not None:
+                self._pending.wait()
+                self._pending = None
+                if self._terms.hook is not None:
+                    self._terms.hook(self._packing.target())
+        lane.current_waits(lane.mark())
 
     def cancel(self) -> None:
         """Let the collective end, if it can, and forget its result."""
-        pending, self.pending = self.pending, None
+        pending, self._pending = self._pending, None
         if pending is not None:
             pending.cancel()
+        self._give_back()
+
+    # ---- the result ----
+
+    def windows(self) -> Gradients:
+        """Return this rank's reduced shards in the reduce dtype, windows of one buffer; once finished."""
+        return dict(zip(self.params, self._layout.windows(self._packing.target()), strict=True))
+
+    def set_gradients(self) -> None:
+        """Accumulate the result into ``.grad`` of the sharded parameters; once finished."""
+        olds: list[torch.Tensor] = []
+        news: list[torch.Tensor] = []
+        for param, gradient in zip(self.params, self._as_gradients(), strict=True):
+            existing = param.sharded.grad
+            if existing is None:
+                param.sharded.grad = (
+                    gradient if not param.is_strided else torch.empty_like(param.sharded).copy_(gradient)
+                )
+            else:
+                olds.append(torch_private.local_of(existing))
+                news.append(torch_private.local_of(gradient))
+        if olds:
+            torch_private.add_all(olds, news)
+        self._give_back()
+
+    def _as_gradients(self) -> list[torch.Tensor]:
+        packing = self._packing
+        if packing.result is not None:
+            return packing.result.gradients
+        group, section, dtypes = self.group, packing.target(), {param.dtype for param in self.params}
+        if dtypes == {packing.dtype} and section.device == group.storage_device:
+            return GradientSection(self._layout.places, section).gradients
+        if len(dtypes) > 1:
+            return [
+                as_gradient(param, window.to(group.storage_device, param.dtype, copy=True))
+                for param, window in self.windows().items()
+            ]
+        pins = isinstance(group.offload, CPUOffloadPolicy) and group.offload.can_pin
+        packing.result = self._layout.memory.take(dtypes.pop(), group.storage_device, pins)
+        packing.result.flat.copy_(section)
+        return packing.result.gradients
+
+    def _give_back(self) -> None:
+        result, self._packing.result = self._packing.result, None
+        if result is not None:
+            result.give_back()
+
+    # ---- facts ----
 
     @property
     def is_due(self) -> bool:
         """True if :meth:`advance` would not wait for other ranks."""
-        return self.pending is None or self.pending.is_done()
+        return self._pending is None or self._pending.is_done()
 
     @property
     def holds_input(self) -> bool:
         """True while the packed or local gradients are allocated."""
-        return not self._is_scattered and self.pending is not None and self.pending.holds_input
+        return not self._is_scattered and self._pending is not None and self._pending.holds_input
 
     @property
     def label(self) -> str:
         """The parameters, for messages."""
-        return self.packing.label
+        return self._packing.label
+
+    @property
+    def has_elements(self) -> bool:
+        """False when all parameters are of size zero: there is nothing to send."""
+        return self._packing.layout.full_numel > 0
 
     @property
     def is_collective(self) -> bool:
         """True when shards of other ranks are summed."""
-        return self.group.comm.reduce is not None
-
-    @property
-    def is_partial(self) -> bool:
-        """True when replicas have not been summed: the result is kept for a later backward."""
-        return self.group.comm.replicas is not None and not self.syncs_replicas
+        return self.group.comm.reduce is not None and self.has_elements
 
     @property
     def num_bytes(self) -> int:
         """Bytes that it stages."""
-        return _staging(self.group, self.packing, self.scale)
-
-    def _section(self) -> torch.Tensor:
-        section = self.packing.section
-        assert section is not None
-        return section
+        return _staging(self.group, self._packing, self._scale)
 
 
 def launch_reductions(
-    group: ShardGroup,
-    gradients: Gradients,
-    policy: UnitPolicy,
-    partial: Gradients,
-    lane: Lane,
-    hook: Callable[[torch.Tensor], None] | None,
-    kept: Collection[UnitParam] = (),
+    group: ShardGroup, gradients: Gradients, terms: Terms, partial: Gradients, kept: Collection[UnitParam] = ()
 ) -> list[Reduction]:
-    """Start the reduction of ``gradients``: one per reduce dtype, parameters in the same order on every rank.
+    """Start the reduction of ``gradients``: one per dtype, parameters in the same order on every rank.
 
     Where there is but an all-reduce, on CPU, large gradients are reduced where they are, unless they are among ``kept``:
     packing and the page faults of new memory cost as much as the network within a host.
     """
     launched: list[Reduction] = []
-    reduces_in_place = group.comm.reduce is None and group.comm.replicas is not None and group.device.type == "cpu"
+    may_stay = group.comm.reduce is None and group.comm.replicas is not None and group.device.type == "cpu"
     for dtype, params in _by_reduce_dtype(group, gradients):
-        packed: list[UnitParam] = []
-        for param in params:
-            if (
-                reduces_in_place
-                and hook is None
-                and param.shard.numel >= layout_bucket.LARGE_NUMEL
-                and param not in kept
-            ):
-                launched.append(_launch(group, [param], [gradients[param]], dtype, policy, partial, lane, hook, True))
+        stays = {p for p in params if may_stay and terms.hook is None and p not in kept and _is_worth(p, gradients[p])}
+        packed = [param for param in params if param not in stays]
+        for chosen in [*([param] for param in params if param in stays), *([packed] if packed else [])]:
+            own = [gradients[param] for param in chosen]
+            reduction = Reduction(group, chosen, own, dtype, terms, partial)
+            launched.append(reduction)
+            if group.comm.reduce is None or not reduction.has_elements:
+                reduction.reduce_here(in_place=chosen[0] in stays)
             else:
-                packed.append(param)
-        if packed:
-            own = [gradients[param] for param in packed]
-            launched.append(_launch(group, packed, own, dtype, policy, partial, lane, hook))
+                reduction.scatter()
     return launched
+
+
+def _is_worth(param: UnitParam, gradient: torch.Tensor) -> bool:
+    return param.shard.numel >= layout_bucket.LARGE_NUMEL and is_own(gradient)
 
 
 def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
@@ -297,10 +406,11 @@ def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
     if not group.is_collective:
         return 0
     trainable = {param for param in group.params if param.sharded.requires_grad}
-    return sum(
-        _staging(group, _Packing(_layout_of(group, params, dtype), [], dtype), scale_of(group, dtype, policy))
-        for dtype, params in _by_reduce_dtype(group, trainable)
-    )
+    total = 0
+    for dtype, params in _by_reduce_dtype(group, trainable):
+        packing = _Packing(_layout_of(group, params, dtype), [], dtype, group.device)
+        total += _staging(group, packing, scale_of(group, dtype, policy))
+    return total
 
 
 def _staging(group: ShardGroup, packing: _Packing, scale: Scale) -> int:
@@ -320,44 +430,6 @@ def _by_reduce_dtype(group: ShardGroup, chosen: Collection[UnitParam]) -> list[t
     return list(by_dtype.items())
 
 
-def _launch(
-    group: ShardGroup,
-    params: list[UnitParam],
-    gradients: list[torch.Tensor],
-    dtype: torch.dtype,
-    policy: UnitPolicy,
-    partial: Gradients,
-    lane: Lane,
-    hook: Callable[[torch.Tensor], None] | None,
-    in_place: bool = False,
-) -> Reduction:
-    layout = _layout_of(group, params, dtype)
-    packing = _Packing(layout, gradients, dtype)
-    scale = scale_of(group, dtype, policy)
-    mine = {param: partial[param] for param in params if param in partial}
-    pending: Pending | None = None
-    replica_scale = _replica_scale(scale)
-    comm = group.comm.reduce
-    if comm is None:
-        if in_place:
-            section = gradients[0].contiguous().view(-1)
-        else:
-            section = torch.empty(packing.section_numel, dtype=dtype, device=group.device)
-            packing.fill(section)
-        packing.deliver(section)
-        replica_scale = scale
-        if group.comm.replicas is None and scale.divisor is not None:
-            section.div_(scale.divisor)
-    else:
-        pending = comm.reduce_scatter(packing, scale)
-    reduction = Reduction(
-        group, params, packing, pending, lane, scale, replica_scale, policy.syncs_replicas, mine, hook
-    )
-    if lane.is_concurrent or pending is None:  # what follows need not wait for other ranks, or is there already
-        reduction.advance()
-    return reduction
-
-
 def scale_of(group: ShardGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale:
     """Return the scale of the reduce-scatter; the all-reduce after it takes :func:`_replica_scale`."""
     risky = dtype not in (torch.float32, torch.float64, torch.bfloat16)
@@ -374,48 +446,10 @@ def _replica_scale(scale: Scale) -> Scale:
     return Scale() if scale.divisor is None else Scale(1.0, scale.sum_only)
 
 
-def set_gradients(group: ShardGroup, shards: Gradients) -> None:
-    """Accumulate reduced shards into ``.grad`` of the sharded parameters."""
-    casts: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-    olds: list[torch.Tensor] = []
-    news: list[torch.Tensor] = []
-    device = group.storage_device
-    for param, shard in shards.items():
-        sharded = param.sharded
-        is_wrapped = isinstance(sharded, DTensor)
-        dtype = torch_private.local_of(sharded).dtype
-        local = (
-            shard if shard.dtype is dtype and shard.device == device else _in_storage_form(group, dtype, shard, casts)
-        )
-        existing = sharded.grad
-        if existing is None:
-            sharded.grad = (
-                torch_private.dtensor_from_local(local, torch_private.spec_of(sharded)) if is_wrapped else local
-            )
-        else:
-            olds.append(torch_private.local_of(existing))
-            news.append(local)
-    if olds:
-        torch_private.add_all(olds, news)
-
-
-def run_gradient_hooks(shards: Gradients) -> None:
+def run_gradient_hooks(params: Iterable[UnitParam]) -> None:
     """Run the hooks that users registered on sharded parameters to follow the accumulation of their gradients."""
-    for param in shards:
+    for param in params:
+        if param.full is param.sharded:
+            continue  # autograd has run them
         for hook in torch_private.post_accumulate_hooks(param.sharded):
             hook(param.sharded)
-
-
-def _in_storage_form(
-    group: ShardGroup, dtype: torch.dtype, shard: torch.Tensor, casts: dict[tuple[int, torch.dtype], torch.Tensor]
-) -> torch.Tensor:
-    # Shards of one reduction are windows of one buffer: cast and move the buffer once, then take the windows again.
-    storage = shard.untyped_storage()
-    key = (storage.data_ptr(), dtype)
-    if key not in casts:
-        whole = torch.empty(0, dtype=shard.dtype, device=shard.device)
-        whole.set_(storage, 0, (storage.nbytes() // shard.dtype.itemsize,), (1,))
-        pin = isinstance(group.offload, CPUOffloadPolicy) and group.offload.can_pin and shard.device.type != "cpu"
-        moved = torch.empty(whole.shape, dtype=dtype, device=group.storage_device, pin_memory=pin)
-        casts[key] = moved.copy_(whole)
-    return casts[key].as_strided(shard.shape, shard.stride(), shard.storage_offset())

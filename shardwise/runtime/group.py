@@ -14,6 +14,7 @@ from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
 from shardwise.comm.link import Link
+from shardwise.comm.parts import have_same_bits, section_parts
 from shardwise.comm.protocol import GatherEnds, Pending
 from shardwise.comm.routes import RoutedCommunicator
 from shardwise.errors import StateError
@@ -21,11 +22,11 @@ from shardwise.layout.bucket import build_bucket, by_size
 from shardwise.layout.shard import ChunkShard
 from shardwise.runtime.axes import MeshAxes
 from shardwise.runtime.extension import ExtensionParams
-from shardwise.runtime.freed import mark_freed, mark_full
+from shardwise.runtime.idle import mark_freed, mark_full, mark_kept, may_be_written
 from shardwise.runtime.param import UnitParam
 from shardwise.runtime.placement import sub_parameter
 from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.runtime.shards import FlatBucket, FullBuffer, Shards, make_full_parameter
+from shardwise.runtime.shards import Allocator, FlatBucket, FullBuffer, Shards, SubBucket, make_full_parameter
 
 
 @dataclass(slots=True)
@@ -59,14 +60,14 @@ class _Delivery:
 class _BucketEnds:
     """One bucket of a group, for transports that move parts."""
 
-    def __init__(self, group: ShardGroup, shards: Shards, number: int) -> None:
-        self._group_ref, self._shards, self._number = weakref.ref(group), shards, number
-        self._bucket = bucket = shards.buckets[number]
+    def __init__(self, group: ShardGroup, shards: Shards, bucket: FlatBucket, index: int) -> None:
+        self._group_ref, self._shards, self._index = weakref.ref(group), shards, index
+        self._bucket = bucket
         self.layout, self.dtype, self.full_dtype = bucket.layout, bucket.dtype, bucket.full_dtype
 
     @property
-    def home(self) -> int | None:
-        return self._bucket.home
+    def number(self) -> int | None:
+        return self._bucket.number
 
     def section(self) -> torch.Tensor:
         return self._shards.section_of(self._bucket)
@@ -74,11 +75,11 @@ class _BucketEnds:
     def full_parts(self, rank: int) -> list[torch.Tensor]:
         group = self._group_ref()
         assert group is not None
-        return self._shards.full_parts(self._number, rank, group.hold_full(self._number))
+        return self._shards.full_parts(self._index, rank, group.hold_full(self._index))
 
     def lose_full(self) -> object:
         group = self._group_ref()
-        return None if group is None else group.lose_full(self._number)
+        return None if group is None else group.lose_full(self._index)
 
 
 class ShardGroup:
@@ -87,6 +88,9 @@ class ShardGroup:
     Attributes:
         params: in the order of the modules.  by_size: the order in memory, large ones first.
         is_collective: gathering and reducing take a collective.
+        keeps_plain: parameters are what they were before, plain tensors that stay registered.
+        in_place: those of them that need no other form to compute with.
+        shares_memory: shards are made where other ranks of this host could read them.
         axes: the data-parallel mesh.  sub_axes: the smaller one that parameters go to after forward, if any.
     """
 
@@ -110,7 +114,10 @@ class ShardGroup:
         # them; alone it has none.
         has_tensor_parallelism = any(param.inner_spec is not None for param in params)
         self.is_collective = axes.shard_mesh_dim is not None and (axes.num_shards > 1 or has_tensor_parallelism)
+        self.shares_memory = self.keeps_plain = False
+        self.in_place: list[UnitParam] = []
         self.extended = ExtensionParams(self)
+        self._buckets: list[FlatBucket] = []
         self._main: Shards | None = None
         self._sub: Shards | None = None
         self._fulls: list[FullBuffer] = []
@@ -179,12 +186,7 @@ class ShardGroup:
     @property
     def main_buckets(self) -> Sequence[FlatBucket]:
         """The sections of all ranks' shards, as they are now."""
-        return self._main.buckets if self._main is not None else ()
-
-    def forget_homes(self) -> None:
-        """Take it that no section lies in shared memory: what it lay in is no link's any more."""
-        for bucket in self.main_buckets:
-            bucket.home = None
+        return self._buckets
 
     def largest_reductions(self) -> list[tuple[int, int]]:
         """Return (elements of a section, bytes of an element) of the reduction of all parameters, per reduce dtype."""
@@ -195,69 +197,62 @@ class ShardGroup:
         return [(numel, dtype.itemsize) for dtype, numel in by_dtype.items()]
 
     def ensure_packed(self) -> None:
-        """Gather the shards into flat memory again if user code has replaced a parameter or its memory."""
-        if self._main is None or not self._is_packed():
+        """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype."""
+        if self._main is None or self._has_new_extensions() or not all(bucket.settle() for bucket in self._buckets):
             self._pack()
+        for param in self.in_place:
+            param.adopt_registered()
+            if not self._is_in_place(param):
+                self._pack()
+                break
+        for bucket in self._buckets:
+            bucket.stage()
 
-    def _is_packed(self) -> bool:
-        assert self._main is not None
-        local_of, may_be_extended = torch_private.local_of, bool(self.extended.params)
-        for bucket in self._main.buckets:
-            base, dtype, device = bucket.local.data_ptr(), bucket.dtype, bucket.local.device
-            for param, slot, start in bucket.places:
-                sharded = param.sharded
-                if slot.parameters[slot.name] is not sharded and not param.is_registered:
-                    return False
-                local = local_of(sharded)
-                if start is not None and local.data_ptr() != base + start:
-                    return False
-                if local.dtype is not dtype or local.device != device:
-                    return False
-                may_be_extended = may_be_extended or bool(local.__dict__)  # extensions are patched on
-        return not may_be_extended or self.extended.is_current(self.params)
+    def _has_new_extensions(self) -> bool:
+        if not self.extended.params and not any(torch_private.local_of(p.sharded).__dict__ for p in self.params):
+            return False  # extensions are patched on
+        return not self.extended.is_current(self.params)
 
     def _pack(self) -> None:
         for param in self.params:
             param.adopt_registered()
-        plain = [param for param in self.params if not self.extended.wants(param)]
         self.extended.adopt([param for param in self.params if self.extended.wants(param)])
+        self.in_place = [param for param in self.params if self._is_in_place(param)]
+        apart = {*self.extended.params, *self.in_place}
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[UnitParam]] = {}
-        for param in (each for each in self.by_size if each in set(plain)):
+        for param in (each for each in self.by_size if each not in apart):
             by_dtype.setdefault((param.dtype, self.precision.dtype_of_full(param.dtype)), []).append(param)
-        buckets = [self._make_bucket(params, *dtypes) for dtypes, params in by_dtype.items()]
-        self._main = Shards(buckets, self.axes.num_shards, self.device)
+        self._buckets = [self._make_bucket(params, full_dtype) for (_, full_dtype), params in by_dtype.items()]
+        self._fulls = [FullBuffer(b.layout, b.full_dtype, self.device, is_shared=not b.travels) for b in self._buckets]
+        # What has no elements does not travel; nor, without collectives, what is its own full parameter.
+        self._main = Shards([b for b in self._buckets if b.travels], self.axes.num_shards, self.device)
         self._sub = None
-        self._fulls = [self._make_full(bucket) for bucket in buckets]
         self._full_bytes = sum(full.num_bytes for full in self._fulls)
-        self._ends = [_BucketEnds(self, self._main, number) for number in range(len(buckets))]
-        for param in plain:
-            param.full = None
-            param.is_hooked = False
+        self._ends = [_BucketEnds(self, self._main, bucket, index) for index, bucket in enumerate(self._buckets)]
+        for params in by_dtype.values():
+            for param in params:
+                param.full = None
+                param.is_hooked = False
 
-    def _make_bucket(self, params: list[UnitParam], dtype: torch.dtype, full_dtype: torch.dtype) -> FlatBucket:
+    def _is_in_place(self, param: UnitParam) -> bool:
+        if not self.keeps_plain or param.inner_spec is not None or param.local.device != self.device:
+            return False
+        dtype = param.dtype
+        return dtype is self.precision.dtype_of_full(dtype) and dtype is self.precision.dtype_of_reduction(dtype)
+
+    def _make_bucket(self, params: list[UnitParam], full_dtype: torch.dtype) -> FlatBucket:
+        dtype = params[0].dtype
         layout = build_bucket([param.shard for param in params], self._alignment(dtype), self._alignment(full_dtype))
         device = params[0].local.device
-        local = torch.zeros(layout.section_numel, dtype=dtype, device=device)
-        if isinstance(self.offload, CPUOffloadPolicy) and self.offload.can_pin and device.type == "cpu":
-            local = local.pin_memory()
-        bucket = FlatBucket(params, layout, dtype, full_dtype, local)
-        rank = self.axes.shard_rank
-        with torch.no_grad():
-            for index, param in enumerate(params):
-                window = Shards.local_view(bucket, index, rank)
-                if device.type != "meta":
-                    window.copy_(param.local)
-                torch_private.set_local(param.sharded, window.requires_grad_(param.local.requires_grad))
+        pins = isinstance(self.offload, CPUOffloadPolicy) and self.offload.can_pin and device.type == "cpu"
+        travels = (self.is_collective or dtype != full_dtype or device != self.device) and layout.full_numel > 0
+        bucket = FlatBucket(params, layout, full_dtype, Allocator(device, pins, self.shares_memory), travels)
+        bucket.move_in()
         return bucket
 
     def _alignment(self, dtype: torch.dtype) -> int:
         # 16 bytes keep vector loads of an accelerator's kernels possible; on CPU gaps would only cost.
         return 1 if self.device.type == "cpu" else max(16 // dtype.itemsize, 1)
-
-    def _make_full(self, bucket: FlatBucket) -> FullBuffer:
-        is_same = bucket.dtype == bucket.full_dtype and bucket.local.device == self.device
-        shared = bucket.local if not self.is_collective and is_same else None
-        return FullBuffer(bucket.layout, bucket.full_dtype, self.device, shared)
 
     # ---- unshard and reshard ----
 
@@ -304,8 +299,7 @@ class ShardGroup:
         if not shards.buckets:
             return None
         if comm is None:
-            if not all(full.is_shared for full in self._fulls):
-                delivery.deliver(delivery.shard())
+            delivery.deliver(delivery.shard())
             return None
         return comm.all_gather(delivery)
 
@@ -318,8 +312,8 @@ class ShardGroup:
         return self._fulls[number].lose()
 
     def hold_fulls(self) -> list[torch.Tensor]:
-        """Return the 1-D full buffers, with memory under them."""
-        return [full.hold(self.pool) for full in self._fulls]
+        """Return the 1-D full buffers of the buckets that travel, with memory under them."""
+        return [full.hold(self.pool) for full in self._fulls if not full.is_shared]
 
     def register_full(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
         """Hang the full parameters on the modules; return how many of them want gradients.
@@ -328,19 +322,31 @@ class ShardGroup:
         """
         assert self._main is not None
         num_trainable = 0
-        for number, bucket in enumerate(self._main.buckets):
+        for number, bucket in enumerate(self._buckets):
+            is_shared = self._fulls[number].is_shared
             for index, param in enumerate(bucket.params):
                 full = param.full
-                if full is None:
-                    shape, base = param.shard.shape, bucket.layout.full_offsets[index]
-                    full = param.full = make_full_parameter(self.hold_full(number), shape, base, param)
+                if full is None or (is_shared and full.data_ptr() != param.local.data_ptr()):
+                    memory, base = (
+                        (param.local, 0) if is_shared else (self.hold_full(number), bucket.layout.full_offsets[index])
+                    )
+                    full = param.full = make_full_parameter(memory, base, param)
+                    param.is_hooked = False
                 mark_full(full)
+                param.full_version, param.full_address = full._version, full.data_ptr()
                 wanted = param.sharded.requires_grad
                 if not (wanted and param.is_hooked and full.requires_grad):
                     self._sync_requires_grad(param, full, on_gradient)
                 num_trainable += wanted
                 for slot in param.slots:
                     slot.parameters[slot.name] = full
+                    if slot.follower is not None:
+                        slot.tell(full)
+        for param in self.in_place:
+            if param.full is not param.sharded:
+                param.full, param.is_hooked = param.sharded, False
+            self._sync_requires_grad(param, param.sharded, on_gradient)
+            num_trainable += param.sharded.requires_grad
         for param in self.extended.params:
             full = param.full
             assert full is not None
@@ -360,18 +366,107 @@ class ShardGroup:
             full.register_post_accumulate_grad_hook(on_gradient(param))
             param.is_hooked = True
 
+    # ---- what others do to parameters ----
+
+    def version(self) -> int:
+        """Return a number that changes whenever a shard is written to, as far as torch counts writes."""
+        version = 0
+        for param in self.params:
+            version += param.version
+        return version
+
+    def written(self) -> list[UnitParam]:
+        """Return the parameters whose full form somebody has written to since it was registered; the same on every rank."""
+        found: list[UnitParam] = []
+        for number, bucket in enumerate(self._buckets):
+            if self._fulls[number].is_shared or not self._fulls[number].is_held:
+                continue
+            for param in bucket.params:
+                full = param.full
+                if full is None:
+                    continue
+                if (
+                    full._version != param.full_version
+                    or full.data_ptr() != param.full_address
+                    or (may_be_written(full) and not (param.local.numel() and self._has_same_rows(param, full)))
+                ):
+                    found.append(param)
+        return found
+
+    def _rows_of(self, param: UnitParam, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of the full form."""
+        cut, whole = param.shard, torch_private.data_of(torch_private.local_of(full))
+        rows = cut.rows(self.axes.shard_rank)
+        return whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows))
+
+    def _has_same_rows(self, param: UnitParam, full: torch.Tensor) -> bool:
+        rows = self._rows_of(param, full)
+        return torch.equal(rows, param.local.detach().to(rows.device, rows.dtype))
+
+    def write_back(self, param: UnitParam) -> None:
+        """Copy this rank's rows of the full form to the shard, where they are not what was gathered."""
+        assert param.full is not None
+        local = param.local.detach()
+        with torch.no_grad():
+            rows = self._rows_of(param, param.full)
+            if rows.dtype is not local.dtype or rows.device != local.device:
+                old = local.to(rows.device)
+                rows = torch.where(rows != old.to(rows.dtype), rows.to(local.dtype), old)
+            local.copy_(rows)
+        torch.autograd.graph.increment_version(param.sharded)
+        mark_full(param.full)
+        param.full_version = param.full._version
+        if (
+            param.full.data_ptr() != param.full_address
+        ):  # ``.data`` was assigned to: back to the memory that is gathered into
+            number, index = next((n, b.params.index(param)) for n, b in enumerate(self._buckets) if param in b.params)
+            memory, base = self.hold_full(number), self._buckets[number].layout.full_offsets[index]
+            torch_private.set_data(param.full, make_full_parameter(memory, base, param).detach())
+            param.full_address = param.full.data_ptr()
+
+    def differing(self) -> UnitParam | None:
+        """Return a parameter whose full form is not what its shard is, as far as this rank can see; None if none is."""
+        if self.device.type != "cpu" or self._main is None or not self.is_collective:
+            return None  # on an accelerator the host would have to wait for the answer
+        rank = self.axes.shard_rank
+        for index, bucket in enumerate(self._buckets):
+            section = self._main.section_of(bucket)
+            full_parts = self._main.full_parts(index, rank, self.hold_full(index))
+            for param, mine, full in zip(
+                bucket.params, section_parts(bucket.layout, section, rank), full_parts, strict=True
+            ):
+                if not have_same_bits(mine, full):
+                    return param
+        return None
+
+    def mark_kept(self) -> None:
+        """Note that full parameters are registered where user code can reach them."""
+        for number, bucket in enumerate(self._buckets):
+            if not self._fulls[number].is_shared:
+                for param in bucket.params:
+                    mark_kept(param, param.version)
+
+    def mark_in_use(self) -> None:
+        """Note that a forward or backward uses the full parameters again."""
+        for bucket in self._buckets:
+            for param in bucket.params:
+                if param.full is not None:
+                    mark_full(param.full)
+
     def register_sharded(self) -> None:
         """Hang the sharded parameters on the modules and give the full memory back."""
         for param in self.params:
             sharded = param.sharded
             for slot in param.slots:
                 slot.parameters[slot.name] = sharded
+                if slot.follower is not None:
+                    slot.tell(sharded)
         self.drop()
 
     def drop(self) -> None:
         """Give the memory of the full parameters back."""
         if self._main is not None:
-            for bucket, buffer in zip(self._main.buckets, self._fulls, strict=True):
+            for bucket, buffer in zip(self._buckets, self._fulls, strict=True):
                 buffer.drop()
                 if not buffer.is_held:
                     for param in bucket.params:
@@ -389,24 +484,20 @@ class ShardGroup:
         assert self._main is not None
         assert self.sub_axes is not None
         num_shards, rank = self.sub_axes.num_shards, self.sub_axes.shard_rank
-        buckets: list[FlatBucket] = []
-        for bucket in self._main.buckets:
+        buckets: list[SubBucket] = []
+        for bucket, full in zip(self._buckets, self.hold_fulls(), strict=True):
             cuts = [ChunkShard(shard.shape, shard.dim, num_shards) for shard in bucket.layout.shards]
             dtype = bucket.full_dtype
             layout = build_bucket(cuts, self._alignment(dtype), self._alignment(dtype))
             local = torch.empty(layout.section_numel, dtype=dtype, device=self.device)
-            buckets.append(FlatBucket(bucket.params, layout, dtype, dtype, local))
-        self._sub = Shards(buckets, num_shards, self.device)
-        self._sub.cut_from(self.hold_fulls(), rank)
-        for bucket in buckets:
-            for index, param in enumerate(bucket.params):
-                window = Shards.local_view(bucket, index, rank)
-                param.subsharded = sub_parameter(param, bucket.layout.shards[index], window, self.sub_axes)
+            sub = SubBucket(bucket.params, layout, dtype, local)
+            buckets.append(sub)
+            for index, window in enumerate(sub.windows(rank)):
+                cut, param = cuts[index], bucket.params[index]
+                whole = full.narrow(0, bucket.layout.full_offsets[index], cut.numel).view(cut.shape)
+                rows = cut.rows(rank)
+                window.copy_(whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows)))
+                param.subsharded = sub_parameter(param, cut, window, self.sub_axes)
                 param.register(param.subsharded)
+        self._sub = Shards(buckets, num_shards, self.device)
         self.drop()
-
-    def flat_locals(self) -> Sequence[FlatBucket]:
-        """Return the buckets whose ``local`` tensors hold all plain shards."""
-        self.ensure_packed()
-        assert self._main is not None
-        return self._main.buckets

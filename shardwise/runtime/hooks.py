@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from shardwise import torch_private
 from shardwise.comm.sync import broadcast_from_first
@@ -185,6 +188,21 @@ class Attachment:
         from shardwise.runtime.copying import copy_attachment  # it needs this class
 
         return copy_attachment(self, memo)
+
+
+_watch: list[RemovableHandle] = []  # one entry, made by watch_optimizers alone
+
+
+def watch_optimizers() -> None:
+    """Count the steps of all optimizers as writes to their DTensors: torch's multi-tensor and fused steps do not."""
+    if not _watch:
+        _watch.append(register_optimizer_step_post_hook(_count_writes))
+
+
+def _count_writes(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    written = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
+    if written:
+        torch.autograd.graph.increment_version(written)
 
 
 def keep_buffers_equal(module: nn.Module, group: dist.ProcessGroup) -> None:

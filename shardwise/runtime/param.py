@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,10 +21,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place where a parameter hangs: a module's dict of parameters (which does not keep the module alive) and a name."""
+    """A place where a parameter hangs: a module's dict of parameters (which does not keep the module alive) and a name.
+
+    Attributes:
+        follower: the module, if its class has a ``__setattr__`` of its own to follow its parameters (as LSTMs do).
+    """
 
     parameters: dict[str, nn.Parameter | None]
     name: str
+    follower: Callable[[], nn.Module | None] | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> Slot:
+        """Return the slot of parameter ``name`` of ``module``."""
+        follows = type(module).__setattr__ is not nn.Module.__setattr__
+        return cls(torch_private.parameters_of(module), name, weakref.ref(module) if follows else None)
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Hang ``parameter`` here.  What runs at every step does so itself and calls :meth:`tell`: calls cost."""
+        self.parameters[self.name] = parameter
+        if self.follower is not None:
+            self.tell(parameter)
+
+    def tell(self, parameter: nn.Parameter) -> None:
+        """Let a module that follows its parameters know that ``parameter`` hangs here now."""
+        module = self.follower() if self.follower is not None else None
+        if module is not None:
+            setattr(module, self.name, parameter)
 
 
 def _nothing() -> None:
@@ -44,6 +68,9 @@ class UnitParam:
         full: the registered parameter while unsharded; made at the first unshard and then kept, because autograd's
             saved tensors and accumulators belong to it.
         subsharded: the registered parameter while resharded to a smaller mesh.
+        shard_shape: of this rank's shard.
+        is_handed_out: user code can reach the shard; before, while it is being made, its memory may change at will.
+        full_version, full_address: what torch had counted of writes to the full form, and where it lay, when it was registered.
         ordinal: its index among the parameters of its unit.
         is_hooked: the full parameter reports its gradients.
         module: weak reference to the module of the first slot.
@@ -57,13 +84,18 @@ class UnitParam:
     spec: DTensorSpec
     inner_spec: DTensorSpec | None
     sharded: nn.Parameter
+    shard_shape: tuple[int, ...]
+    is_handed_out: bool = True
     full: nn.Parameter | None = None
     subsharded: nn.Parameter | None = None
+    full_version: int = 0
+    full_address: int = 0
     ordinal: int = 0
     is_hooked: bool = False
     module: Callable[[], nn.Module | None] = field(default=_nothing)
     owner: Callable[[], Unit | None] = field(default=_nothing)
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
+    _version_base: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,10 +107,26 @@ class UnitParam:
         """This rank's shard."""
         return torch_private.local_of(self.sharded)
 
+    @property
+    def is_strided(self) -> bool:
+        """True for a plain parameter in another memory order than row-major: its gradient follows it."""
+        return self.full is self.sharded and not self.sharded.is_contiguous()
+
+    @property
+    def version(self) -> int:
+        """A number that changes whenever the shard is written to, as far as torch counts writes."""
+        return self.sharded._version + self.local._version + self._version_base
+
+    def replace_local(self, local: torch.Tensor) -> None:
+        """Make ``local``, of the same values, the memory of the shard; that is no write."""
+        before = self.version
+        torch_private.set_local(self.sharded, local)
+        self._version_base += before - self.version
+
     def register(self, parameter: nn.Parameter) -> None:
         """Hang ``parameter`` in every slot."""
         for slot in self.slots:
-            slot.parameters[slot.name] = parameter
+            slot.put(parameter)
 
     @property
     def is_registered(self) -> bool:

@@ -57,6 +57,30 @@ def place(param: nn.Parameter, fqn: str, axes: MeshAxes, shard: Shard | None) ->
     return Placed(local.detach(), dim, _beside_tensor_parallel(param, fqn, axes, dim), inner)
 
 
+def cut_shard(whole: torch.Tensor, cut: ChunkShard, rank: int) -> torch.Tensor:
+    """Return ``rank``'s shard of ``whole``: a view of a plain tensor, memory of its own for any other class of tensors.
+
+    Such classes (quantised weights) are cut and copied by what they define: ``chunk``, ``new_zeros``, ``copy_``; ``narrow``
+    may be missing, ``clone`` may quantise again.
+    """
+    if type(whole) is torch.Tensor:
+        rows = cut.rows(rank)
+        return whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows))
+    shard = _chunk(whole, cut, rank)
+    copied = shard.new_zeros(shard.shape)
+    return copied.copy_(shard) if type(copied) is type(whole) else shard.clone()
+
+
+def _chunk(whole: torch.Tensor, cut: ChunkShard, rank: int) -> torch.Tensor:
+    if cut.is_whole:
+        return whole
+    chunks = list(torch.chunk(whole, cut.num_shards, cut.dim))
+    if not all(type(chunk) is type(whole) for chunk in chunks):  # the class does not define it
+        rows = cut.rows(rank)
+        return whole.narrow(cut.dim, rows.start, len(rows))
+    return chunks[rank] if rank < len(chunks) else chunks[0].new_zeros(cut.shard_shape(rank))
+
+
 def _checked_dim(fqn: str, param: nn.Parameter, dim: int) -> int:
     dim = dim + param.ndim if dim < 0 else dim
     if param.ndim and not 0 <= dim < param.ndim:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
+from shardwise.comm.arena import Place, take_shareable
 from shardwise.comm.buffers import BufferPool, Lease
+from shardwise.comm.carve import carve, is_own
+from shardwise.errors import LayoutError
 from shardwise.layout.bucket import Bucket, align
-from shardwise.layout.shard import Move
+from shardwise.layout.shard import Move, row_major
 from shardwise.runtime.param import Slot, UnitParam
 
 _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share
@@ -33,41 +37,177 @@ def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
     return view_of(flat, move.shape, move.packed_stride, move.packed_offset)
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a section lies in: a 1-D tensor, and where that is for other processes of this host, if it is shared."""
+
+    flat: torch.Tensor
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Allocator:
+    """Makes memory for sections; page-locked, or where other processes of this host can map it, if wanted and possible."""
+
+    device: torch.device
+    pins: bool = False
+    shares: bool = False
+
+    def __call__(self, numel: int, dtype: torch.dtype) -> Memory:
+        """Return ``numel`` zeros."""
+        if self.shares and numel:
+            found = take_shareable(numel * dtype.itemsize)
+            if found is not None:
+                return Memory(found[0].view(dtype), found[1])
+        flat = torch.zeros(numel, dtype=dtype, device=self.device)
+        return Memory(flat.pin_memory() if self.pins else flat)
+
+
 @dataclass(slots=True, eq=False)
+class SubBucket:
+    """This rank's shards on the smaller mesh that parameters go to after forward; attributes as of a FlatBucket."""
+
+    params: list[UnitParam]
+    layout: Bucket
+    full_dtype: torch.dtype
+    local: torch.Tensor
+    byte_offset: int = 0
+
+    def windows(self, rank: int) -> list[torch.Tensor]:
+        """Return the shards of ``rank``, each with a storage of its own."""
+        shapes = [shard.shard_shape(rank) for shard in self.layout.shards]
+        return [carve(self.local, offset, shape) for offset, shape in zip(self.layout.offsets, shapes, strict=True)]
+
+
 class FlatBucket:
-    """Parameters of one dtype.
+    """This rank's shards of parameters of one dtype, side by side in one allocation.
+
+    Every shard has a storage of its own there, its *home*.  Memory that somebody else may hold is never replaced: when user
+    code has put other memory under a parameter (``to_empty``, ``load_state_dict(assign=True)``, ``share_memory_``), the
+    parameter comes home once nothing but itself holds that memory.  Until then it is *loose*: what travels is a copy.
 
     Attributes:
         params: the parameters, in layout order.
         layout: where each of them starts, in a section and in the full buffer.
         dtype: of the shards.  full_dtype: of the all-gather and the full parameters.
-        local: 1-D, ``layout.section_numel`` elements: this rank's section; every shard is a view of it.
+        local: 1-D, ``layout.section_numel`` elements: this rank's section.
+        place: where ``local`` lies for other processes of this host; None: it is this process's own.
+        travels: full parameters are copies; else they are the shards themselves, wherever these lie.
         byte_offset: where the bucket starts in a section that several buckets share.
-        home: where ``local`` starts in the segment that ranks of this host share, if it lies there.
-        places: for each parameter its first slot, and how many bytes into ``local`` its shard starts; None: it is empty.
+        number: which of the sections that the ranks of a host read from each other this is.
     """
 
-    params: list[UnitParam]
-    layout: Bucket
-    dtype: torch.dtype
-    full_dtype: torch.dtype
-    local: torch.Tensor
-    byte_offset: int = 0
-    home: int | None = None
-    places: list[tuple[UnitParam, Slot, int | None]] = field(init=False)
+    def __init__(
+        self,
+        params: list[UnitParam],
+        layout: Bucket,
+        full_dtype: torch.dtype,
+        allocate: Allocator,
+        travels: bool,
+    ) -> None:
+        self.params = params
+        self.layout = layout
+        self.dtype = params[0].dtype
+        self.full_dtype = full_dtype
+        self.travels = travels
+        self.byte_offset = 0
+        self.number: int | None = None
+        self._allocate = allocate
+        self._take_memory()
 
-    def __post_init__(self) -> None:
-        starts = [offset * self.dtype.itemsize for offset in self.layout.offsets]
-        self.places = [
-            (param, param.slots[0], start if param.local.numel() else None)
-            for param, start in zip(self.params, starts, strict=True)
+    def _take_memory(self) -> None:
+        memory = self._allocate(self.layout.section_numel, self.dtype)
+        self.place, self.local = memory.place, memory.flat
+        self._homes: list[torch.UntypedStorage] = []
+        # For each parameter its first slot, and the address of its home; None: the shard is empty.
+        self._places: list[tuple[UnitParam, Slot, int | None]] = []
+        self._loose: list[int] = []
+        for param, offset in zip(self.params, self.layout.offsets, strict=True):
+            home = carve(self.local, offset, param.shard_shape)
+            self._homes.append(home.untyped_storage())
+            self._places.append((param, param.slots[0], home.data_ptr() if home.numel() else None))
+
+    def move_in(self) -> None:
+        """Bring every parameter home that nobody else holds; note that the others are loose."""
+        self._loose = [
+            index
+            for index, (param, _, address) in enumerate(self._places)
+            if (address is not None or not param.is_handed_out) and not self._come_home(index)
         ]
 
-    def move_home(self, memory: torch.Tensor, home: int) -> None:
-        """Let the section live in ``memory`` (1-D, of the same size and dtype); every view of it moves along."""
-        memory.copy_(self.local)
-        torch_private.swap_storage(self.local.untyped_storage(), memory.untyped_storage())
-        self.home = home
+    def settle(self) -> bool:
+        """Find parameters that are not at home; bring them home or note that they are loose.
+
+        Returns: False if a parameter has another dtype or device than the bucket was made for.
+        """
+        dtype, device = self.dtype, self.local.device
+        away: list[int] = []
+        for index, (param, slot, address) in enumerate(self._places):
+            sharded = param.sharded
+            if slot.parameters[slot.name] is not sharded and not param.is_registered:
+                param.adopt_registered()
+                sharded = param.sharded
+            local = torch_private.local_of(sharded)
+            if local.dtype is not dtype or local.device != device:
+                return False
+            if address is not None and self.travels and local.data_ptr() != address:
+                away.append(index)
+        self._loose = [index for index in away if not self._come_home(index)] if away else away
+        if any(torch_private.storage_use_count(self._homes[index]) for index in self._loose):
+            self.relocate()  # somebody holds a home that its parameter has left
+        return True
+
+    def stage(self) -> None:
+        """Copy loose parameters to where they travel from."""
+        for index in self._loose:
+            param = self.params[index]
+            with torch.no_grad():
+                view_of(self.local, param.shard_shape, row_major(param.shard_shape), self.layout.offsets[index]).copy_(
+                    param.local
+                )
+
+    def relocate(self, allocate: Allocator | None = None) -> None:
+        """Take other memory for the section, from ``allocate`` if that is given."""
+        if allocate is not None:
+            self._allocate = allocate
+        self._take_memory()
+        self.move_in()
+
+    def _come_home(self, index: int) -> bool:
+        param, storage = self.params[index], self._homes[index]
+        local = param.local
+        if tuple(local.shape) != param.shard_shape:
+            raise LayoutError(
+                f"{param.fqn}: its shard has shape {tuple(local.shape)}, expected {param.shard_shape}; user code has put "
+                "another tensor in its place: assign one of the sharded shape"
+            )
+        if torch_private.storage_use_count(storage) or (param.is_handed_out and is_held(local)):
+            return False
+        home = torch.empty(0, dtype=self.dtype, device=self.local.device)
+        home.set_(storage, 0, local.shape, row_major(local.shape))
+        if local.device.type != "meta":
+            with torch.no_grad():
+                home.copy_(local)
+        if param.is_handed_out and is_own(local) and local.is_contiguous():
+            # The tensor object stays as well, and whoever holds it: only the memory under it is another.
+            old = local.untyped_storage()
+            torch_private.swap_storage(old, storage)
+            self._homes[index] = old
+        else:
+            param.replace_local(home.requires_grad_(local.requires_grad))
+            param.is_handed_out = True
+        return True
+
+
+def is_held(tensor: torch.Tensor) -> bool:
+    """Return True if something beside ``tensor`` holds its memory, or something beside Python holds ``tensor``."""
+    storage = tensor.untyped_storage()
+    return (
+        torch_private.storage_use_count(storage) > 1
+        or torch_private.tensor_use_count(tensor) > 0
+        or sys.getrefcount(storage) > 2  # the Python object of a storage lives as long as the storage
+        or (tensor.device.type == "cpu" and tensor.is_shared())  # with other processes, which nobody can count
+    )
 
 
 class FullBuffer:
@@ -76,28 +216,23 @@ class FullBuffer:
     Autograd keeps references to the storage, so it must be the same object in forward and backward.
     """
 
-    def __init__(self, layout: Bucket, dtype: torch.dtype, device: torch.device, shared: torch.Tensor | None) -> None:
-        """``shared``: a 1-D tensor that already holds the full parameters (one shard per tensor); None: own memory."""
+    def __init__(self, layout: Bucket, dtype: torch.dtype, device: torch.device, is_shared: bool) -> None:
+        """``is_shared``: the full parameters are the shards themselves (one shard per tensor); else own memory."""
         self._lease: Lease | None = None
-        self._is_shared = shared is not None
+        self.is_shared = is_shared
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-        self.num_bytes = 0 if shared is not None else layout.full_numel * dtype.itemsize
+        self.num_bytes = 0 if is_shared else layout.full_numel * dtype.itemsize
         self._dtype = dtype
-        self._flat = shared
+        self._flat: torch.Tensor | None = None
 
     @property
     def is_held(self) -> bool:
         """True while the memory is there."""
-        return self._is_shared or self._lease is not None
-
-    @property
-    def is_shared(self) -> bool:
-        """True when the full parameters are the shards themselves."""
-        return self._is_shared
+        return self.is_shared or self._lease is not None
 
     def hold(self, pool: BufferPool) -> torch.Tensor:
         """Take memory from ``pool`` unless held; return the 1-D buffer."""
-        if not self.is_held:
+        if self._lease is None:
             self._lease = pool.lease(self.num_bytes)
             torch_private.swap_storage(self._storage, self._lease.storage)
             if self._flat is None:
@@ -123,13 +258,13 @@ class FullBuffer:
         return lease.lose()
 
 
-def make_full_parameter(flat: torch.Tensor, shape: tuple[int, ...], offset: int, param: UnitParam) -> nn.Parameter:
-    """Return the parameter that modules compute with: a window of ``flat`` with a version counter of its own."""
-    stride = torch.empty(shape, device="meta").stride()
+def make_full_parameter(memory: torch.Tensor, offset: int, param: UnitParam) -> nn.Parameter:
+    """Return the parameter that modules compute with: a window of ``memory`` with a version counter of its own."""
+    shape = param.shard.shape
     with torch.inference_mode(False), torch.no_grad():
-        # set_ instead of a view: gathering into ``flat`` must not count as changing what autograd has saved.
-        local = torch.empty(0, dtype=flat.dtype, device=flat.device)
-        local.set_(flat.untyped_storage(), flat.storage_offset() + offset, shape, stride)
+        # set_ instead of a view: gathering into ``memory`` must not count as changing what autograd has saved.
+        local = torch.empty(0, dtype=memory.dtype, device=memory.device)
+        local.set_(memory.untyped_storage(), memory.storage_offset() + offset, shape, row_major(shape))
         if param.inner_spec is not None:
             local = torch_private.dtensor_from_local(local, param.inner_spec)
         return nn.Parameter(local, requires_grad=param.sharded.requires_grad)
@@ -138,7 +273,7 @@ def make_full_parameter(flat: torch.Tensor, shape: tuple[int, ...], offset: int,
 class Shards:
     """The sections of one placement of a unit's parameters, gathered and cut again by moves that are made once."""
 
-    def __init__(self, buckets: list[FlatBucket], num_shards: int, device: torch.device) -> None:
+    def __init__(self, buckets: Sequence[FlatBucket | SubBucket], num_shards: int, device: torch.device) -> None:
         self.buckets = buckets
         self.num_shards = num_shards
         self._device = device
@@ -168,7 +303,7 @@ class Shards:
     def _section_numel(self) -> int:
         return self.buckets[0].layout.section_numel if len(self.buckets) == 1 else self._section_bytes
 
-    def _bucket_moves(self, bucket: FlatBucket) -> list[tuple[int, Move]]:
+    def _bucket_moves(self, bucket: FlatBucket | SubBucket) -> list[tuple[int, Move]]:
         itemsize = bucket.full_dtype.itemsize
         stride = self._section_numel if len(self.buckets) == 1 else self._section_bytes // itemsize
         start = 0 if len(self.buckets) == 1 else bucket.byte_offset // itemsize
@@ -189,7 +324,7 @@ class Shards:
             window.copy_(bucket.local, non_blocking=True)
         return section
 
-    def section_of(self, bucket: FlatBucket) -> torch.Tensor:
+    def section_of(self, bucket: FlatBucket | SubBucket) -> torch.Tensor:
         """Return this rank's section of one bucket in the dtype of the all-gather, on the device."""
         return bucket.local.to(self._device, bucket.full_dtype, non_blocking=True)
 
@@ -222,20 +357,3 @@ class Shards:
             ]
         if sources:
             torch_private.copy_all([window for windows in self._full_windows for window in windows], sources)
-
-    def cut_from(self, fulls: Sequence[torch.Tensor], rank: int) -> None:
-        """Fill the sections from full buffers: what ``rank`` holds of them."""
-        for bucket, full in zip(self.buckets, fulls, strict=True):
-            for index, shard in enumerate(bucket.layout.shards):
-                base = bucket.layout.full_offsets[index]
-                whole = full.narrow(0, base, shard.numel).view(shard.shape)
-                rows = shard.rows(rank)
-                part = whole if shard.is_whole else whole.narrow(shard.dim, rows.start, len(rows))
-                self.local_view(bucket, index, rank).copy_(part)
-
-    @staticmethod
-    def local_view(bucket: FlatBucket, index: int, rank: int) -> torch.Tensor:
-        """Return the window of ``rank``'s section that holds shard ``index``."""
-        shard = bucket.layout.shards[index]
-        window = bucket.local.narrow(0, bucket.layout.offsets[index], shard.shard_numel(rank))
-        return window.view(shard.shard_shape(rank))

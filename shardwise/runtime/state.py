@@ -14,9 +14,23 @@ class Sharded:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """The shards that something was gathered from.
+
+    Attributes:
+        version: a number that changes when they are written to.
+        span: the forward or backward in which they were seen to have it; None: outside of any.
+    """
+
+    version: int
+    span: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Gathering:
     """All-gather launched; the full parameters may not be read yet."""
 
+    source: Source
     pending: tuple[Pending, ...]
 
 
@@ -24,10 +38,14 @@ class Gathering:
 class Unsharded:
     """The full parameters are registered."""
 
+    source: Source
+
 
 @dataclass(frozen=True, slots=True)
 class Subsharded:
     """Resharded to a smaller mesh after forward; the parameters on that mesh are registered."""
+
+    source: Source
 
 
 UnitState = Sharded | Gathering | Unsharded | Subsharded
@@ -37,6 +55,8 @@ LEGAL_MOVES: frozenset[tuple[type, type]] = frozenset(
         (Sharded, Gathering),
         (Subsharded, Gathering),
         (Gathering, Unsharded),
+        (Gathering, Sharded),
+        (Unsharded, Gathering),
         (Unsharded, Sharded),
         (Unsharded, Subsharded),
         (Subsharded, Sharded),

@@ -11,14 +11,14 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.comm.link import Transport
-from shardwise.errors import TransportError
+from shardwise.errors import StateError, TransportError
 from shardwise.events import Call, Event, Op
 from shardwise.plan.policy import UnitPolicy
 from shardwise.runtime.gradients import Gradients, planned_scatter_bytes, take_gradients
 from shardwise.runtime.group import ShardGroup
 from shardwise.runtime.param import UnitParam
 from shardwise.runtime.precision import MixedPrecisionPolicy
-from shardwise.runtime.state import Gathering, Sharded, Subsharded, UnitState, Unsharded, check_move
+from shardwise.runtime.state import Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
 
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Engine
@@ -33,9 +33,14 @@ class Unit:
         groups: its parameters, one group per mesh.
         policy: its behaviour; replaced whole.
         name: paths of its modules in the root, from the first forward on.
+        backward_task: the autograd task in which its backward has begun.
+        is_nested: gradients have come from a backward within that: they tell nothing of what is still to come.
         gradient_arrived: ordinals of the parameters whose gradient has come in the running backward.
         held: gradients of earlier backwards without sync, per parameter, in the reduce dtype.
+        hidden: gradients of plain parameters, taken away while backward adds new ones.
+        unsynced: plain parameters whose gradients are of this rank alone.
         partial: sums over the shard axis that replicas have not been summed into.
+        num_commits: how often its gradients have been set: an optimizer is expected to change its shards then.
         borrows: units whose parameters its modules use too.
         holders: forwards that are using its full parameters now.
         awaited: ids of the modules that have not run yet in a forward that has begun; only units of several modules wait.
@@ -54,11 +59,16 @@ class Unit:
         self.name = ""
         self.state: UnitState = Sharded()
         self.in_backward = False
+        self.backward_task = -1
+        self.is_nested = False
         self.gradient_arrived: set[int] = set()
         self.num_expected = 0
         self.num_frozen = 0
         self.held: Gradients = {}
         self.partial: Gradients = {}
+        self.hidden: Gradients = {}
+        self.unsynced: set[UnitParam] = set()
+        self.num_commits = 0
         self.borrows: list[Unit] = []
         self.holders = 0
         self.awaited: set[int] = set()
@@ -106,6 +116,11 @@ class Unit:
     def is_gathering(self) -> bool:
         """True while an all-gather is in flight."""
         return isinstance(self.state, Gathering)
+
+    @property
+    def is_subsharded(self) -> bool:
+        """True while the parameters on the smaller mesh are registered."""
+        return isinstance(self.state, Subsharded)
 
     @property
     def reduce_bytes(self) -> int:
@@ -158,28 +173,38 @@ class Unit:
 
     # ---- parameters ----
 
-    def unshard(self) -> None:
-        """Launch the all-gather unless the parameters are full or on their way."""
-        if isinstance(self.state, (Gathering, Unsharded)):
-            return
+    def unshard(self, span: int | None = None) -> None:
+        """Launch the all-gather unless the parameters are full, or on their way, from the shards as they are now.
+
+        ``span``: number of the forward or backward that runs, in which nobody changes shards; None: outside of any.
+        """
+        state = self.state
+        if isinstance(state, (Gathering, Unsharded)):
+            if self._is_from_now(state, span):
+                return
+            if isinstance(state, Gathering):
+                self.discard()
         engine = self.engine_ref()
-        if engine is not None and not engine.is_in_step:
-            engine.lanes.gather.wait_current()  # an optimizer may have just changed the shards
-        from_sub = isinstance(self.state, Subsharded)
-        checks = engine is None or not engine.is_in_step
+        version = self._version()
+        # An optimizer may have just changed the shards.
+        if engine is not None and (span is None or not isinstance(state, Sharded)):
+            engine.lanes.gather.wait_current()
+        from_sub = isinstance(state, Subsharded) and state.source.version == version
+        if isinstance(state, Subsharded):
+            self._check_sub()
         try:
-            pending = tuple(p for group in self.groups if (p := group.gather(from_sub, checks)) is not None)
+            pending = tuple(p for group in self.groups if (p := group.gather(from_sub, span is None)) is not None)
         except TransportError as error:
             raise self._explained(error) from error
-        self._enter(Gathering(pending))
+        self._enter(Gathering(Source(version, span), pending))
         num_bytes, is_in_place = self.gather_staging
         self.note(Op.UNSHARD, num_bytes, is_in_place)
 
-    def wait(self) -> None:
+    def wait(self, span: int | None = None) -> None:
         """Register the full parameters once the all-gather has delivered them; launches it if nobody has."""
-        if self.is_full:
+        if isinstance(self.state, Unsharded) and self._is_from_now(self.state, span):
             return
-        self.unshard()
+        self.unshard(span)
         state = self.state
         assert isinstance(state, Gathering)
         try:
@@ -187,26 +212,47 @@ class Unit:
                 pending.wait()
         except RuntimeError as error:
             raise self._explained(error) from error
+        if span is not None and state.source.span != span:
+            self._check_is_copy()
         self.num_expected = sum(group.register_full(self._gradient_hook) for group in self.groups)
         self.num_frozen = sum(len(group.params) for group in self.groups) - self.num_expected
         for group in self.groups:
             group.drop_sub()
-        self._enter(Unsharded())
+        self._enter(Unsharded(Source(state.source.version, span)))
         self.note(Op.WAIT, self.full_bytes)
 
-    def reshard(self) -> None:
-        """Give the full parameters back and register the shards."""
+    def reshard(self, in_span: bool = False) -> bool:
+        """Give the full parameters back and register the shards; what was written to the full ones goes there.
+
+        Returns: False if somebody has written to them and, ``in_span``, others may be reading the shards: nothing is done.
+        """
         if isinstance(self.state, Sharded):
-            return
+            return True
         if isinstance(self.state, Gathering):
-            self.wait()
+            self.discard()
+            return True
+        was_full = self.is_full
+        if was_full:
+            written = self._written()
+            if written and in_span:
+                return False
+            self._write_back(written)
         for group in self.groups:
             group.register_sharded()
             group.drop_sub()
-        was_full = self.is_full
         self._enter(Sharded())
         if was_full:
             self.note(Op.RESHARD, self.full_bytes)
+        return True
+
+    def discard(self) -> None:
+        """Forget an all-gather that nobody has waited for."""
+        assert isinstance(self.state, Gathering)
+        for pending in self.state.pending:
+            pending.cancel()
+        for group in self.groups:
+            group.drop()
+        self._enter(Sharded())
 
     def abandon(self) -> None:
         """Reshard after a failure: an all-gather that cannot end any more is forgotten."""
@@ -218,19 +264,89 @@ class Unit:
             group.drop_sub()
         self.state = Sharded()
 
-    def reshard_after_forward(self) -> None:
-        """Do what the policy says at the end of forward."""
+    def reshard_after_forward(self) -> bool:
+        """Do what the policy says at the end of forward; return False as :meth:`reshard` in a span does."""
         wanted = self.policy.reshard_after_forward
-        if wanted is False or not self.is_full:
-            return
+        if wanted is False or not isinstance(self.state, Unsharded):
+            return True
         can_subshard = all(group.sub_axes is not None and not group.extended.params for group in self.groups)
         if wanted is True or not can_subshard or not self.groups:
-            self.reshard()
-            return
+            return self.reshard(in_span=True)
+        if self._written():
+            return False
+        source = self.state.source
         for group in self.groups:
             group.cut_to_sub()
-        self._enter(Subsharded())
+        self._enter(Subsharded(source))
         self.note(Op.RESHARD, self.full_bytes)
+        return True
+
+    # ---- changes made by others ----
+
+    def _version(self) -> int:
+        version = self.num_commits << 40
+        for group in self.groups:
+            version += group.version()
+        return version
+
+    def _is_from_now(self, state: Gathering | Unsharded, span: int | None) -> bool:
+        """Return True if what was gathered is still what the shards are.
+
+        Raises: StateError if shards were written to in a way that torch does not count.
+        """
+        if span is not None and state.source.span == span:
+            return True
+        if span is None:
+            self.take_writes()
+        if state.source.version != self._version():
+            return False
+        if isinstance(state, Unsharded) and span is not None:
+            self._check_is_copy()
+            for group in self.groups:
+                group.mark_in_use()
+            self.state = Unsharded(Source(state.source.version, span))
+        return True
+
+    def _check_sub(self) -> None:
+        for param in self.params:
+            if param.subsharded is not None and param.subsharded._version:
+                raise StateError(
+                    f"{param.fqn} (unit '{self.name}') was written to between forward and backward, when its form on the "
+                    "smaller mesh of reshard_after_forward was registered, which is not what is trained. Write to it after "
+                    "backward, or call reshard() on the module first"
+                )
+
+    def _check_is_copy(self) -> None:
+        for group in self.groups:
+            param = group.differing()
+            if param is not None:
+                raise StateError(
+                    f"{param.fqn} (unit '{self.name}') was unsharded when its shard was written to through .data or another "
+                    "alias that torch does not count as a write, so the full parameter is not what the shard is. Call "
+                    "reshard() on the module before such writes, or write to the parameter itself under torch.no_grad()"
+                )
+
+    def _written(self) -> list[tuple[ShardGroup, UnitParam]]:
+        return [(group, param) for group in self.groups for param in group.written()]
+
+    def _write_back(self, written: list[tuple[ShardGroup, UnitParam]]) -> None:
+        for group, param in written:
+            group.write_back(param)
+
+    def take_writes(self) -> None:
+        """Let what was written to full parameters go to the shards; not in a span, in which others read them.
+
+        Every rank takes its rows: all must have written the same.
+        """
+        if self.is_full:
+            self._write_back(self._written())
+
+    def keep(self) -> None:
+        """Leave full parameters registered although no forward or backward runs."""
+        if self.is_full:
+            self.take_writes()
+            for group in self.groups:
+                group.mark_kept()
 
     # ---- gradients ----
 
@@ -243,8 +359,11 @@ class Unit:
             if unit is None:
                 return
             unit.gradient_arrived.add(ordinal)
-            if unit.in_backward and len(unit.gradient_arrived) < unit.num_expected:
-                return  # the engine knows of this backward, and nothing is complete
+            if unit.in_backward:
+                if unit.backward_task != torch_private.graph_task_id():
+                    unit.is_nested = True  # a checkpoint within the unit runs a backward of its own: others may follow
+                if unit.is_nested or len(unit.gradient_arrived) < unit.num_expected:
+                    return  # the engine knows of this backward, and nothing is complete
             engine = unit.engine_ref()
             if engine is not None:
                 engine.gradient_arrived(unit, ordinal)
@@ -257,7 +376,7 @@ class Unit:
 
         A frozen parameter may still be read after the last gradient has come; its unit ends at its inputs.
         """
-        return len(self.gradient_arrived) >= self.num_expected > 0 and not self.num_frozen
+        return len(self.gradient_arrived) >= self.num_expected > 0 and not self.num_frozen and not self.is_nested
 
     def take_gradients(self) -> Gradients:
         """Return the gradients of this backward in their reduce dtypes, zeros for unused ones if the policy says so."""
@@ -271,7 +390,37 @@ class Unit:
                         gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
             taken.update(gradients)
         self.gradient_arrived.clear()
+        self.is_nested = False
         return taken
+
+    def hide_gradients(self) -> None:
+        """Take the gradients of parameters that stay registered from where backward is about to accumulate new ones."""
+        for param in self._in_place():
+            gradient, param.sharded.grad = param.sharded.grad, None
+            if gradient is None:
+                self.unsynced.discard(param)
+            elif param in self.unsynced:
+                self.held[param] = gradient
+            else:
+                self.hidden[param] = gradient
+
+    def show_gradients(self) -> None:
+        """Put them back, with what a backward has added."""
+        for param in self._in_place():
+            parts = [self.hidden.pop(param, None), self.held.get(param), param.sharded.grad]
+            first, *others = [part for part in parts if part is not None] or [None]
+            for other in others:
+                assert first is not None
+                first = first.add_(other) if other is not None else first
+            param.sharded.grad = first
+            if self.held.pop(param, None) is None:
+                self.unsynced.discard(param)
+            else:
+                self.unsynced.add(param)
+
+    def _in_place(self) -> Iterator[UnitParam]:
+        for group in self.groups:
+            yield from group.in_place
 
     def drop_gradients(self) -> None:
         """Forget the gradients of an unfinished backward."""
@@ -279,7 +428,7 @@ class Unit:
             if param.full is not None:
                 param.full.grad = None
         self.gradient_arrived.clear()
-        self.in_backward = False
+        self.in_backward = self.is_nested = False
 
 
 def is_in_backward() -> bool:

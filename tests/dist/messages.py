@@ -29,13 +29,13 @@ class Ends:
     base: float
     dtype: torch.dtype = torch.float32
     full_dtype: torch.dtype = torch.float32
-    home: int | None = None
+    number: int | None = None
     lost: list[object] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.layout = layout_for(self.link.size)
         self.local = torch.full((self.layout.section_numel,), self.base + self.link.rank)
-        self.buffer = FullBuffer(self.layout, self.dtype, torch.device("cpu"), None)
+        self.buffer = FullBuffer(self.layout, self.dtype, torch.device("cpu"), False)
 
     def section(self) -> torch.Tensor:
         return self.local.to(self.full_dtype)
@@ -89,6 +89,9 @@ class Gradients:
             tensor.as_strided(move.shape, move.full_stride, move.full_offset)
             for tensor, move in zip(self.tensors, self.layout.parts(rank), strict=True)
         ]
+
+    def target(self) -> torch.Tensor:
+        return torch.empty(self.section_numel, dtype=self.dtype)
 
     def drop(self) -> None:
         self.tensors = []

@@ -3,46 +3,52 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from shardwise.comm import shm
+from shardwise.comm.link import SpanKind
 from shardwise.comm.segment import HEADER_BYTES, Segment
-from shardwise.comm.shm import HostLink
+from shardwise.comm.shm import Host, HostLink
 from shardwise.errors import TransportError
 
-
-def make_link() -> tuple[HostLink, memoryview]:
-    """Return the link of rank 1 and the words of rank 0."""
-    segments = [Segment.create(HEADER_BYTES + 4096) for _ in range(2)]
-    return HostLink(segments, [os.getpid()] * 2, 1, HEADER_BYTES, 64, 5.0), segments[0].words
+FORWARD, BACKWARD = 0, shm._IN_BACKWARD
 
 
-class Coming:
-    """Words of a rank that comes, and leaves by an exception, between two looks at them."""
-
-    def __init__(self, looks: int, words: dict[int, int]) -> None:
-        self._looks, self._words = looks, words
-
-    def __getitem__(self, index: int) -> int:
-        self._looks -= 1
-        return 0 if self._looks >= 0 else self._words.get(index, 0)
+def make_links(num_ranks: int = 2) -> list[HostLink]:
+    segments = tuple(Segment.create(HEADER_BYTES + 4096) for _ in range(num_ranks))
+    pids = (os.getpid(),) * num_ranks
+    hosts = [Host(segments, pids, rank, lambda rank, number: []) for rank in range(num_ranks)]
+    return [HostLink(host, HEADER_BYTES, 64, timeout_s=5.0) for host in hosts]
 
 
-def test_a_peer_that_has_left_a_span_and_waits_in_the_next_one_is_no_desync() -> None:
-    link, _ = make_link()
-    # Its backward, span 1, raised as soon as this rank was there; its next forward waits.
-    link._words = (Coming(1, {shm._OPEN: 4 * 2, shm._ABORTED: 1}), link._words[1])  # type: ignore[assignment]
-    assert link.open("backward", False)
-    link.abort()
-    assert link.open("forward", False)
+class Script:
+    """Words of a rank that change after a number of looks at them: ``(looks, words)``, the last ones for ever."""
+
+    def __init__(self, *scenes: tuple[int, dict[int, int]]) -> None:
+        self._scenes = list(scenes)
+
+    def __getitem__(self, word: int) -> int:
+        looks, words = self._scenes[0]
+        if len(self._scenes) > 1:
+            self._scenes[0] = looks - 1, words
+            if looks <= 1:
+                del self._scenes[0]
+        return words.get(word, 0)
 
 
-def test_a_peer_in_another_kind_of_span_is_a_desync() -> None:
-    link, theirs = make_link()
-    theirs[shm._OPEN] = 4
-    with pytest.raises(TransportError, match="rank 0 starts a forward where rank 1 starts a backward"):
-        link.open("backward", False)
+def link_beside(*scenes: tuple[int, dict[int, int]]) -> HostLink:
+    """Return the link of rank 1; rank 0 is a script."""
+    link = make_links()[1]
+    link._words = (Script(*scenes), link._words[1])  # type: ignore[assignment]
+    return link
+
+
+def open_all(links: Sequence[HostLink], kind: SpanKind) -> list[bool]:
+    with ThreadPoolExecutor(len(links)) as threads:
+        return list(threads.map(lambda link: link.open(kind, False), links))
 
 
 @pytest.fixture
@@ -50,41 +56,58 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm, "_YIELDS", 1)
 
 
+# What rank 0 shows when its backward, the first span, raised as soon as all had come; then its next forward waits.
+LEFT = {shm._EPOCH: 1, shm._OPEN: shm._stamp(0, 1) | BACKWARD, shm._LEFT: shm._stamp(0, 1)}
+STARTS_AGAIN = {**LEFT, shm._OPEN: shm._stamp(1, 1) | FORWARD}
+
+
 @pytest.mark.usefixtures("_quick")
-@pytest.mark.parametrize("looks", range(1, 7))
-def test_a_peer_that_comes_and_leaves_between_two_looks_has_come(looks: int) -> None:
-    link, _ = make_link()
-    link._words = (Coming(looks, {shm._OPEN: 4, shm._ABORTED: 1}), link._words[1])  # type: ignore[assignment]
+@pytest.mark.parametrize("later", [0, 1, 2, 3])
+@pytest.mark.parametrize("looks", range(1, 12))
+def test_a_peer_that_left_a_span_and_starts_again_is_no_desync(looks: int, later: int) -> None:
+    """However this rank's looks fall between what the other does: it goes on, or hears that the other has left."""
+    link = link_beside((looks, {}), (later, LEFT), (1, STARTS_AGAIN))
+    found: TransportError | None = None
+    try:
+        link.open("backward", False)
+        link.abort()  # by the same exception
+    except TransportError as error:
+        found = error
+    assert found is None or "rank 0 left the forward or backward by an exception" in str(found)
     assert link.open("forward", False)
 
 
-class Script:
-    """Words of a rank whose first word takes one value after the other, one for each look at it."""
-
-    def __init__(self, opens: list[int]) -> None:
-        self._opens = opens
-
-    def __getitem__(self, index: int) -> int:
-        if index != shm._OPEN:
-            return 0
-        return self._opens.pop(0) if len(self._opens) > 1 else self._opens[0]
-
-
 @pytest.mark.usefixtures("_quick")
-def test_a_peer_that_has_not_noticed_an_abort_takes_back_what_it_began() -> None:
-    link, _ = make_link()
+@pytest.mark.parametrize("looks", range(1, 8))
+def test_a_peer_that_has_not_noticed_an_abort_is_waited_for(looks: int) -> None:
+    goes_on = {shm._OPEN: shm._stamp(0, 2) | BACKWARD}
+    has_noticed = {**goes_on, shm._EPOCH: 1, shm._LEFT: shm._stamp(0, 2)}
+    meets = {**has_noticed, shm._OPEN: shm._stamp(1, 1) | FORWARD}
+    link = link_beside((2, goes_on), (looks, goes_on), (looks, has_noticed), (1, meets))
     link._span = 1
     link.abort()
-    backward, forward = 4 * 2 + 2, 4 * 2
-    link._words = (Script([backward] * 6 + [4] * 6 + [forward]), link._words[1])  # type: ignore[assignment]
     assert link.open("forward", False)
 
 
-@pytest.mark.usefixtures("_quick")
-@pytest.mark.parametrize("looks", range(1, 7))
-def test_a_peer_that_left_and_starts_again_is_named_as_having_left(looks: int) -> None:
-    link, _ = make_link()
-    link._span = 1
-    link._words = (Coming(looks, {shm._OPEN: 4 * 2, shm._ABORTED: 1}), link._words[1])  # type: ignore[assignment]
-    with pytest.raises(TransportError, match="rank 0 left the forward or backward by an exception"):
+def test_a_peer_in_another_kind_of_span_is_a_desync() -> None:
+    link = link_beside((1, {}), (1, {shm._OPEN: shm._stamp(0, 1) | FORWARD}))
+    with pytest.raises(TransportError, match="rank 0 starts a forward where rank 1 starts a backward"):
         link.open("backward", False)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("times", [(1, 1, 1), (3, 1, 1), (1, 2, 3)], ids=str)
+def test_ranks_that_leave_by_exceptions_meet_again(num_ranks: int, times: tuple[int, ...]) -> None:
+    """Also when one has left, tried again and left again before another has noticed."""
+    links = make_links(num_ranks)
+    assert open_all(links, "backward") == [True] * num_ranks
+    for link, number in zip(links, times, strict=False):
+        for _ in range(number):
+            link.abort()
+    while len({link._epoch for link in links}) > 1:
+        for link in links:
+            try:
+                link._check_epochs("the start of a forward")
+            except TransportError:
+                link.abort()
+    assert open_all(links, "forward") == [True] * num_ranks

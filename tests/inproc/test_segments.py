@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardwise.comm.alive import Liveness, announce, is_gone, read_post
 from shardwise.comm.segment import HEADER_BYTES, NUM_WORDS, Segment
-from shardwise.comm.shm import HostLink
+from shardwise.comm.shm import Host, HostLink
 from shardwise.errors import TransportError
 
 NUM_BYTES = HEADER_BYTES + 4096
@@ -139,19 +139,20 @@ def test_processes_of_other_hosts_and_containers_are_not_looked_for(
 
 
 def make_links(pids: list[int]) -> list[HostLink]:
-    segments = [Segment.create(NUM_BYTES) for _ in pids]
-    return [HostLink(segments, pids, rank, HEADER_BYTES, 0, timeout_s=60.0) for rank in range(len(pids))]
+    segments = tuple(Segment.create(NUM_BYTES) for _ in pids)
+    hosts = [Host(segments, tuple(pids), rank, lambda rank, number: []) for rank in range(len(pids))]
+    return [HostLink(host, HEADER_BYTES, 0, timeout_s=60.0) for host in hosts]
 
 
 def test_a_link_names_the_rank_that_is_gone_not_the_one_that_left_because_of_it(gone_pid: int) -> None:
     links = make_links([os.getpid(), os.getpid(), gone_pid])
-    links[1].segments[1].words[2] = 1  # rank 1 has left the first span by an exception
+    links[1].segments[1].words[0] = 1  # rank 1 has left a span by an exception
     with pytest.raises(TransportError, match="rank 2 is gone; rank 0 was on its way to the start of a forward"):
         links[0].open("forward", False)
 
 
 def test_a_link_names_a_rank_that_left_alone() -> None:
     links = make_links([os.getpid()] * 3)
-    links[1].segments[1].words[2] = 1
+    links[1].segments[1].words[0] = 1
     with pytest.raises(TransportError, match="rank 1 left the forward or backward by an exception"):
         links[0].open("forward", False)

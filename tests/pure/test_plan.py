@@ -16,7 +16,7 @@ from shardwise.plan.memory import peak_bytes, unsharded_bytes
 from shardwise.plan.order import Edge, Order, Visit
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.prefetch import UnitFacts, plan_step
-from shardwise.runtime.state import LEGAL_MOVES, Gathering, Sharded, Subsharded, Unsharded, check_move
+from shardwise.runtime.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, Unsharded, check_move
 
 
 def nested_order(num_blocks: int, with_backward: bool = True) -> Order:
@@ -124,8 +124,9 @@ def test_cost_adds_latency_and_bytes() -> None:
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product((Sharded, Gathering, Unsharded, Subsharded), repeat=2)))
 def test_only_the_moves_in_the_table_are_legal(old: type, new: type) -> None:
-    make = {Gathering: lambda: Gathering(())}
-    states = [make.get(kind, kind)() for kind in (old, new)]
+    source = Source(0, None)
+    make = {Sharded: (), Gathering: (source, ()), Unsharded: (source,), Subsharded: (source,)}
+    states = [kind(*make[kind]) for kind in (old, new)]
     if (old, new) in LEGAL_MOVES:
         check_move("blocks.0", *states)
     else:

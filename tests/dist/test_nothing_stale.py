@@ -1,0 +1,277 @@
+"""Nothing gathered before the shards changed is ever read after: programs train as they would on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from inside import over
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import StateError, fully_shard
+from shardwise.testing import WorkerPool
+
+
+class Normalised(nn.Module):
+    """Normalises its weight whenever it runs in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.weight.div_(self.weight.norm(dim=1, keepdim=True))
+        return x @ self.weight.t()
+
+
+class Assigned(Normalised):
+    """The same by assignment."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.weight.data = self.weight.data / self.weight.data.norm(dim=1, keepdim=True)
+        return x @ self.weight.t()
+
+
+class Net(nn.Module):
+    def __init__(self, middle: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.middle = middle if middle is not None else nn.Linear(5, 5)
+        self.last = nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.full((5,), 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x) * self.scale))))
+
+
+def batch(number: int) -> torch.Tensor:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    return torch.randn(4 * size, 5, generator=torch.Generator().manual_seed(number)).chunk(size)[rank]
+
+
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    return model(batch(number)).square().mean()
+
+
+def average_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None and not isinstance(param, DTensor):
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+Program = Callable[[nn.Module, torch.optim.Optimizer, list[nn.Parameter]], None]
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    loss_of(model, number).backward()
+    finish(model, optimizer)
+
+
+def finish(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    average_gradients(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ---- programs; each is run on the sharded model and on a plain one ----
+
+
+def backward_twice(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    for number in range(3):
+        loss = loss_of(model, number)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        finish(model, optimizer)
+
+
+def forward_before_step(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    for number in range(3):
+        loss_of(model, number).backward()
+        loss_of(model, 100 + number)
+        finish(model, optimizer)
+
+
+def evaluation_before_step(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    for number in range(3):
+        loss_of(model, number).backward()
+        with torch.no_grad():
+            loss_of(model, 100 + number)
+        finish(model, optimizer)
+        with torch.no_grad():
+            loss_of(model, 200 + number)
+
+
+def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    """Evaluate, exchange the weights for others through .data, evaluate, exchange them back, train."""
+    others = [param.detach().clone().mul_(0.5) for param in params]
+    for number in range(2):
+        one_step(model, optimizer, number)
+        with torch.no_grad():
+            found = [loss_of(model, 100)]
+        kept = [param.detach().clone() for param in params]
+        for param, other in zip(params, others, strict=True):
+            param.data.copy_(other)
+        with torch.no_grad():
+            found.append(loss_of(model, 100))
+        for param, old in zip(params, kept, strict=True):
+            param.data.copy_(old)
+        results.append([float(value) for value in found])
+
+
+def write_between(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    """Write to parameters that backward does not read, between forward and backward."""
+    bias = dict(zip(names, params, strict=True))["last.bias"]
+    for number in range(3):
+        loss = loss_of(model, number)
+        with torch.no_grad():
+            bias.add_(1.0)
+        loss.backward()
+        finish(model, optimizer)
+
+
+def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    for number in range(3):
+        loss_of(model, number).backward()
+        if hasattr(model, "unshard"):
+            model.unshard()
+            model.first.unshard(async_op=True)
+        average_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def write_to_what_is_registered(
+    model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]
+) -> None:
+    for number in range(3):
+        one_step(model, optimizer, number)
+        with torch.no_grad():
+            loss_of(model, 100)
+            for param in model.parameters():
+                param.mul_(0.9)
+            loss_of(model, 101)
+        for param in model.parameters():
+            param.data.add_(0.1)
+
+
+def just_train(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    for number in range(3):
+        one_step(model, optimizer, number)
+
+
+def keep_between_microbatches(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    """Leave parameters unsharded after backward, and step."""
+    if hasattr(model, "set_reshard_after_backward"):
+        model.set_reshard_after_backward(False)
+    just_train(model, optimizer, params)
+
+
+results: list[list[float]] = []
+names: list[str] = []
+
+
+def run(program: Program, middle: str, reshard: bool | int | None, transport: Any, prefetch: bool) -> None:
+    made: list[tuple[list[torch.Tensor], list[list[float]]]] = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model = Net(None if middle == "Linear" else globals()[middle]())
+        names[:] = [name for name, _ in model.named_parameters()]
+        results.clear()
+        if is_sharded:
+            with over(transport):
+                for block in (model.first, model.middle, model.last):
+                    fully_shard(block, reshard_after_forward=True if reshard is None else reshard)
+                fully_shard(model, reshard_after_forward=reshard)
+            if prefetch:
+                model.last.set_modules_to_backward_prefetch([model.middle, model.last, model.first])
+                model.first.set_modules_to_backward_prefetch([model.last, model.middle])
+        params = list(model.parameters())
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        program(model, optimizer, params)
+        full = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.state_dict().values()]
+        made.append(([p.detach().clone() for p in full], [list(row) for row in results]))
+    (plain, plain_results), (sharded, sharded_results) = made
+    for name, left, right in zip(names, plain, sharded, strict=True):
+        torch.testing.assert_close(right, left, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    # Losses are of each rank's own batch, so they are comparable as they are.
+    torch.testing.assert_close(torch.tensor(sharded_results), torch.tensor(plain_results), rtol=1e-5, atol=1e-6)
+
+
+PROGRAMS: list[Program] = [
+    backward_twice,
+    forward_before_step,
+    evaluation_before_step,
+    averaged_weights,
+    write_between,
+    by_hand,
+    write_to_what_is_registered,
+    keep_between_microbatches,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
+def test_a_program_trains_as_on_one_process(pool: WorkerPool, program: Program, transport: str) -> None:
+    pool.run(run, program=program, middle="Linear", reshard=None, transport=transport, prefetch=False)
+
+
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if p is not averaged_weights], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("reshard", [False, 2])
+def test_it_does_so_when_parameters_stay_after_forward(
+    pool: WorkerPool, program: Program, reshard: bool | int
+) -> None:
+    pool.run(
+        run, program=program, middle="Linear", reshard=reshard, transport="auto", prefetch=False, num_ranks=2 * 2
+    )
+
+
+@pytest.mark.parametrize("program", [backward_twice, evaluation_before_step, just_train], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
+def test_it_does_so_whatever_is_prefetched(pool: WorkerPool, program: Program, transport: str) -> None:
+    pool.run(run, program=program, middle="Linear", reshard=None, transport=transport, prefetch=True)
+
+
+@pytest.mark.parametrize("middle", ["Normalised", "Assigned"])
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+def test_what_a_module_writes_to_its_own_weight_stays(
+    pool: WorkerPool, middle: str, reshard: bool | None, transport: str
+) -> None:
+    pool.run(run, program=just_train, middle=middle, reshard=reshard, transport=transport, prefetch=False)
+
+
+def run_uncounted(when: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    for block in (model.first, model.middle, model.last):
+        fully_shard(block, reshard_after_forward=False)
+    fully_shard(model)
+    params = list(model.parameters())
+    if when == "between evaluations":
+        with torch.no_grad():
+            loss_of(model, 0)
+    else:
+        loss = loss_of(model, 0)
+    for param in params:
+        param.data.mul_(2.0)
+    with pytest.raises(StateError, match=r"(first|last).weight \(unit '(first|last)'\).*through .data.*reshard\(\)"):
+        if when == "between evaluations":
+            with torch.no_grad():
+                loss_of(model, 0)
+        else:
+            loss.backward()
+    model.zero_grad()
+    loss_of(model, 0).backward()  # the step failed alike on all ranks, and the next one is right
+
+
+@pytest.mark.parametrize("when", ["between evaluations", "between forward and backward"])
+def test_writes_that_nobody_can_count_are_an_error_on_every_rank(pool: WorkerPool, when: str) -> None:
+    pool.run(run_uncounted, when=when)

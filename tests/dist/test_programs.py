@@ -1,0 +1,440 @@
+"""Programs train as they do on one process: structures and calls that take care to get right."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from inside import over
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from shardwise import FSDPModule, fully_shard, replicate
+from shardwise.testing import WorkerPool
+from shardwise.testing.models import Block
+
+
+def batch(number: int, width: int = 6) -> torch.Tensor:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    return torch.randn(4 * size, width, generator=torch.Generator().manual_seed(number)).chunk(size)[rank]
+
+
+def average(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_trains_alike(
+    model: nn.Module, plain: nn.Module, steps: int = 3, make_batch: Callable[[int], torch.Tensor] = batch
+) -> None:
+    """Train both with the same batches and compare all parameters after every step."""
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
+    for number in range(steps):
+        for each in (model, plain):
+            each(make_batch(number)).square().mean().backward()
+        average(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, left), right in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+            torch.testing.assert_close(full(right), left, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
+
+
+# ---- partial sums of deferred backwards ----
+
+
+def run_deferred_partial_sums(flags: list[tuple[bool, bool]]) -> None:
+    """``flags``: (all-reduce, last backward) of each microbatch; the last one is whole."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(6, 9), Block(6, 7))
+    plain = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        for number, (reduces, is_last) in enumerate([*flags, (True, True)]):
+            model.set_requires_all_reduce(reduces)
+            model.set_is_last_backward(is_last)
+            model(batch(number)).square().mean().backward()
+            plain(batch(number)).square().mean().backward()
+        average(plain)
+        for left, right in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(full(right.grad), left.grad)
+        for each in (model, plain):
+            each.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [(False, False)],
+        [(False, False), (False, False)],
+        [(False, True), (False, False)],
+        [(False, False), (True, False)],
+        [(True, False), (False, True)],
+    ],
+)
+def test_partial_sums_of_deferred_backwards_count(pool: WorkerPool, flags: list[tuple[bool, bool]]) -> None:
+    pool.run(run_deferred_partial_sums, flags=flags, num_ranks=4)
+
+
+# ---- replicate ----
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 6, bias=False)
+        self.middle = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.middle(self.embed(x))))
+
+
+def run_replicated_tied(way: dict[str, Any], swaps: bool) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    plain = copy.deepcopy(model)
+    for module in (model.embed, model.middle, model.head):
+        replicate(module, **way)
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        model.double().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    root = replicate(model, **way)
+    assert_trains_alike(root, plain)
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("way", [{}, {"device_ids": None}], ids=["DTensors", "older way"])
+@pytest.mark.parametrize("swaps", [False, True], ids=["", "swapped"])
+def test_replicated_modules_may_share_a_weight(pool: WorkerPool, way: dict[str, Any], swaps: bool) -> None:
+    pool.run(run_replicated_tied, way=way, swaps=swaps)
+
+
+class Ahead(nn.Module):
+    """Unshards its inner modules by hand before they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Block(6, 9), Block(6, 7), Block(6, 5)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (self.first, self.second, self.third):
+            if isinstance(block, FSDPModule):
+                block.unshard(async_op=True)
+        return self.third(self.second(self.first(x * self.scale)))
+
+
+def run_unshard_inside(way: dict[str, Any], reshard: bool, transport: Any) -> None:
+    torch.manual_seed(0)
+    model = Ahead()
+    plain = copy.deepcopy(model)
+    with over(transport):
+        for block in (model.first, model.second, model.third):
+            fully_shard(block, reshard_after_forward=reshard)
+        replicate(model, **way)
+    assert_trains_alike(model, plain, steps=4)
+
+
+@pytest.mark.parametrize("way", [{}, {"device_ids": None}], ids=["DTensors", "older way"])
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
+def test_units_unsharded_by_hand_inside_a_replicated_module(
+    pool: WorkerPool, way: dict[str, Any], reshard: bool, transport: str
+) -> None:
+    pool.run(run_unshard_inside, way=way, reshard=reshard, transport=transport)
+
+
+# ---- modules that follow their parameters ----
+
+
+class Follower(nn.Linear):
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight":
+            self.__dict__["followed"] = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.__dict__["followed"], self.bias)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6, num_layers=2, batch_first=True)
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x[None])[0][0])
+
+
+def run_followers(reshard: bool | int, copies: bool) -> None:
+    for make in (lambda: nn.Sequential(Follower(6, 6), nn.Tanh(), Follower(6, 6)), Recurrent):
+        torch.manual_seed(0)
+        model = make()
+        plain = copy.deepcopy(model)
+        for child in model.children():
+            if list(child.parameters()):
+                fully_shard(child, reshard_after_forward=reshard)
+        fully_shard(model)
+        if copies:
+            assert_trains_alike(copy.deepcopy(model), copy.deepcopy(plain))
+        assert_trains_alike(model, plain)
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2])
+@pytest.mark.parametrize("copies", [False, True])
+def test_modules_that_follow_a_parameter_get_the_one_that_computes(
+    pool: WorkerPool, reshard: bool | int, copies: bool
+) -> None:
+    pool.run(run_followers, reshard=reshard, copies=copies, num_ranks=4)
+
+
+# ---- checkpoints of one layer used twice ----
+
+
+class TwiceChecked(nn.Module):
+    """Runs one layer twice within its unit, each time under a checkpoint of its own; ``order`` says where others run."""
+
+    def __init__(self, order: str, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.order, self.reentrant = order, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for step in self.order:
+            module = {"l": self.layer, "o": self.other}[step]
+            if step == "l":
+                x = checkpoint(module, x, use_reentrant=self.reentrant)
+            else:
+                x = module(x)
+            x = torch.tanh(x)
+        return x
+
+
+def run_twice_checked(order: str, reentrant: bool, frozen: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), TwiceChecked(order, reentrant), TwiceChecked(order, reentrant), Block(6, 5))
+    model[1].other.bias.requires_grad_(not frozen)
+    plain = copy.deepcopy(model)
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    assert_trains_alike(model, plain)
+
+
+@pytest.mark.parametrize("order", ["ll", "llo", "lol", "oll", "lolo"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_may_be_checkpointed_twice_within_its_unit(
+    pool: WorkerPool, order: str, reentrant: bool, frozen: bool
+) -> None:
+    pool.run(run_twice_checked, order=order, reentrant=reentrant, frozen=frozen)
+
+
+# ---- hooks that raise on one rank ----
+
+
+def run_hook_raises_on_one_rank(transport: Any, when: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(6, 9), Block(6, 7))
+    plain = copy.deepcopy(model)
+    with over(transport):
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+    calls = [0]
+
+    def fail(_: torch.Tensor) -> None:
+        calls[0] += 1
+        if dist.get_rank() == 1 and calls[0] == when:
+            raise ArithmeticError("boom in a hook")
+
+    model[0].up.weight.register_post_accumulate_grad_hook(fail)
+    for number in range(5):
+        if dist.get_rank() == 1 and number + 1 == when:
+            with pytest.raises(ArithmeticError, match="boom"):
+                model(batch(number)).square().mean().backward()
+        else:
+            model(batch(number)).square().mean().backward()
+        plain(batch(number)).square().mean().backward()
+        average(plain)
+        for left, right in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(full(right.grad), left.grad)
+        for each in (model, plain):
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
+@pytest.mark.parametrize("when", [1, 2, 3])
+def test_a_hook_that_raises_on_one_rank_leaves_the_ranks_in_step(pool: WorkerPool, transport: str, when: int) -> None:
+    pool.run(run_hook_raises_on_one_rank, transport=transport, when=when, timeout_s=60)
+
+
+# ---- parameters without elements ----
+
+
+class Hollow(nn.Module):
+    def __init__(self, only: bool) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(0, 6))
+        self.columns = nn.Parameter(torch.zeros(6, 0))
+        self.weight = None if only else nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + (x @ self.rows.t()).sum() + (x @ self.columns).sum()
+        return x if self.weight is None else x @ self.weight
+
+
+def run_hollow(transport: Any, door: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Hollow(only=True), Hollow(only=False), nn.Linear(6, 6))
+    plain = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    with over(transport):
+        for block in (*model, model):
+            if door == "replicate":
+                replicate(block)
+            else:
+                fully_shard(block, mesh=mesh if door == "hybrid" else None)
+    assert_trains_alike(model, plain)
+    assert model[0].rows.grad is None
+    model(batch(0)).sum().backward()
+    assert model[0].rows.grad.shape == (0, 6)
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
+@pytest.mark.parametrize("door", ["fully_shard", "hybrid", "replicate"])
+def test_parameters_may_have_no_elements(pool: WorkerPool, transport: str, door: str) -> None:
+    pool.run(run_hollow, transport=transport, door=door, num_ranks=4)
+
+
+# ---- all-gather extensions that pad ----
+
+
+class Padding(torch.Tensor):
+    """Gathers shards that are padded to the largest; what comes out is longer than the parameter."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> torch.Tensor:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        unwrapped = torch.utils._pytree.tree_map_only(cls, lambda tensor: tensor.inner, (args, kwargs or {}))
+        found = func(*unwrapped[0], **unwrapped[1])
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor, torch.ops.aten.mul_.Tensor):
+            return args[0]
+        return torch.utils._pytree.tree_map_only(torch.Tensor, cls, found)
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        rows = -(-outer_size[0] // mesh.size())
+        padded = self.inner.new_zeros((rows, *outer_size[1:]))
+        padded[: self.inner.shape[0]] = self.inner
+        return (padded,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: Any, *, out: torch.Tensor | None = None
+    ) -> Any:
+        (gathered,) = outputs
+        if out is not None:
+            assert out.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr()
+            return None
+        return gathered, outputs
+
+
+def run_padding_extension(rows: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, rows), nn.Linear(rows, 6))
+    plain = copy.deepcopy(model)
+    model[0].weight = nn.Parameter(Padding(model[0].weight.detach().clone()), requires_grad=False)
+    plain[0].weight.requires_grad_(False)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizers = [torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (model, plain)]
+    for number in range(3):
+        assert torch.allclose(model(batch(number)), plain(batch(number)))
+        for each in (model, plain):
+            each(batch(number)).square().mean().backward()
+        average(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("rows", [3, 5, 8])
+def test_extensions_may_pad_uneven_shards(pool: WorkerPool, rows: int) -> None:
+    pool.run(run_padding_extension, rows=rows, num_ranks=4)
+
+
+# ---- hooks on streams, compilation ----
+
+
+def run_all_reduce_hook() -> None:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(6, 5))
+    seen: list[int] = []
+    model.set_all_reduce_hook(lambda flat: seen.append(flat.numel()), stream=torch.Stream("cpu"))
+    model(batch(0)).sum().backward()
+    assert len(seen) == 1
+
+
+def test_an_all_reduce_hook_with_a_stream_runs_without_an_accelerator(pool: WorkerPool) -> None:
+    pool.run(run_all_reduce_hook)
+
+
+def run_compiled(how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(6, 9), Block(6, 7), Block(6, 5))
+    plain = copy.deepcopy(model)
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    whole: nn.Module = model
+    if how == "method":
+        for block in model:
+            block.compile(fullgraph=True, backend="aot_eager")
+    elif how == "function":
+        for index, block in enumerate(model):
+            model[index] = torch.compile(block, fullgraph=True, backend="aot_eager")
+    else:
+        whole = torch.compile(model, backend="aot_eager")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for number in range(3):
+        whole(batch(number)).square().mean().backward()
+        plain(batch(number)).square().mean().backward()
+        average(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for left, right in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(right), left, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["method", "function", "whole"])
+def test_blocks_may_be_compiled_after_they_are_sharded(pool: WorkerPool, how: str) -> None:
+    pool.run(run_compiled, how=how, fresh=True)
