@@ -1,7 +1,7 @@
 """Run tests under guarded memory: ``python tests/guard/run.py [--only fence|heap] [pytest arguments]``.
 
-Two passes: with fence.c (memory of tensors can never be touched once freed, or behind its end, not even by the kernel) and
-with heap.c (all other memory of the heap).  See the heads of both files.
+fence.c watches the memory of tensors (it can never be touched once freed, or behind its end, not even by the kernel), heap.c
+all other memory of the heap; both together unless one is asked for.  See the heads of both files.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -36,9 +37,10 @@ def build(guard: str, folder: Path) -> Path:
     return target
 
 
-def environment(library: Path) -> dict[str, str]:
-    """Return the environment in which Python runs guarded by ``library``."""
-    return {**os.environ, "LD_PRELOAD": str(library), "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}
+def environment(*libraries: Path) -> dict[str, str]:
+    """Return the environment in which Python runs guarded by ``libraries``; fence.c is to come first: it asks the next one."""
+    preload = ":".join(str(library) for library in libraries)
+    return {**os.environ, "LD_PRELOAD": preload, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}
 
 
 def raise_map_limit() -> str:
@@ -56,23 +58,20 @@ def raise_map_limit() -> str:
     return f"vm.max_map_count raised from {now} to {WANTED_MAPPINGS}"
 
 
-def run(guard: str, arguments: list[str]) -> int:
-    """Run pytest under ``guard``; return its exit status."""
+def run(guards: Sequence[str], arguments: list[str]) -> int:
+    """Run pytest under ``guards``; return its exit status."""
     with tempfile.TemporaryDirectory(prefix="shardwise-guard-") as folder:
+        libraries = [build(guard, Path(folder)) for guard in guards]
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-        return subprocess.run(command, env=environment(build(guard, Path(folder))), cwd=ROOT).returncode
+        return subprocess.run(command, env=environment(*libraries), cwd=ROOT).returncode
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=GUARDS, help="one of the two passes")
+    parser.add_argument("--only", choices=GUARDS, help="one of the two")
     chosen, arguments = parser.parse_known_args()
     print(raise_map_limit(), flush=True)
-    status = 0
-    for guard in GUARDS if chosen.only is None else (chosen.only,):
-        print(f"--- {guard}: {' '.join(arguments)}", flush=True)
-        status = run(guard, arguments) or status
-    return status
+    return run(GUARDS if chosen.only is None else (chosen.only,), arguments)
 
 
 if __name__ == "__main__":
