@@ -148,6 +148,11 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+def make_wrapper_subclass(kind: type[Any], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Any:
+    """Return a tensor of class ``kind`` that has no memory of its own; operations reach its ``__torch_dispatch__``."""
+    return torch.Tensor._make_wrapper_subclass(kind, list(shape), strides=list(stride), dtype=dtype)  # pyright: ignore
+
+
 def num_shards_of_dim(spec: DTensorSpec, dim: int) -> int:
     """Return into how many shards the placements of ``spec`` cut tensor dim ``dim``."""
     return spec.num_shards_map[dim]

@@ -275,9 +275,16 @@ class Engine:
 
     # ---- backward ----
 
-    def before_backward(self, unit: Unit) -> None:
-        """Make the full parameters of ``unit`` readable for its backward."""
+    def before_backward(self, unit: Unit, through: object, made_of: int) -> None:
+        """Make the full parameters of ``unit`` readable for its backward.
+
+        ``through``: the pass that backward comes to, None if its end is not watched.  ``made_of``: what
+        :attr:`Unit.num_packs` was in that forward.
+        """
         self._begin_backward()
+        unit.check_packing(made_of)
+        if through is not None:
+            unit.open_passes.add(through)
         if unit.in_backward and (unit.is_full or not unit.policy.unshard_in_backward):
             return
         unit.in_backward = True
@@ -295,12 +302,14 @@ class Engine:
         if unit.has_all_gradients and not unit.policy.reduces_unused:
             self.after_backward(unit)
 
-    def inputs_done(self, unit: Unit) -> None:
-        """End the backward of ``unit`` as far as gradients have come: autograd has left its modules.
+    def inputs_done(self, unit: Unit, through: object) -> None:
+        """End the backward of ``unit`` as far as gradients have come: autograd has left the pass ``through`` its modules.
 
-        A unit that has trainable parameters but no gradient yet was called more than once: its gradients come later.
+        A unit that was called more than once may be in another pass still, or have trainable parameters without any
+        gradient yet: they come later.
         """
-        if unit.in_backward and (unit.gradient_arrived or not unit.num_expected):
+        unit.open_passes.discard(through)
+        if unit.in_backward and not unit.open_passes and (unit.gradient_arrived or not unit.num_expected):
             self.after_backward(unit)
 
     def after_backward(self, unit: Unit) -> None:
@@ -309,6 +318,7 @@ class Engine:
         note("post_backward", unit.name)
         gradients = unit.take_gradients()
         unit.in_backward = False
+        unit.open_passes.clear()
         if unit.policy.reshard_after_backward:
             self._reshard(unit)
         if not unit.policy.sync:
@@ -411,9 +421,8 @@ class Engine:
         except BaseException:
             self._abort_backward()
             raise
-        run_gradient_hooks(
-            params
-        )  # last: when one raises, all gradients are there, and the ranks have agreed on the plan
+        # Last: when one raises, all gradients are there, and the ranks have agreed on the plan.
+        run_gradient_hooks(params)
 
     def _was_reduced(self, unit: Unit) -> bool:
         return any(launch.unit is unit for launch in self._launched)
@@ -516,6 +525,7 @@ class Engine:
             unit.holders = 0
             unit.awaited = set()
             unit.in_backward = False
+            unit.open_passes.clear()
             unit.abandon()
         self.journal.forget()
 

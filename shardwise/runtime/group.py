@@ -89,6 +89,7 @@ class ShardGroup:
         params: in the order of the modules.  by_size: the order in memory, large ones first.
         is_collective: gathering and reducing take a collective.
         keeps_plain: parameters are what they were before, plain tensors that stay registered.
+        num_packs: how often parameters were put together.
         in_place: those of them that need no other form to compute with.
         shares_memory: shards are made where other ranks of this host could read them.
         axes: the data-parallel mesh.  sub_axes: the smaller one that parameters go to after forward, if any.
@@ -115,6 +116,7 @@ class ShardGroup:
         has_tensor_parallelism = any(param.inner_spec is not None for param in params)
         self.is_collective = axes.shard_mesh_dim is not None and (axes.num_shards > 1 or has_tensor_parallelism)
         self.shares_memory = self.keeps_plain = False
+        self.num_packs = 0
         self.in_place: list[UnitParam] = []
         self.extended = ExtensionParams(self)
         self._buckets: list[FlatBucket] = []
@@ -214,6 +216,7 @@ class ShardGroup:
         return not self.extended.is_current(self.params)
 
     def _pack(self) -> None:
+        self.num_packs += 1
         for param in self.params:
             param.adopt_registered()
         self.extended.adopt([param for param in self.params if self.extended.wants(param)])
@@ -326,12 +329,12 @@ class ShardGroup:
             is_shared = self._fulls[number].is_shared
             for index, param in enumerate(bucket.params):
                 full = param.full
-                if full is None or (is_shared and full.data_ptr() != param.local.data_ptr()):
-                    memory, base = (
-                        (param.local, 0) if is_shared else (self.hold_full(number), bucket.layout.full_offsets[index])
-                    )
-                    full = param.full = make_full_parameter(memory, base, param)
+                if full is None:
+                    full = param.full = self._make_full(number, index)
                     param.is_hooked = False
+                elif is_shared and full.data_ptr() != param.local.data_ptr():
+                    # The same parameter, with its memory where the shard is now: a graph may hold it already.
+                    torch_private.set_data(full, self._make_full(number, index).detach())
                 mark_full(full)
                 param.full_version, param.full_address = full._version, full.data_ptr()
                 wanted = param.sharded.requires_grad
@@ -354,6 +357,13 @@ class ShardGroup:
             num_trainable += param.sharded.requires_grad
             param.register(full)
         return num_trainable
+
+    def _make_full(self, number: int, index: int) -> nn.Parameter:
+        bucket = self._buckets[number]
+        param = bucket.params[index]
+        if self._fulls[number].is_shared:
+            return make_full_parameter(param.local, 0, param)
+        return make_full_parameter(self.hold_full(number), bucket.layout.full_offsets[index], param)
 
     @staticmethod
     def _sync_requires_grad(
@@ -416,12 +426,10 @@ class ShardGroup:
         torch.autograd.graph.increment_version(param.sharded)
         mark_full(param.full)
         param.full_version = param.full._version
-        if (
-            param.full.data_ptr() != param.full_address
-        ):  # ``.data`` was assigned to: back to the memory that is gathered into
+        if param.full.data_ptr() != param.full_address:
+            # ``.data`` was assigned to: back to the memory that is gathered into.
             number, index = next((n, b.params.index(param)) for n, b in enumerate(self._buckets) if param in b.params)
-            memory, base = self.hold_full(number), self._buckets[number].layout.full_offsets[index]
-            torch_private.set_data(param.full, make_full_parameter(memory, base, param).detach())
+            torch_private.set_data(param.full, self._make_full(number, index).detach())
             param.full_address = param.full.data_ptr()
 
     def differing(self) -> UnitParam | None:

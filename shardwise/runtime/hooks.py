@@ -26,8 +26,8 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-class _Boundary:
-    """The inputs of one pass through a unit's modules: backward has left the unit when all have their gradients."""
+class _Pass:
+    """One pass through a unit's modules: backward has left it when all its inputs have their gradients."""
 
     __slots__ = ("_backward", "_expected", "_missing")
 
@@ -61,14 +61,14 @@ class Attachment:
         forward_methods: names of methods that are treated like ``forward``.
     """
 
-    _boundary: _Boundary | None = None
-
     def __init__(self, unit: Unit, resolve: Callable[[Attachment], Engine]) -> None:
         self.unit = unit
         self.engine: Engine | None = None
         self.is_root: bool | None = None
         self.resolve = resolve
         self.forward_methods: list[str] = []
+        self._pass: _Pass | None = None  # that the modules of a unit share
+        self._passes: list[_Pass | None] = []  # of the forwards that have begun
 
     def install(self) -> None:
         """Register the forward hooks on the unit's modules."""
@@ -107,25 +107,28 @@ class Attachment:
         precision = self.unit.precision
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             args, kwargs = cast_floating(args, precision.param_dtype), cast_floating(kwargs, precision.param_dtype)
-        if self.unit.wants_boundary and torch.is_grad_enabled() and self._has_boundary():
-            self._watch_inputs(args, kwargs)
+        is_watched = self.unit.wants_boundary and torch.is_grad_enabled() and self._has_boundary()
+        self._passes.append(self._watch_inputs(args, kwargs) if is_watched else None)
         return args, kwargs
 
     @torch_private.dynamo_disabled
     def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Forward hook, also run when forward has raised."""
         engine = self.unit.engine_ref()
+        through = self._passes.pop() if self._passes else None
         with self._range("post_forward"):
             if engine is None or not engine.after_forward(self.unit, module):
                 return None
         if torch.is_grad_enabled():
-            self._watch_outputs(output)
+            self._watch_outputs(output, through)
         dtype = self.unit.precision.output_dtype
         return output if dtype is None else cast_floating(output, dtype)
 
-    def _watch_outputs(self, output: Any) -> None:
+    def _watch_outputs(self, output: Any, through: _Pass | None) -> None:
+        made_of = self.unit.num_packs
+
         def pre_backward(_: Any) -> None:
-            self.before_backward()
+            self.before_backward(through, made_of)
 
         for tensor in tensors_in(output):
             if not tensor.requires_grad:
@@ -137,49 +140,50 @@ class Attachment:
             if base is not None and base.grad_fn is not None:
                 base.grad_fn.register_prehook(pre_backward)
 
-    def _watch_inputs(self, args: Args, kwargs: Kwargs) -> None:
+    def _watch_inputs(self, args: Args, kwargs: Kwargs) -> _Pass:
         watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
-        boundary = self._boundary_of_forward()
+        through = self._pass_of_forward()
         # A module whose inputs need no gradient has no end that could be seen: the unit then ends with the whole backward.
-        boundary.expect(max(1, len(watched)))
+        through.expect(max(1, len(watched)))
 
         def on_gradient(_: torch.Tensor) -> None:
-            if boundary.passed():
-                self.inputs_done()
+            if through.passed():
+                self.inputs_done(through)
 
         for tensor in watched:
             tensor.register_hook(on_gradient)
+        return through
 
     def _has_boundary(self) -> bool:
         # A recomputed module of several has been counted when it ran first.
         return len(self.unit.modules) == 1 or not is_in_backward()
 
-    def _boundary_of_forward(self) -> _Boundary:
-        """Return what the module that starts its forward counts in: one boundary for the modules of one pass.
+    def _pass_of_forward(self) -> _Pass:
+        """Return what the module that starts its forward counts in: one pass for all modules of the unit.
 
         Backward leaves a unit of several modules when it has left all of them: resharding at the inputs of the last one
         would take the parameters from those before it.
         """
         unit = self.unit
         is_first = unit.holders == 1 and len(unit.awaited) == len(unit.modules)
-        if self._boundary is None or len(unit.modules) == 1 or is_first:
-            self._boundary = _Boundary()
-        return self._boundary
+        if self._pass is None or len(unit.modules) == 1 or is_first:
+            self._pass = _Pass()
+        return self._pass
 
     @torch_private.dynamo_disabled
-    def before_backward(self) -> None:
-        """Runs when the first gradient of an output is known."""
+    def before_backward(self, through: _Pass | None, made_of: int) -> None:
+        """Runs when the first gradient of an output is known; ``made_of``: the packing of the forward that made it."""
         engine = self.unit.engine_ref()
         if engine is not None:
             with self._range("pre_backward"):
-                engine.before_backward(self.unit)
+                engine.before_backward(self.unit, through, made_of)
 
     @torch_private.dynamo_disabled
-    def inputs_done(self) -> None:
+    def inputs_done(self, through: _Pass) -> None:
         """Runs when the gradients of all inputs of one forward are known."""
         engine = self.unit.engine_ref()
         if engine is not None:
-            engine.inputs_done(self.unit)
+            engine.inputs_done(self.unit, through)
 
     def _range(self, what: str) -> AbstractContextManager[object]:
         return note_range(what, self.unit.name)

@@ -22,7 +22,28 @@ from shardwise.runtime.param import UnitParam
 _ATTRIBUTES = ("__get__", "__set__", "__delete__")
 # What says nothing of the values.
 _FACTS = frozenset(
-    ["size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr", "untyped_storage", "__len__", "__hash__", "type", "is_floating_point", "is_complex", "is_contiguous", "get_device", "register_hook", "retain_grad", "is_shared"]
+    [
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "stride",
+        "storage_offset",
+        "data_ptr",
+        "untyped_storage",
+        "__len__",
+        "__hash__",
+        "type",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "get_device",
+        "register_hook",
+        "retain_grad",
+        "is_shared",
+    ]
 )
 
 
@@ -75,7 +96,7 @@ class KeptParameter(nn.Parameter):
         torch_private.set_data(self, value)
 
     @property
-    def grad(self) -> torch.Tensor | None:  # pyright: ignore
+    def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The gradient of the shard."""
         return self.kept.sharded().grad
 
@@ -84,7 +105,7 @@ class KeptParameter(nn.Parameter):
         self.kept.sharded().grad = value
 
     @grad.deleter
-    def grad(self) -> None:
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.kept.sharded().grad = None
 
     @property
@@ -178,7 +199,7 @@ def mark_freed(parameter: nn.Parameter | None, fqn: str) -> None:
 
 
 def mark_kept(param: UnitParam, version: int) -> None:
-    """Watch the full form of ``param``, gathered from a shard of this version, until :func:`mark_full` or :func:`mark_freed`."""
+    """Watch the full form of ``param``, gathered from a shard of this version, until it is freed or in use again."""
     full = param.full
     if type(full) is nn.Parameter:
         kept = _Kept(param, version)

@@ -34,6 +34,7 @@ class Unit:
         policy: its behaviour; replaced whole.
         name: paths of its modules in the root, from the first forward on.
         backward_task: the autograd task in which its backward has begun.
+        open_passes: passes through its modules that backward has come to and not left.
         is_nested: gradients have come from a backward within that: they tell nothing of what is still to come.
         gradient_arrived: ordinals of the parameters whose gradient has come in the running backward.
         held: gradients of earlier backwards without sync, per parameter, in the reduce dtype.
@@ -60,6 +61,7 @@ class Unit:
         self.state: UnitState = Sharded()
         self.in_backward = False
         self.backward_task = -1
+        self.open_passes: set[object] = set()
         self.is_nested = False
         self.gradient_arrived: set[int] = set()
         self.num_expected = 0
@@ -121,6 +123,20 @@ class Unit:
     def is_subsharded(self) -> bool:
         """True while the parameters on the smaller mesh are registered."""
         return isinstance(self.state, Subsharded)
+
+    @property
+    def num_packs(self) -> int:
+        """How often its parameters were put together anew, because somebody has replaced them or changed their dtype."""
+        return sum(group.num_packs for group in self.groups)
+
+    def check_packing(self, made_of: int) -> None:
+        """Raise StateError if parameters were put together anew since a forward that saw ``num_packs == made_of``."""
+        if self.num_packs != made_of:
+            raise StateError(
+                f"parameters of unit '{self.name}' were replaced, moved or given another dtype after the forward whose "
+                "backward runs now: their gradients would go to what they were before. Do such changes before forward, or "
+                "after backward"
+            )
 
     @property
     def reduce_bytes(self) -> int:
@@ -428,6 +444,7 @@ class Unit:
             if param.full is not None:
                 param.full.grad = None
         self.gradient_arrived.clear()
+        self.open_passes.clear()
         self.in_backward = self.is_nested = False
 
 

@@ -18,7 +18,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -33,6 +33,15 @@ class RankFailure(AssertionError):
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """What one rank made of a call: its value, or the text of its traceback, of its stack if it hung, of its exit code."""
+
+    value: Any
+    error: str | None
+    is_gone: bool = False  # it hung or died, so that the processes were replaced
+
+
+@dataclass(frozen=True, slots=True)
 class _Task:
     payload: bytes
     rank: int
@@ -40,12 +49,7 @@ class _Task:
     store_path: str
     backend: str
     timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    value: Any
-    error: str | None
+    keeps_group: bool
 
 
 def _serve(pipe: Connection, stack_path: str) -> None:
@@ -65,12 +69,12 @@ def _serve(pipe: Connection, stack_path: str) -> None:
         pipe.send(_run_task(task))
 
 
-def _run_task(task: _Task) -> _Result:
+def _run_task(task: _Task) -> Answer:
     import torch.distributed as dist
 
     try:
         function, kwargs = pickle.loads(task.payload)
-        if task.backend != "none":
+        if task.backend != "none" and not dist.is_initialized():
             store = dist.FileStore(task.store_path, task.num_ranks)
             dist.init_process_group(
                 task.backend,
@@ -81,11 +85,11 @@ def _run_task(task: _Task) -> _Result:
             )
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(task.rank), str(task.num_ranks)
         os.environ["LOCAL_RANK"] = str(task.rank)
-        return _Result(function(**kwargs), None)
+        return Answer(function(**kwargs), None)
     except BaseException:
-        return _Result(None, traceback.format_exc())
+        return Answer(None, traceback.format_exc())
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized() and not task.keeps_group:
             dist.destroy_process_group()
 
 
@@ -95,16 +99,29 @@ class WorkerPool:
     Args:
         max_ranks: the largest ``num_ranks`` that :meth:`run` will be asked for.
         timeout_s: seconds a call may take before the ranks' stacks are collected and the processes replaced.
+        keeps_group: make one group that lives as long as the processes; every call is then by ``max_ranks`` ranks.
+        preload: modules that a server imports once, which new processes are forked from: they start in milliseconds.
     """
 
-    def __init__(self, max_ranks: int = 4, timeout_s: float = 120.0) -> None:
-        self._context = mp.get_context("spawn")
+    def __init__(
+        self,
+        max_ranks: int = 4,
+        timeout_s: float = 120.0,
+        *,
+        keeps_group: bool = False,
+        preload: Sequence[str] = (),
+    ) -> None:
+        self._context: Any = mp.get_context("forkserver" if preload else "spawn")
+        if preload:
+            self._context.set_forkserver_preload(list(preload))
         self._max_ranks = max_ranks
+        self._keeps_group = keeps_group
         self._timeout_s = timeout_s
         self._directory = tempfile.TemporaryDirectory(prefix="shardwise-pool-")
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._num_calls = 0
+        self._num_starts = 0
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -134,23 +151,63 @@ class WorkerPool:
 
         Raises: RankFailure with every rank's traceback (or stack, if it hung).
         """
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        if fresh:
-            self._kill()
-        self._start()
-        self._num_calls += 1
-        payload = pickle.dumps((function, kwargs))
-        store_path = str(Path(self._directory.name) / f"store-{self._num_calls}")
-        for rank in range(num_ranks):
-            self._pipes[rank].send(_Task(payload, rank, num_ranks, store_path, backend, group_timeout_s or limit_s))
-        results = self._collect(num_ranks, limit_s)
-        failures = {rank: result.error for rank, result in results.items() if result.error is not None}
+        answers = self.attempt(
+            function,
+            num_ranks=num_ranks,
+            backend=backend,
+            timeout_s=timeout_s,
+            group_timeout_s=group_timeout_s,
+            fresh=fresh,
+            **kwargs,
+        )
+        failures = {rank: answer.error for rank, answer in enumerate(answers) if answer.error is not None}
         if failures:
             report = "\n".join(
                 f"--- rank {rank} of {num_ranks} ---\n{error}" for rank, error in sorted(failures.items())
             )
             raise RankFailure(f"{getattr(function, '__name__', function)}({kwargs}) failed\n{report}")
-        return [results[rank].value for rank in range(num_ranks)]
+        return [answer.value for answer in answers]
+
+    def attempt(
+        self,
+        function: Callable[..., Any],
+        *,
+        num_ranks: int = 2,
+        backend: str = "gloo",
+        timeout_s: float | None = None,
+        group_timeout_s: float | None = None,
+        fresh: bool = False,
+        is_failure: Callable[[Any], bool] = lambda _: False,
+        **kwargs: Any,
+    ) -> list[Answer]:
+        """Do as :meth:`run`, but give every rank's answer, in rank order, whatever happened.
+
+        Args:
+            is_failure: says of a returned value that the other ranks may be waiting for this one in vain: like a rank that
+                raised, it leaves them a few seconds.
+        """
+        if self._keeps_group and num_ranks != self._max_ranks:
+            raise ValueError(f"num_ranks is {num_ranks}, but the group that is kept has {self._max_ranks}")
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        if fresh:
+            self.replace()
+        self._start()
+        self._num_calls += 1
+        payload = pickle.dumps((function, kwargs))
+        number = self._num_starts if self._keeps_group else self._num_calls
+        store_path = str(Path(self._directory.name) / f"store-{'kept-' * self._keeps_group}{number}")
+        for rank in range(num_ranks):
+            task = _Task(payload, rank, num_ranks, store_path, backend, group_timeout_s or limit_s, self._keeps_group)
+            self._pipes[rank].send(task)
+        answers = self._collect(num_ranks, limit_s, is_failure)
+        return [answers[rank] for rank in range(num_ranks)]
+
+    def replace(self) -> None:
+        """End the processes at once; the next call starts new ones."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
 
     def close(self) -> None:
         """End the worker processes; the pool cannot be used afterwards."""
@@ -170,7 +227,8 @@ class WorkerPool:
     def _start(self) -> None:
         if self._processes and all(process.is_alive() for process in self._processes):
             return
-        self._kill()
+        self.replace()
+        self._num_starts += 1
         for index in range(self._max_ranks):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs, self._stack_path(index)), daemon=False)
@@ -179,8 +237,8 @@ class WorkerPool:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def _collect(self, num_ranks: int, limit_s: float) -> dict[int, _Result]:
-        results: dict[int, _Result] = {}
+    def _collect(self, num_ranks: int, limit_s: float, is_failure: Callable[[Any], bool]) -> dict[int, Answer]:
+        results: dict[int, Answer] = {}
         deadline = time.monotonic() + limit_s
         waiting = {self._pipes[rank]: rank for rank in range(num_ranks)}
         while waiting and time.monotonic() < deadline:
@@ -190,13 +248,15 @@ class WorkerPool:
                 try:
                     results[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    results[rank] = _Result(None, f"the process ended (exit code {self._processes[rank].exitcode})")
-                if results[rank].error is not None:
+                    self._processes[rank].join(timeout=1)
+                    text = f"the process ended (exit code {self._processes[rank].exitcode})"
+                    results[rank] = Answer(None, text, is_gone=True)
+                if results[rank].error is not None or is_failure(results[rank].value):
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if waiting:
             for rank in waiting.values():
-                results[rank] = _Result(None, f"did not return; its stack:\n{self._stack(rank)}")
-            self._kill()
+                results[rank] = Answer(None, f"did not return; its stack:\n{self._stack(rank)}", is_gone=True)
+            self.replace()
         return results
 
     def _stack_path(self, rank: int) -> str:
@@ -209,9 +269,3 @@ class WorkerPool:
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
         return Path(self._stack_path(rank)).read_text()
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._processes, self._pipes = [], []

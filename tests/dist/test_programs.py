@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import FSDPModule, fully_shard, replicate
+from shardwise.errors import StateError
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import Block
 
@@ -438,3 +439,74 @@ def run_compiled(how: str) -> None:
 @pytest.mark.parametrize("how", ["method", "function", "whole"])
 def test_blocks_may_be_compiled_after_they_are_sharded(pool: WorkerPool, how: str) -> None:
     pool.run(run_compiled, how=how, fresh=True)
+
+
+# ---- frozen parameters, other dtypes ----
+
+
+class FrozenTwice(nn.Module):
+    """A frozen part that an input with a gradient goes through twice."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.part = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).requires_grad_(False)
+        self.between = nn.Linear(6, 6, bias=False)
+        self.order = order
+        if order == "partly frozen":
+            self.part[0].bias.requires_grad_(True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.order == "side by side":
+            return self.part(x) + self.part(2 * x)
+        return self.part(self.part(x) if self.order == "in a row" else self.between(self.part(x)))
+
+
+def run_frozen_twice() -> None:
+    for order in ("in a row", "side by side", "around another", "partly frozen"):
+        torch.manual_seed(0)
+        model = FrozenTwice(order)
+        plain = copy.deepcopy(model)
+        for part in (model.part, model.between, model):
+            fully_shard(part)
+        assert_trains_alike(model, plain)
+
+
+def test_a_frozen_unit_stays_unsharded_until_backward_has_left_all_its_passes(pool: WorkerPool) -> None:
+    pool.run(run_frozen_twice)
+
+
+def run_dtype_between_forward_and_backward(door: str) -> None:
+    torch.manual_seed(0)
+    x = batch(0)
+    gradients: list[torch.Tensor] = []
+    for there_and_back in (None, True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(6, 9), Block(6, 7))
+        if door == "fully_shard":
+            for block in model:
+                fully_shard(block, reshard_after_forward=False)
+            fully_shard(model)
+        else:
+            replicate(model, **({} if door == "replicate" else {"device_ids": None}))
+        loss = model(x).square().mean()
+        if there_and_back is not None:
+            model.double()
+        if there_and_back:
+            model.float()
+        if there_and_back is False:
+            # Parameters that stay what they were give what torch gives on one process.
+            error, text = (RuntimeError, "scalar type") if door == "older way" else (StateError, "after the forward")
+            with pytest.raises(error, match=text):
+                loss.backward()
+            continue
+        loss.backward()
+        gradients.append(torch.cat([full(param.grad).flatten().double() for param in model.parameters()]))
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("door", ["fully_shard", "replicate", "older way"])
+def test_parameters_that_change_their_dtype_before_backward(pool: WorkerPool, door: str) -> None:
+    pool.run(run_dtype_between_forward_and_backward, door=door)

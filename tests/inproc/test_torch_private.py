@@ -213,3 +213,21 @@ def test_subclasses_do_not_intercept() -> None:
         loud + 1
     with private.without_torch_function():
         assert (loud + 1).sum() == 4
+
+
+def test_a_wrapper_subclass_has_a_shape_and_no_memory() -> None:
+    reached: list[str] = []
+
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            reached.append(str(func))
+            return torch.zeros(1)
+
+    found = private.make_wrapper_subclass(Wrapper, (2, 3), (3, 1), torch.float64)
+    assert type(found) is Wrapper
+    assert (tuple(found.shape), found.stride(), found.dtype) == ((2, 3), (3, 1), torch.float64)
+    assert torch.equal(found + 1, torch.zeros(1))
+    assert reached == ["aten.add.Tensor"]
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        found.untyped_storage().data_ptr()

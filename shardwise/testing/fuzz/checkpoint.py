@@ -1,0 +1,118 @@
+"""Checkpoints between the phases of a case: written by one door on W ranks, read by another on others.
+
+"full": whole tensors under the names of parameters, in one file, as a plain optimizer would keep them by name.  "dcp":
+what each door documents for ``torch.distributed.checkpoint``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer
+
+# Parameters that no loss has used have no state yet: not strict, as for a plain optimizer.
+FULL = StateDictOptions(full_state_dict=True, strict=False)
+SHARDED = StateDictOptions(strict=False)
+
+
+def write(net: nn.Module, optimizer: Optimizer, folder: str, how: str) -> None:
+    """Write model and optimizer state to ``folder``.  Collective."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    if how == "full":
+        found = _full(net, optimizer)
+        if dist.get_rank() == 0:
+            torch.save(found, path / "full.pt")
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(_sharded(net, optimizer, loading=False), checkpoint_id=path / "dcp")
+    dist.barrier()
+
+
+def read(net: nn.Module, optimizer: Optimizer, folder: str, how: str) -> None:
+    """Load what :func:`write` has written.  Collective."""
+    path = Path(folder)
+    if how == "full":
+        _load_full(net, optimizer, torch.load(path / "full.pt", weights_only=False))
+        return
+    state = _sharded(net, optimizer, loading=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=path / "dcp", planner=DefaultLoadPlanner(allow_partial_load=True))
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        set_model_state_dict(net, state["model"])
+    elif isinstance(optimizer, ShardedOptimizer):
+        set_model_state_dict(net, state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    else:
+        found, optim = state["model"], state["optimizer"]
+        set_state_dict(net, optimizer, model_state_dict=found, optim_state_dict=optim, options=SHARDED)
+
+
+def _sharded(net: nn.Module, optimizer: Optimizer, loading: bool) -> dict[str, Any]:
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        names: dict[str, Tensor] = dict(net.named_parameters())
+        return {"model": get_model_state_dict(net), "optimizer": optimizer.sharded(names, loading=loading)}
+    if isinstance(optimizer, ShardedOptimizer):
+        state = optimizer.blank_state_dict() if loading else optimizer.state_dict()
+        return {"model": get_model_state_dict(net), "optimizer": state}
+    model, optim = get_state_dict(net, optimizer)
+    return {"model": model, "optimizer": optim}
+
+
+def _full(net: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    if isinstance(optimizer, ShardedOptimizer):
+        return {"model": get_model_state_dict(net, options=FULL), "optimizer": optimizer.full_state_dict()}
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict(to=0)
+        state = optimizer.state_dict() if dist.get_rank() == 0 else None
+        return {"model": net.state_dict(), "optimizer": state and _by_name(state, _names(net, optimizer))}
+    model, optim = get_state_dict(net, optimizer, options=FULL)
+    return {"model": model, "optimizer": optim}
+
+
+def _load_full(net: nn.Module, optimizer: Optimizer, found: dict[str, Any]) -> None:
+    if isinstance(optimizer, (ShardedOptimizer, ZeroRedundancyOptimizer)):
+        set_model_state_dict(net, found["model"], options=FULL)
+        is_sharded = isinstance(optimizer, ShardedOptimizer)
+        state = found["optimizer"] if is_sharded else _by_index(found["optimizer"], _names(net, optimizer))
+        optimizer.load_state_dict(state)
+        return
+    set_state_dict(net, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"], options=FULL)
+
+
+def _names(net: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Return the names of the optimizer's parameters in the order of its groups."""
+    names: dict[Tensor, str] = {param: name for name, param in net.named_parameters()}
+    return [names[param] for group in optimizer.param_groups for param in group["params"]]
+
+
+def _by_name(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    entries = {names[cast(int, number)]: values for number, values in state["state"].items()}
+    return {"state": entries, "param_groups": groups}
+
+
+def _by_index(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    number = {name: index for index, name in enumerate(names)}
+    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in state["param_groups"]]
+    entries = {number[name]: values for name, values in state["state"].items()}
+    return {"state": entries, "param_groups": groups}

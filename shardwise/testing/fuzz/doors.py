@@ -1,0 +1,219 @@
+"""Which contenders can carry out which case.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from shardwise.testing.fuzz import actions as do
+from shardwise.testing.fuzz.case import Case, Contender, Node
+from shardwise.testing.fuzz.optims import OPTIMIZERS
+
+ENGINE_DOORS = ("fully_shard", "shard_model", "replicate", "replicate_older", "torch_fully_shard")
+SHARDING_DOORS = ("fully_shard", "shard_model", "torch_fully_shard")
+OVERLAP_DOORS = ("overlap", "interleaved")
+DOORS = (*ENGINE_DOORS, "ddp", "zero1", "zero2", "torch_zero", *OVERLAP_DOORS)
+TRANSPORTS = ("auto", "gloo", "collective")
+
+OURS: tuple[Contender, ...] = (
+    *(Contender("fully_shard", transport) for transport in TRANSPORTS),
+    Contender("fully_shard", update="sharded"),
+    Contender("shard_model"),
+    Contender("shard_model", "gloo"),
+    Contender("shard_model", update="sharded"),
+    Contender("replicate"),
+    Contender("replicate", update="sharded"),
+    Contender("replicate_older"),
+    *(Contender(door, update=update) for door in ("zero1", "zero2") for update in ("whole", "even")),
+    *(
+        Contender(door, update=update)
+        for door in OVERLAP_DOORS
+        for update in ("whole", "even", "whole-owner", "even-owner")
+    ),
+)
+
+
+def is_ours(contender: Contender) -> bool:
+    """True for what is compared, False for what it is compared with."""
+    return contender.door not in ("torch_fully_shard", "ddp", "torch_zero")
+
+
+def is_engines(contender: Contender) -> bool:
+    """True for doors of the engine: whatever they raise is their own."""
+    return contender.door in ENGINE_DOORS
+
+
+def peer_of(contender: Contender) -> Contender:
+    """Return torch's own class that does what ``contender`` does."""
+    return Contender("torch_fully_shard" if is_engines(contender) else "ddp")
+
+
+def suits(case: Case, contender: Contender) -> bool:
+    """True if ``contender`` can be asked to carry out ``case``: it has the methods, and ``.grad`` means the same."""
+    return all(rule(case, contender) for rule in RULES)
+
+
+def _has_mesh(case: Case, contender: Contender) -> bool:
+    return case.settings.mesh == "flat" or contender.door in SHARDING_DOORS
+
+
+def _has_policies(case: Case, contender: Contender) -> bool:
+    settings = case.settings
+    asks = bool(settings.compute or settings.reduce or settings.output or settings.offload)
+    if settings.columns and contender.door not in SHARDING_DOORS:
+        return False
+    return not asks or (is_engines(contender) and contender.door != "replicate_older")
+
+
+def _has_whole_matrices(case: Case, contender: Contender) -> bool:
+    """Some optimizers cannot work on shards."""
+    sees_shards = contender.update.startswith("even") or (contender.door in SHARDING_DOORS and not contender.update)
+    return not OPTIMIZERS[case.settings.optim.name].is_whole_matrix or not sees_shards
+
+
+def _syncs_buffers(case: Case, contender: Contender) -> bool:
+    return not case.settings.sync_buffers or contender.door in ("replicate_older", "ddp", "zero1", "torch_zero")
+
+
+def _joins(case: Case, contender: Contender) -> bool:
+    joins = any(isinstance(action, do.JoinLoop) for action in case.actions)
+    return not joins or contender.door in ("ddp", "zero1", "torch_zero", *OVERLAP_DOORS)
+
+
+def _has_units(case: Case, contender: Contender) -> bool:
+    """Units that ``shard_model`` has chosen are not those that actions name."""
+    return contender.door != "shard_model" or not any(_names_a_unit(action) for action in case.actions)
+
+
+def _defers_alike(case: Case, contender: Contender) -> bool:
+    """Without an all-reduce, replicas of the whole model would hold everything back."""
+    defers = any(isinstance(action, do.Set) and action.method == "requires_all_reduce" for action in case.actions)
+    return not defers or contender.door not in ("replicate", "replicate_older")
+
+
+def _torch_can(case: Case, contender: Contender) -> bool:
+    """Leave out what would make one rank of torch's class raise and the others wait.
+
+    Its clipping cannot take the largest value of an empty shard; it slices uneven shards of subclasses that cannot be.
+    """
+    if contender.door != "torch_fully_shard":
+        return True
+    takes_largest = any(isinstance(action, do.Clip) and action.how == "inf" for action in case.actions)
+    return not takes_largest and all(rows % case.num_ranks == 0 for rows in _rows_of_codes(case.model.root))
+
+
+def _means_the_same(case: Case, contender: Contender) -> bool:
+    """Doors with whole parameters show held gradients in ``.grad``, have no units, and DDP wants its turns."""
+    if is_engines(contender):
+        return True
+    if _rows_of_codes(case.model.root) or not _suits_whole(case.actions):
+        return False
+    return (
+        _suits_owners(case.actions) if contender.door == "zero2" else _suits_ddp(case, contender.door in OVERLAP_DOORS)
+    )
+
+
+RULES: tuple[Callable[[Case, Contender], bool], ...] = (
+    _has_mesh,
+    _has_policies,
+    _has_whole_matrices,
+    _syncs_buffers,
+    _joins,
+    _has_units,
+    _defers_alike,
+    _torch_can,
+    _means_the_same,
+)
+
+
+def _names_a_unit(action: do.Action) -> bool:
+    if isinstance(action, do.Set):
+        return not (action.recurse and action.unit == -1) or action.method == "gradient_divide_factor"
+    return action.is_engines and hasattr(action, "unit")
+
+
+def _suits_whole(actions: Sequence[do.Action]) -> bool:
+    """True for doors without units: nothing asks for one, nor for gradients that are only held or lie elsewhere."""
+    holds = pending = False
+    for action in actions:
+        if action.is_engines or isinstance(action, do.ChangeKept):
+            return False
+        if isinstance(action, (do.Take, do.Copy)) and action.what in ("optim", "grads"):
+            return False
+        if isinstance(action, do.Set):
+            holds = not action.value
+        elif isinstance(action, do.Backward):
+            pending = holds
+        elif pending and not isinstance(action, (do.Forward, do.Rate)):
+            return False  # DDP and ZeRO-2 show held gradients in ``.grad``
+    return not holds
+
+
+def _suits_owners(actions: Sequence[do.Action]) -> bool:
+    """True for gradients that lie on their owners alone after a step: no backward adds to them."""
+    is_reduced = False
+    for action in actions:
+        if isinstance(action, (do.Step, do.Clip)):
+            is_reduced = True
+        elif isinstance(action, do.ZeroGrad):
+            is_reduced = is_reduced and not action.to_none
+        elif isinstance(action, do.Backward) and is_reduced:
+            return False
+    return True
+
+
+def _suits_ddp(case: Case, overlaps: bool) -> bool:
+    """True for what DDP takes: forward and backward in turns, the same trainable parameters, nothing recomputed."""
+    alive = 0
+    for action in case.actions:
+        if isinstance(action, do.Freeze) or (isinstance(action, do.Change) and action.how == "assign"):
+            return False
+        if isinstance(action, do.Forward) and action.mode in ("train", "eval"):
+            alive += 1
+        elif isinstance(action, do.Backward):
+            if action.retain or action.together or not alive:
+                return False
+            alive -= 1
+        elif isinstance(action, do.Step) and action.closure and alive:
+            return False
+        if alive > 1:
+            return False
+    if alive or _recomputes(case.model.root):
+        return False
+    return not overlaps or (_steps_in_backward(case.actions) and uses_all(case.model.root))
+
+
+def _steps_in_backward(actions: Sequence[do.Action]) -> bool:
+    """True if each backward is followed by its step, and nothing could tell that the step was made before."""
+    allowed = (do.Forward, do.Backward, do.Step, do.ZeroGrad, do.Rate, do.JoinLoop)
+    if any(not isinstance(action, allowed) for action in actions):
+        return False
+    order = (do.Forward, do.Backward, do.Step)
+    turns = [action for action in actions if isinstance(action, order)]
+    for number, action in enumerate(turns):
+        if type(action) is not order[number % 3]:
+            return False
+        if getattr(action, "mode", "train") != "train" or getattr(action, "closure", False):
+            return False
+    rates = [type(left) for left, right in pairwise(actions) if isinstance(right, do.Rate)]
+    return do.Backward not in rates
+
+
+def uses_all(node: Node) -> bool:
+    """True if a forward uses every parameter and all are trainable."""
+    if node.frozen or node.kind == "Gate" or any(part in node.form for part in ("unused", "frozen", "empty")):
+        return False
+    used = {number for segment in node.segments for number in segment.children}
+    if node.kind == "Stack" and used != set(range(len(node.children))):
+        return False
+    return all(uses_all(child) for child in node.children)
+
+
+def _rows_of_codes(node: Node) -> list[int]:
+    """Return the rows of parameters of a tensor subclass, which DDP and ZeRO would have to send whole."""
+    own = [node.size] if node.kind == "Quant" else []
+    return own + [rows for child in node.children for rows in _rows_of_codes(child)]
+
+
+def _recomputes(node: Node) -> bool:
+    return any(segment.recompute for segment in node.segments) or any(_recomputes(child) for child in node.children)

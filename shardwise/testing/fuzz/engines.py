@@ -1,0 +1,174 @@
+"""The engine's doors, ours and torch's own: the same calls on ``fully_shard``, ``shard_model`` or ``replicate``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.optim import Optimizer
+
+import shardwise
+from shardwise.testing.fuzz import peers
+from shardwise.testing.fuzz.case import Contender
+from shardwise.testing.fuzz.memory import Watch
+from shardwise.testing.fuzz.optims import OPTIMIZERS
+from shardwise.testing.fuzz.record import Record
+from shardwise.testing.fuzz.sides import Play, Seat, Side
+from shardwise.testing.fuzz.zoo import Mlp
+
+Meshes = dict[tuple[int, str], DeviceMesh]
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """How a door cuts a model.
+
+    Attributes:
+        shard: takes the modules of a unit and the arguments.  is_whole_model: called on the root alone.
+    """
+
+    shard: Callable[..., Any]
+    mixed_precision: Callable[..., Any]
+    cpu_offload: Callable[[], Any]
+    is_whole_model: bool = False
+    reshards: bool = True
+    is_ours: bool = True
+
+
+def _ours(door: str) -> Callable[..., Any]:
+    def shard(modules: Any, **arguments: Any) -> None:
+        getattr(shardwise, door)(modules, **arguments)
+
+    return shard
+
+
+def _older_replicate(modules: Any, **arguments: Any) -> None:
+    shardwise.replicate(modules, device_ids=None, broadcast_buffers=arguments["sync_buffers"])
+
+
+MAKERS: dict[str, Maker] = {
+    "fully_shard": Maker(_ours("fully_shard"), shardwise.MixedPrecisionPolicy, shardwise.CPUOffloadPolicy),
+    "shard_model": Maker(_ours("shard_model"), shardwise.MixedPrecisionPolicy, shardwise.CPUOffloadPolicy, True),
+    "replicate": Maker(_ours("replicate"), shardwise.MixedPrecisionPolicy, shardwise.CPUOffloadPolicy, reshards=False),
+    "replicate_older": Maker(
+        _older_replicate, shardwise.MixedPrecisionPolicy, shardwise.CPUOffloadPolicy, reshards=False
+    ),
+    "torch_fully_shard": Maker(peers.fully_shard, peers.mixed_precision, peers.cpu_offload, is_ours=False),
+}
+
+
+def mesh_of(meshes: Meshes, num_ranks: int, kind: str) -> DeviceMesh | None:
+    """Return the mesh that settings name; made once, for groups are not given back."""
+    if kind == "flat":
+        return None
+    if (num_ranks, kind) not in meshes:
+        names = ("replica", "shard") if kind == "hybrid" else ("data", "heads")
+        meshes[num_ranks, kind] = init_device_mesh("cpu", (num_ranks // 2, 2), mesh_dim_names=names)
+    return meshes[num_ranks, kind]
+
+
+class EngineSide(Side):
+    """A rank of an engine's door.
+
+    Attributes:
+        watch: counts full parameters, behind doors that shard.
+    """
+
+    def __init__(self, play: Play, seat: Seat, contender: Contender, meshes: Meshes) -> None:
+        super().__init__(play, seat)
+        self.contender = contender
+        self._maker = MAKERS[contender.door]
+        self._meshes = meshes
+        self.model = self.net = self._sharded(play.build())
+        if self._maker.is_ours and contender.door in ("fully_shard", "shard_model"):
+            cast(Any, self.model).set_transport(contender.transport)
+        shards = self.settings.mesh != "tensor" and seat.num_ranks > 1  # else full parameters may be DTensors too
+        self._is_counted = self._maker.is_ours and self._maker.reshards and shards
+        self.watch = Watch(self.net) if self._is_counted else None
+        self.remake_optimizer()
+
+    def _sharded(self, model: nn.Module) -> nn.Module:
+        mesh = mesh_of(self._meshes, self.seat.num_ranks, self.settings.mesh)
+        if mesh is not None and self.settings.mesh == "tensor":
+            plan = {
+                f"{path}.{name}".removeprefix("."): how
+                for path, module in model.named_modules()
+                if isinstance(module, Mlp)
+                for name, how in (("up", "columns"), ("down", "rows"))
+            }
+            peers.tensor_parallel(model, mesh["heads"], plan)
+            mesh = mesh["data"]
+        arguments = self._arguments(mesh)
+        units = (("",),) if self._maker.is_whole_model else self.play.units
+        for paths in units:
+            modules = [model.get_submodule(path) for path in paths]
+            self._maker.shard(modules if len(modules) > 1 else modules[0], **arguments)
+        return model
+
+    def _arguments(self, mesh: DeviceMesh | None) -> dict[str, Any]:
+        settings, found = self.settings, dict[str, Any]()
+        if mesh is not None:
+            found["mesh"] = mesh
+        if settings.reshard is not None and self._maker.reshards:
+            found["reshard_after_forward"] = settings.reshard
+        if settings.compute or settings.reduce or settings.output:
+            found["mp_policy"] = self._maker.mixed_precision(
+                param_dtype=peers.dtype_of(settings.compute),
+                reduce_dtype=peers.dtype_of(settings.reduce),
+                output_dtype=peers.dtype_of(settings.output),
+            )
+        if settings.columns:
+            found["shard_placement_fn"] = lambda param: Shard(1) if param.dim() > 1 else None
+        if settings.offload:
+            found["offload_policy"] = self._maker.cpu_offload()
+        if self.contender.door == "replicate_older":
+            found["sync_buffers"] = settings.sync_buffers
+        if self._maker.is_whole_model:
+            found["min_unit_bytes"] = 0 if self.play.seed % 2 else 400
+        return found
+
+    def make_optimizer(self) -> Optimizer:
+        if self.contender.update != "sharded":
+            return super().make_optimizer()
+        optim = self.settings.optim
+        kind = OPTIMIZERS[optim.name]
+        wide = [name for name, param in self.net.named_parameters() if param.dim() > 1]
+        groups = [{"names": wide}, {"names": "*", **kind.bias}] if optim.groups else []
+        groups = groups if 0 < len(wide) < len(list(self.net.parameters())) else groups[not wide :][:1]
+        return shardwise.ShardedOptimizer(
+            dict(self.net.named_parameters()), kind.make, groups=groups, flat=self.play.seed % 3 > 0, **kind.options
+        )
+
+    def clip_norm(self, params: list[nn.Parameter], bound: float, norm_type: float) -> torch.Tensor:
+        if self.contender.update == "sharded" and isinstance(self.optimizer, shardwise.ShardedOptimizer):
+            return self.optimizer.clip_grad_norm_(bound, norm_type)
+        if self._maker.is_ours and (self.play.seed % 2 or norm_type != 2.0):
+            return shardwise.clip_grad_norm_(params, bound, norm_type)
+        return super().clip_norm(params, bound, norm_type)
+
+    def adopt(self, model: nn.Module) -> None:
+        super().adopt(model)
+        if self._is_counted:
+            self.watch = Watch(model)
+
+    def registered(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        # While a unit is unsharded others are registered than those that the optimizer steps, which have the gradients.
+        stepped = {name: param for param, name in self.names_in_optimizer().items()}
+        found: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+        for name, param in self.net.named_parameters():
+            found[name] = (param, cast(nn.Parameter, stepped.get(name, param)))
+        return found
+
+    def record(self, moment: str | tuple[str, torch.Tensor]) -> Record:
+        if self.watch is not None:
+            self.watch.listen()
+        return super().record(moment)
+
+    def notes(self) -> list[str]:
+        """Return what was found beside numbers."""
+        return self.watch.findings() if self.watch is not None else []

@@ -1,0 +1,83 @@
+"""The optimizers of cases, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Modular(Optimizer):
+    """Momentum and parameters modulo 8: whole numbers stay whole and small for any number of steps."""
+
+    sharded_update = "elementwise"
+
+    def __init__(self, params: Iterable[Any], lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Do one step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["momentum"] = torch.zeros_like(param)
+                momentum: Tensor = state["momentum"]
+                momentum.add_(param.grad).add_(4).remainder_(8).sub_(4)
+                param.sub_(momentum, alpha=group["lr"]).add_(4).remainder_(8).sub_(4)
+        return loss
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """An optimizer class with its options.
+
+    Attributes:
+        bias: other options for one-dimensional parameters, where a case asks for groups.
+        is_exact: whole numbers stay whole.  is_whole_matrix: shards are not enough for it.
+    """
+
+    make: type[Optimizer]
+    options: dict[str, Any]
+    bias: dict[str, Any]
+    is_exact: bool = False
+    is_whole_matrix: bool = False
+
+
+OPTIMIZERS: dict[str, Kind] = {
+    "sgd": Kind(torch.optim.SGD, {"lr": 1.0}, {"lr": 2.0}, is_exact=True),
+    "momentum": Kind(torch.optim.SGD, {"lr": 1.0, "momentum": 1.0}, {"momentum": 0.0}, is_exact=True),
+    "modular": Kind(Modular, {}, {"lr": 2.0}, is_exact=True),
+    "small_sgd": Kind(
+        torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, {"weight_decay": 0.0}
+    ),
+    "adamw": Kind(torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}, {"weight_decay": 0.0}),
+    "adam": Kind(torch.optim.Adam, {"lr": 0.01, "eps": 1e-3, "amsgrad": True}, {"lr": 0.02}),
+    "foreach": Kind(torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3, "foreach": True}, {"lr": 0.02}),
+    "fused": Kind(torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3, "fused": True}, {"lr": 0.02}),
+    "adagrad": Kind(torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}, {"lr": 0.02}),
+    "rmsprop": Kind(torch.optim.RMSprop, {"lr": 0.01, "eps": 1e-3, "momentum": 0.5}, {"momentum": 0.0}),
+    "adafactor": Kind(torch.optim.Adafactor, {"lr": 0.05}, {"lr": 0.02}, is_whole_matrix=True),
+}
+
+
+def groups_of(named: Iterable[tuple[str, Tensor]], name: str, in_groups: bool) -> list[dict[str, Any]]:
+    """Return the parameter groups that optimizer ``name`` is made with: one, or one more for what has fewer than 2 dims."""
+    kind = OPTIMIZERS[name]
+    pairs = list(named)
+    if not in_groups:
+        return [{"params": [param for _, param in pairs]}]
+    wide = [param for _, param in pairs if param.dim() > 1]
+    thin = [param for _, param in pairs if param.dim() <= 1]
+    return [group for group in ({"params": wide}, {"params": thin, **kind.bias}) if group["params"]]

@@ -1,0 +1,194 @@
+"""A case as Python text: what every contender runs, and what a developer reads when it fails."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from dataclasses import MISSING, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.testing.fuzz import zoo
+from shardwise.testing.fuzz.actions import Action, Page, Restart
+from shardwise.testing.fuzz.case import WIDTH, Case, Contender, Node, Settings, node_at
+
+ACTS = {"integers": ("wrap", zoo.wrap), "reals": ("torch.sin", torch.sin)}
+TIED: dict[str, tuple[str, ...]] = {
+    "Mlp": ("up.weight", "down.weight"),
+    "Conv": ("wide.weight",),
+    "Lookup": ("table.weight",),
+    "Follower": ("first", "second"),
+    "Lstm": ("cell.weight_ih_l0", "out.weight"),
+}
+CONTAINERS = {"Stack", "Boxed", "Touched", "Gate", "Peek"}
+
+
+def path_of(place: tuple[int, ...]) -> str:
+    """Return the path of the module at ``place``."""
+    return ".".join(f"c{number}" for number in place)
+
+
+def expression(node: Node) -> str:
+    """Return the Python expression that makes the module of ``node``."""
+    inner = [expression(child) for child in node.children]
+    if node.kind == "Stack":
+        segments = ", ".join(f"({each.children!r}, {each.recompute!r})" for each in node.segments)
+        text = f"Stack([{', '.join(inner)}], [{segments}])"
+    elif node.kind in ("Boxed", "Touched"):
+        text = f"{node.kind}({inner[0]}, {node.form!r})"
+    elif node.kind in ("Gate", "Peek"):
+        text = f"{node.kind}({inner[0]})"
+    elif node.kind == "Oddments":
+        text = f"Oddments({WIDTH}, {node.form!r}, act)"
+    elif node.kind in ("Tally", "Norm"):
+        text = f"{node.kind}({WIDTH}, act)"
+    else:
+        text = f"{node.kind}({WIDTH}, {node.size}, act)"
+    return f"{text}.requires_grad_(False)" if node.frozen else text
+
+
+def render(case: Case, inline: bool = False, about: str = "") -> str:
+    """Return the text of ``case``: a module with ``build``, ``PROGRAMS`` and what :class:`Play` reads beside them.
+
+    Args:
+        inline: hold the classes of the model instead of importing them, and run when it is the main module.
+        about: what the docstring says.
+    """
+    build = _build_text(case)
+    parts = [f'"""{about}"""' if about else "", _head(case, build, inline), build, *_programs(case), _tail(case)]
+    if inline:
+        parts.append('if __name__ == "__main__":\n    main(__file__)')
+    return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def _head(case: Case, build: str, inline: bool) -> str:
+    lines = ["import copy", "import pickle", "", "import torch"]
+    imports = ["from shardwise.testing.fuzz.case import Contender, Optim, Settings"]
+    act = f"act = {ACTS[case.settings.arithmetic][0]}"
+    if not inline:
+        names = ", ".join(name for name in ("wrap", *_classes(case.model.root), "fill"))
+        return "\n".join([*lines, "", *imports, f"from shardwise.testing.fuzz.zoo import {names}", "", act])
+    source = textwrap.dedent(_sources(case, build))
+    lines = ["from __future__ import annotations", "", "import copy", "import dataclasses", "import pickle"]
+    lines += ["from collections.abc import Callable, Sequence", "from typing import Any, NamedTuple", ""]
+    lines += ["import torch", "from torch import Tensor, nn", "from torch.nn import functional"]
+    lines += ["from torch.utils.checkpoint import checkpoint", "", *imports]
+    lines += ["from shardwise.testing.fuzz.codes import Codes"]
+    lines += ["from shardwise.testing.fuzz.script import main", "", "Act = Callable[[Tensor], Tensor]"]
+    return "\n".join(lines) + "\n\n\n" + source + "\n\n\n" + act
+
+
+def _classes(node: Node) -> list[str]:
+    names = {node.kind}
+    for child in node.children:
+        names.update(_classes(child))
+    return sorted(names)
+
+
+def _sources(case: Case, build: str) -> str:
+    """Return the source of the classes and functions that the text of ``case`` uses, in the order of the zoo."""
+    wanted = {"fill", *_classes(case.model.root)}
+    if "Wrap" in build or case.settings.arithmetic == "integers":
+        wanted |= {"Wrap", "wrap"}
+    members = {
+        name: each
+        for name, each in vars(zoo).items()
+        if inspect.getmodule(each) is zoo and (inspect.isclass(each) or inspect.isfunction(each))
+    }
+    sources = {name: inspect.getsource(each) for name, each in members.items()}
+    grows = True
+    while grows:
+        found = {other for name in wanted for other in members if other in sources[name].replace(f"class {name}", "")}
+        grows = not found <= wanted
+        wanted |= found
+    order = sorted(wanted, key=lambda name: inspect.getsourcelines(members[name])[1])
+    return "\n\n\n".join(_with_decorators(sources[name]) for name in order)
+
+
+def _with_decorators(source: str) -> str:
+    return source.rstrip()
+
+
+def _build_text(case: Case) -> str:
+    lines = ["def build():", f"    model = {expression(case.model.root)}"]
+    for first, second in case.model.ties:
+        for name in TIED[node_at(case.model.root, first).kind]:
+            lines.append(f"    model.{path_of(second)}.{name} = model.{path_of(first)}.{name}  # tied")
+    exact = case.settings.arithmetic == "integers"
+    lines.append(f"    return fill(model, {case.seed}, exact={exact}, dtype=torch.{case.settings.dtype})")
+    return "\n".join(lines)
+
+
+def build_model(case: Case) -> nn.Module:
+    """Return the model of ``case``, whole and plain."""
+    names: dict[str, Any] = {**vars(zoo), "act": ACTS[case.settings.arithmetic][1], "torch": torch}
+    exec(_build_text(case), names)
+    model: nn.Module = names["build"]()
+    return model
+
+
+def phases_of(case: Case) -> list[tuple[Restart | None, list[Action]]]:
+    """Return the actions between restarts, each list with the restart that it begins with."""
+    found: list[tuple[Restart | None, list[Action]]] = [(None, [])]
+    for action in case.actions:
+        if isinstance(action, Restart):
+            found.append((action, []))
+        else:
+            found[-1][1].append(action)
+    return found
+
+
+def page_of(case: Case) -> Page:
+    """Return an empty page for the programs of ``case``."""
+    model = build_model(case)
+    gates = [name for name, module in model.named_modules() if isinstance(module, zoo.Gate)]
+    units = [path_of(group[0]) for group in case.model.units]
+    return Page([name for name, _ in model.named_parameters()], units, gates)
+
+
+def _programs(case: Case) -> list[str]:
+    page = page_of(case)
+    texts: list[str] = []
+    for number, (_, actions) in enumerate(phases_of(case)):
+        page.begin()
+        for action in actions:
+            action.write(page)
+        body = textwrap.indent("\n".join(page.lines or ["return"]), "    ")
+        extra = "" if any(line.startswith("yield") for line in page.lines) else "\n    yield 'nothing'"
+        texts.append(f"def program{number}(s):\n{body}{extra}")
+    return texts
+
+
+def _tail(case: Case) -> str:
+    phases = [f"    ({case.num_ranks}, program0, None),"]
+    for number, (restart, _) in enumerate(phases_of(case)[1:], start=1):
+        assert restart is not None
+        then = (restart.how, restart.door, restart.update)
+        phases.append(f"    ({restart.num_ranks}, program{number}, {then!r}),")
+    units = [tuple(path_of(place) for place in group) for group in case.model.units]
+    contenders = [f"    {brief(each)}," for each in case.contenders]
+    return "\n".join(
+        [
+            f"SEED = {case.seed}",
+            f"SETTINGS = {brief(case.settings)}",
+            f"UNITS = {units!r}",
+            "PHASES = [",
+            *phases,
+            "]",
+            "CONTENDERS = [",
+            *contenders,
+            "]",
+        ]
+    )
+
+
+def brief(value: Settings | Contender) -> str:
+    """Return the expression of a frozen value without the fields that are as by default."""
+    given: list[str] = []
+    for field in fields(value):
+        each = getattr(value, field.name)
+        if field.default is MISSING or each != field.default:
+            given.append(f"{field.name}={each!r}")
+    return f"{type(value).__name__}({', '.join(given)})"

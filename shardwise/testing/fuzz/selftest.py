@@ -1,0 +1,50 @@
+"""Show that the fuzzer finds what it is there for: plant a fault, count the cases until it is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from shardwise.testing.fuzz.case import Case
+from shardwise.testing.fuzz.draw import draw
+from shardwise.testing.fuzz.faults import FAULTS
+from shardwise.testing.fuzz.runner import Runner
+
+LIMIT_S = 8.0
+# Where a fault shows, and a few areas where it may.
+PLACES: dict[str, tuple[str, ...]] = {
+    "gathers are stale": ("structure", "accumulation", "changes"),
+    "gradients of a rank are dropped": ("structure", "optimizers"),
+    "the divisor is wrong": ("structure", "optimizers"),
+    "aliases are broken": ("aliases",),
+    "buffers are not synced": ("doors",),
+    "zero_grad forgets a gradient": ("structure", "accumulation"),
+    "a rank calls one collective more": ("structure",),
+}
+
+
+def find(fault: str, max_cases: int, num_ranks: int, say: Callable[[str], None], seed: int = 0) -> int:
+    """Return how many cases it took to find ``fault``, 0 if ``max_cases`` did not.
+
+    Cases that fail without the fault do not count as finding it, and are passed over.
+    """
+    with Runner(limit_s=LIMIT_S) as sound, Runner(limit_s=LIMIT_S, fault=fault) as faulty:
+        for number, case in enumerate(_cases(fault, max_cases, num_ranks, seed), start=1):
+            failures = faulty.run(case).failures
+            if failures and not sound.run(case).failures:
+                contender, verdict = next(iter(failures.items()))
+                say(f"{fault}: case {number}, {contender.name}: {verdict.kind}: {verdict.text.splitlines()[0][:160]}")
+                return number
+    say(f"{fault}: not found in {max_cases} cases")
+    return 0
+
+
+def _cases(fault: str, max_cases: int, num_ranks: int, seed: int) -> Iterator[Case]:
+    areas = PLACES[fault]
+    for number in range(max_cases):
+        yield draw(seed + number // len(areas), areas[number % len(areas)], num_ranks)
+
+
+def run_self_test(max_cases: int, num_ranks: int, say: Callable[[str], None], seed: int = 0) -> bool:
+    """Plant one fault after another; return True if all were found."""
+    found = [find(fault, max_cases, num_ranks, say, seed) > 0 for fault in FAULTS]
+    return all(found)

@@ -1,0 +1,287 @@
+"""The ``s`` of a program: the same attributes and methods for every contender, each on its own model and optimizer."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.testing.fuzz.case import WIDTH, Contender, Settings
+from shardwise.testing.fuzz.optims import OPTIMIZERS, groups_of
+from shardwise.testing.fuzz.record import Held, Part, Record, part_of, parts_in
+from shardwise.testing.fuzz.zoo import unbox
+
+Program = Callable[[Any], Any]
+MODULE = "shardwise_fuzz_case"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of a program between restarts; ``then``: how it was saved, and the door and update that go on ("": the same)."""
+
+    num_ranks: int
+    program: Program
+    then: tuple[str, str, str] | None
+
+    def contender(self, first: Contender) -> Contender:
+        """Return who carries this phase out when ``first`` has begun."""
+        if self.then is None or not self.then[1]:
+            return first
+        return Contender(self.then[1], first.transport, self.then[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """The text of a case, loaded.
+
+    Attributes:
+        build: makes the whole, plain model.  units: paths of the modules of each unit, in the order of sharding.
+    """
+
+    seed: int
+    settings: Settings
+    build: Callable[[], nn.Module]
+    units: tuple[tuple[str, ...], ...]
+    phases: tuple[Phase, ...]
+    contenders: tuple[Contender, ...]
+
+    @classmethod
+    def load(cls, text: str, name: str = "<case>") -> Play:
+        """Run the text of :func:`shardwise.testing.fuzz.render.render` and take out what it defines."""
+        module = types.ModuleType(MODULE)
+        sys.modules[MODULE] = module  # where dataclasses and pickle look for what the text defines
+        names = module.__dict__
+        exec(compile(text, name, "exec"), names)
+        phases = tuple(Phase(*phase) for phase in names["PHASES"])
+        contenders = tuple(names["CONTENDERS"])
+        return cls(names["SEED"], names["SETTINGS"], names["build"], tuple(names["UNITS"]), phases, contenders)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Which rank this is.
+
+    Attributes:
+        data_rank, num_data_ranks: among those that have batches of their own; ranks that share heads share batches.
+    """
+
+    rank: int
+    num_ranks: int
+    data_rank: int
+    num_data_ranks: int
+
+    @classmethod
+    def of(cls, rank: int, num_ranks: int, mesh: str) -> Seat:
+        """Return the seat of ``rank`` on a mesh that :class:`Settings` names."""
+        shared = 2 if mesh == "tensor" else 1
+        return cls(rank, num_ranks, rank // shared, num_ranks // shared)
+
+
+class Side:
+    """A model, its optimizer and what a program asks of them.
+
+    Attributes:
+        model: what is called.  net: the module itself, whose parameters have the names of the plain model's.
+        kept: tensors that the program keeps, by name; compared at every moment.
+        hidden: kinds of values that cannot be seen now.
+    """
+
+    model: nn.Module
+    net: nn.Module
+    optimizer: Optimizer
+
+    def __init__(self, play: Play, seat: Seat) -> None:
+        self.play = play
+        self.seat = seat
+        self.settings = play.settings
+        self.rank = seat.data_rank
+        self.dtype: torch.dtype = getattr(torch, play.settings.dtype)
+        self.exact = play.settings.arithmetic == "integers"
+        self.kept: dict[str, Any] = {}
+        self.hidden: frozenset[str] = frozenset()
+        self._watched: list[tuple[int, Tensor]] = []
+
+    # ---- numbers in ----
+
+    def batch(self, number: int, watched: bool = False) -> Tensor:
+        """Return this rank's rows of batch ``number``; ``watched`` ones take gradients."""
+        rows = self.settings.batch * self.seat.num_data_ranks
+        generator = torch.Generator().manual_seed(1000 * self.play.seed + number)
+        if self.exact:
+            whole = torch.randint(-4, 4, (rows, WIDTH), generator=generator).to(self.dtype)
+        else:
+            whole = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64).to(self.dtype)
+        mine = whole.chunk(self.seat.num_data_ranks)[self.seat.data_rank].clone()
+        if watched:
+            mine.requires_grad_()
+            self._watched.append((number, mine))
+        return mine
+
+    def loss(self, output: Any) -> Tensor:
+        """Return the loss of what the model returned; for whole numbers one whose average over ranks is whole."""
+        y = unbox(output).to(self.dtype)
+        if not self.exact:
+            return y.square().mean()
+        generator = torch.Generator().manual_seed(self.play.seed)
+        coefficients = torch.randint(-2, 3, y.shape, generator=generator).to(y.dtype)
+        return (y * coefficients).sum() * self.seat.num_data_ranks
+
+    # ---- what a program does ----
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Run backward and let gradients reach ``.grad`` as this door has it."""
+        loss.backward(retain_graph=retain_graph)
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
+        """Step the optimizer."""
+        return self.optimizer.step() if closure is None else self.optimizer.step(cast(Any, closure))
+
+    def join_loop(self, first: int, counts: tuple[int, ...]) -> None:
+        """Step over batches ``first``, ``first + 1``, ...: as many as ``counts`` has for this rank."""
+        for number in range(counts[self.rank % len(counts)]):
+            self.backward(self.loss(self.model(self.batch(first + number))))
+            self.step()
+            self.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero the gradients by the optimizer."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def clip(self, how: str, bound: float) -> Tensor:
+        """Clip gradients by value, or by norm; return the norm."""
+        params = list(self.net.parameters())
+        if how == "value":
+            torch.nn.utils.clip_grad_value_(params, bound)
+            return torch.zeros(())
+        return self.clip_norm(params, bound, float("inf") if how == "inf" else 2.0)
+
+    def clip_norm(self, params: list[nn.Parameter], bound: float, norm_type: float) -> Tensor:
+        """Clip by norm as a user of this door does."""
+        norm = torch.nn.utils.clip_grad_norm_(params, bound, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def unit(self, path: str) -> Any:
+        """Return the module at ``path`` for its ``set_*`` and other methods."""
+        return self.net.get_submodule(path)
+
+    def param(self, name: str) -> nn.Parameter:
+        """Return the parameter that is registered now."""
+        return self.net.get_parameter(name)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """Return the local tensor."""
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def locals(self) -> dict[str, Held]:
+        """Return the local tensors of all parameters."""
+        return {name: Held(self.local(param), param) for name, param in self.net.named_parameters()}
+
+    def changed(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return other values of the same kinds."""
+        return {name: value + 1 if value.is_floating_point() else value.clone() for name, value in state.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients there are, by name."""
+        owners = {name: owner for name, (_, owner) in self.registered().items()}
+        return {name: owner.grad for name, owner in owners.items() if owner.grad is not None}
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the optimizer's state by parameter and key."""
+        names = self.names_in_optimizer()
+        found: dict[str, Tensor] = {}
+        for param, entry in self.optimizer.state.items():
+            for key, value in sorted(entry.items()):
+                if isinstance(value, Tensor) and param in names:
+                    found[f"{names[param]}:{key}"] = value
+        return found
+
+    def names_in_optimizer(self) -> dict[Tensor, str]:
+        """Return the names of the parameters that the optimizer was made with."""
+        return self._optimizer_names
+
+    def saved_and_loaded(self, value: Any) -> Any:
+        """Return ``value`` from a file."""
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    def weigh(self, tensors: Mapping[str, Any]) -> None:
+        """Raise unless every local tensor is alone in a storage of its own bytes."""
+        for name, tensor in tensors.items():
+            local = self.local(tensor).detach()
+            found = (local.storage_offset(), local.untyped_storage().nbytes())
+            assert found == (0, local.numel() * local.element_size()), (
+                f"{name} of {local.numel() * local.element_size()} bytes has (offset, bytes of storage) {found}"
+            )
+
+    # ---- made again ----
+
+    def make_optimizer(self) -> Optimizer:
+        """Return a new optimizer over the parameters that are registered now."""
+        optim = self.settings.optim
+        kind = OPTIMIZERS[optim.name]
+        make: Callable[..., Optimizer] = kind.make
+        return make(groups_of(self.net.named_parameters(), optim.name, optim.groups), **kind.options)
+
+    def remake_optimizer(self) -> None:
+        """Make the optimizer anew."""
+        self._optimizer_names: dict[Tensor, str] = {param: name for name, param in self.net.named_parameters()}
+        self.optimizer = self.make_optimizer()
+
+    def adopt(self, model: nn.Module) -> None:
+        """Go on with ``model`` and a new optimizer."""
+        self.model = self.net = model
+        self.remake_optimizer()
+
+    def save(self) -> Any:
+        """Return model and optimizer as they are now."""
+        return copy.deepcopy({"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict()})
+
+    def load(self, saved: Any) -> None:
+        """Go back to what :meth:`save` returned."""
+        self.net.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+    # ---- numbers out ----
+
+    def notes(self) -> list[str]:
+        """Return what was found beside numbers."""
+        return []
+
+    def registered(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        """Return by name the parameter that is registered and the one that carries the gradient."""
+        return {name: (param, param) for name, param in self.net.named_parameters()}
+
+    def record(self, moment: str | tuple[str, Tensor]) -> Record:
+        """Return all that can be seen now."""
+        label, loss = (moment, None) if isinstance(moment, str) else moment
+        shared: dict[str, Part | None] = {}
+        for name, (param, owner) in self.registered().items():
+            shared[f"param:{name}"] = part_of(owner)
+            if param is not owner:
+                shared[f"full:{name}"] = replace(part_of(param), dtype="")  # computed in another dtype
+            shared[f"grad:{name}"] = None if owner.grad is None else part_of(owner.grad)
+        if label.startswith(("step", "load", "copy of")):
+            for name, tensor in self.optimizer_tensors().items():
+                shared[f"state:{name}"] = part_of(tensor)
+        own: dict[str, Part | None] = {f"buffer:{name}": part_of(buffer) for name, buffer in self.net.named_buffers()}
+        buffers = {name for name, _ in self.net.named_buffers()}
+        for name, tensors in self.kept.items():
+            for path, part in parts_in(tensors, f"kept:{name}").items():
+                is_own = any(path.endswith(f"[{buffer}]") for buffer in buffers)
+                (own if is_own else shared)[path] = part
+        for number, tensor in self._watched:
+            own[f"input:{number}"] = None if tensor.grad is None else part_of(tensor.grad)
+        if loss is not None:
+            own["loss:"] = part_of(loss)
+        return Record(label, shared, own, self.hidden)

@@ -1,0 +1,73 @@
+"""A slice of the fuzzer with fixed seeds, and proof that it would see what it looks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from shardwise.events import Call, Op
+from shardwise.testing import WorkerPool
+from shardwise.testing.fuzz import Contender, Runner, draw, render
+from shardwise.testing.fuzz.areas import AREAS
+from shardwise.testing.fuzz.engines import EngineSide
+from shardwise.testing.fuzz.memory import most_full
+from shardwise.testing.fuzz.selftest import find
+from shardwise.testing.fuzz.sides import Play, Seat
+
+SEEDS: dict[str, tuple[int, ...]] = {
+    "structure": (0, 2, 6, 7),
+    "aliases": (1, 2, 3, 5),
+    "accumulation": (0, 3, 5, 6),
+    "checkpointing": (1, 3, 4, 7),
+    "changes": (0, 1, 4, 5),
+    "byhand": (0, 1, 2, 3),
+    "doors": (0, 1, 2, 3),
+    "optimizers": (0, 1, 3, 4),
+    "meshes": (0, 1, 2, 4),
+    "precision": (0, 1, 2, 3),
+    "resume": (0, 2, 3, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner(limit_s=60.0) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_drawn_programs_train_as_in_one_process(runner: Runner, area: str) -> None:
+    for seed in SEEDS[area]:
+        case = draw(seed, area, max_ranks=2)
+        failures = runner.run(case).failures
+        assert not failures, f"{failures}\n{render(case)}"
+
+
+@pytest.mark.parametrize("fault", ["gathers are stale", "buffers are not synced"])
+def test_planted_faults_are_found(fault: str) -> None:
+    assert find(fault, 5, 2, print)
+
+
+def count_full_parameters() -> None:
+    counted = 0
+    for seed in range(4):
+        play = Play.load(render(draw(seed, "precision", max_ranks=2)))
+        side = EngineSide(play, Seat.of(dist.get_rank(), 2, "flat"), Contender("fully_shard"), {})
+        for moment in play.phases[0].program(side):
+            side.record(moment)
+        assert side.notes() == []
+        assert side.watch is not None
+        counted += side.watch.num_steps
+    assert counted > 2, "steps that went as planned"
+
+
+def test_full_parameters_alive_are_counted_beside_the_plan(pool: WorkerPool) -> None:
+    pool.run(count_full_parameters, num_ranks=2)
+
+
+def test_the_most_full_parameters_of_calls() -> None:
+    calls = [Call(Op.WAIT, "a", 8), Call(Op.WAIT, "b", 4), Call(Op.RESHARD, "a", 8), Call(Op.WAIT, "c", 2)]
+    assert most_full(calls) == 12
+    assert most_full([]) == 0

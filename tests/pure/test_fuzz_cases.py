@@ -1,0 +1,238 @@
+"""The fuzzer's pure parts: cases are drawn by seed alone, survive JSON, are written as text, and shrink to their core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import pytest
+
+from shardwise.testing.fuzz import actions as do
+from shardwise.testing.fuzz.areas import AREAS
+from shardwise.testing.fuzz.case import Case, Contender, Model, Node, Optim, Segment, Settings, from_json, to_json
+from shardwise.testing.fuzz.doors import OURS, is_ours, peer_of, suits
+from shardwise.testing.fuzz.draw import draw
+from shardwise.testing.fuzz.draw_model import places
+from shardwise.testing.fuzz.render import path_of, render
+from shardwise.testing.fuzz.shrink import candidates, shrink
+
+STEP = (do.Forward(), do.Backward(), do.Step(), do.ZeroGrad())
+
+
+def small(*actions: do.Action, root: Node | None = None, **changes: object) -> Case:
+    root = root or Node("Stack", children=(Node("Mlp"), Node("Mlp")), segments=(Segment((0, 1)),))
+    return replace(Case(3, "structure", 2, Model(root), Settings(), actions or STEP), **changes)
+
+
+def kinds(case: Case) -> set[str]:
+    return {node.kind for _, node in places(case.model.root)}
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_a_seed_and_an_area_give_one_case(area: str) -> None:
+    cases = [draw(seed, area) for seed in range(30)]
+    assert cases == [draw(seed, area) for seed in range(30)]
+    assert len({to_json(case) for case in cases}) == 30
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_cases_survive_json(area: str) -> None:
+    for seed in range(30):
+        case = draw(seed, area)
+        assert from_json(to_json(case)) == case
+
+
+def test_json_with_unknown_names_is_refused() -> None:
+    text = to_json(small())
+    with pytest.raises(ValueError, match="there is no action 'Dance'; known are"):
+        from_json(text.replace('"do": "Step"', '"do": "Dance"'))
+    with pytest.raises(ValueError, match=r"Settings has no field \['bach'\]"):
+        from_json(text.replace('"batch"', '"bach"'))
+
+
+@pytest.mark.parametrize("max_ranks", [1, 2, 4])
+def test_no_case_needs_more_ranks_than_there_are(max_ranks: int) -> None:
+    for area in AREAS:
+        for seed in range(20):
+            case = draw(seed, area, max_ranks)
+            restarts = [action.num_ranks for action in case.actions if isinstance(action, do.Restart)]
+            assert max([case.num_ranks, *restarts]) <= max_ranks
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_contenders_can_do_what_they_are_asked(area: str) -> None:
+    for seed in range(40):
+        case = draw(seed, area)
+        assert any(is_ours(each) for each in case.contenders), seed
+        assert all(suits(case, each) for each in case.contenders), seed
+        assert not [each for each in case.contenders if not is_ours(each) and each not in map(peer_of, OURS)]
+
+
+def test_every_door_action_and_change_is_drawn() -> None:
+    drawn = [draw(seed, area) for area in AREAS for seed in range(150)]
+    assert {each.name for case in drawn for each in case.contenders if is_ours(each)} == {each.name for each in OURS}
+    assert {type(action).__name__ for case in drawn for action in case.actions} == set(do.ACTIONS)
+    assert {action.how for case in drawn for action in case.actions if isinstance(action, do.Change)} == set(do.CHANGES)
+    assert {case.num_ranks for case in drawn} == {1, 2, 3, 4}
+
+
+def test_half_precision_is_drawn_where_it_is_exact() -> None:
+    halves = [case for seed in range(200) if (case := draw(seed, "precision")).settings.compute]
+    assert {case.settings.compute for case in halves} == {"bfloat16", "float16"}
+    assert all(case.settings.arithmetic == "integers" and case.num_ranks != 3 for case in halves)
+
+
+def test_no_door_without_units_is_asked_for_methods_of_units() -> None:
+    asks = small(*STEP, do.Unshard(0))
+    assert suits(asks, Contender("fully_shard"))
+    assert not any(suits(asks, Contender(door)) for door in ("shard_model", "zero1", "zero2", "ddp", "overlap"))
+    plain = small()
+    assert all(suits(plain, Contender(door)) for door in ("fully_shard", "shard_model", "zero1", "zero2", "overlap"))
+    held = small(do.Set("requires_gradient_sync", 0.0), *STEP)
+    assert suits(held, Contender("fully_shard"))
+    assert not suits(held, Contender("zero1"))  # there, .grad shows what is held
+
+
+def test_a_unit_of_a_case_holds_places_of_its_model() -> None:
+    for area in AREAS:
+        for seed in range(20):
+            model = draw(seed, area).model
+            there = {place for place, _ in places(model.root)}
+            assert all(place in there for group in model.units for place in group)
+            assert all(place in there for tie in model.ties for place in tie)
+
+
+# ---- text ----
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_cases_are_written_as_python(area: str) -> None:
+    for seed in range(8):
+        case = draw(seed, area)
+        for inline in (False, True):
+            compile(render(case, inline, "found, with \"quotes\" and a 'stack'"), "case", "exec")
+
+
+def test_a_program_reads_like_one() -> None:
+    text = render(small(do.Forward(watched=True), do.Backward(retain=True), do.Change("add", 1), do.Unshard(0)))
+    assert "loss0 = s.loss(s.model(s.batch(0, watched=True)))" in text
+    assert "s.backward(loss0, retain_graph=True)" in text
+    assert "s.param('c0.up.bias').add_(1)" in text
+    assert "s.unit('').unshard()" in text
+    assert "SETTINGS = Settings()" in text
+
+
+def test_what_an_action_refers_to_may_be_gone() -> None:
+    text = render(small(do.Backward(), do.Load(), do.ChangeKept(0, 0), do.Switch(0), do.Wait()))
+    assert "def program0(s):\n    return\n    yield 'nothing'" in text
+
+
+def test_a_script_holds_the_classes_of_its_model_and_no_others() -> None:
+    root = Node("Stack", children=(Node("Boxed", form="pair", children=(Node("Conv"),)),), segments=(Segment((0,)),))
+    text = render(small(root=root), inline=True, about="Numbers differ.")
+    assert text.startswith('"""Numbers differ."""')
+    for name in ("Stack", "Boxed", "Conv", "Pair", "Wrap"):
+        assert f"class {name}(" in text, name
+    assert "class Mlp(" not in text
+    assert 'if __name__ == "__main__":\n    main(__file__)' in text
+
+
+# ---- shrinking ----
+
+
+def weight(case: Case) -> tuple[int, ...]:
+    """Return what shrinking makes smaller, lexicographically no matter in which order."""
+    nodes = [node for _, node in places(case.model.root)]
+    settings = sum(getattr(case.settings, field.name) != field.default for field in fields(Settings))
+    numbers = [
+        value
+        for action in case.actions
+        for field in fields(action)
+        if isinstance(value := getattr(action, field.name), int)
+    ]
+    given = sum(getattr(action, field.name) != field.default for action in case.actions for field in fields(action))
+    return (
+        len(case.actions),
+        len(nodes) + sum(node.kind not in ("Mlp", "Stack") for node in nodes),
+        sum(len(each.children) + 1 + bool(each.recompute) for node in nodes for each in node.segments),
+        sum(len(group) for group in case.model.units) + len(case.model.ties),
+        sum(node.size + node.frozen + len(node.form.split()) for node in nodes),
+        settings + case.num_ranks,
+        given + sum(abs(number) for number in numbers),
+    )
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_every_smaller_case_is_smaller_and_can_be_written(area: str) -> None:
+    for seed in range(3):
+        case = draw(seed, area)
+        for candidate in candidates(case):
+            assert candidate != case
+            assert sum(weight(candidate)) <= sum(weight(case)) + 2, candidate
+            render(candidate)
+
+
+def planted(predicate: Callable[[Case], bool]) -> Case:
+    """Return the shrunk form of the first drawn case that satisfies ``predicate``."""
+    found = next(case for seed in range(500) for area in AREAS if predicate(case := draw(seed, area)))
+    asked: list[Case] = []
+
+    def fails(case: Case) -> bool:
+        asked.append(case)
+        return predicate(case)
+
+    result = shrink(found, fails, max_tries=2000)
+    assert len(asked) < 2000, "it ends by itself"
+    return result
+
+
+def test_a_failure_that_needs_two_actions_shrinks_to_them() -> None:
+    def fails(case: Case) -> bool:
+        names = [type(action).__name__ for action in case.actions]
+        return "Take" in names and "Step" in names[names.index("Take") :]
+
+    case = planted(fails)
+    assert [type(action).__name__ for action in case.actions] == ["Take", "Step"]
+    assert case.settings == Settings(arithmetic=case.settings.arithmetic)
+    assert case.model.units == (((),),)
+
+
+def test_a_failure_that_needs_a_module_shrinks_to_it() -> None:
+    case = planted(lambda case: any(n.kind == "Oddments" and "wide" in n.form for _, n in places(case.model.root)))
+    assert case.actions == ()
+    nodes = [node for _, node in places(case.model.root)]
+    assert [(node.kind, node.form) for node in nodes] in ([("Oddments", "wide"), ("Stack", "")], [("Oddments", "wide")])
+
+
+def test_a_failure_that_needs_recomputation_within_a_unit_keeps_both() -> None:
+    def fails(case: Case) -> bool:
+        for place, node in places(case.model.root):
+            if any(each.recompute == "reentrant" for each in node.segments) and (place,) in case.model.units and place:
+                return True
+        return False
+
+    case = planted(fails)
+    (place,) = (place for place, node in places(case.model.root) if any(s.recompute for s in node.segments))
+    assert (place,) in case.model.units
+    assert len(case.model.units) == 2
+    assert case.num_ranks == 1
+
+
+def test_shrinking_stops_after_so_many_tries() -> None:
+    count = [0]
+
+    def fails(_: Case) -> bool:
+        count[0] += 1
+        return True
+
+    shrink(draw(0, "structure"), fails, max_tries=5)
+    assert count[0] == 5
+
+
+def test_shrinking_keeps_the_contender_that_fails() -> None:
+    case = replace(
+        small(*STEP, settings=Settings(optim=Optim("modular"))), contenders=(Contender("zero2"), Contender("ddp"))
+    )
+    result = shrink(case, lambda found: found.contenders[0].door == "zero2", max_tries=500)
+    assert result.contenders[0] == Contender("zero2")
+    assert path_of(()) == ""
