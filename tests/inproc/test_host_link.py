@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -116,3 +117,21 @@ def test_ranks_that_leave_by_exceptions_meet_again(num_ranks: int, times: tuple[
             with pytest.raises(TransportError, match="left the forward or backward by an exception"):
                 link.open("forward", False)  # once, however often the others have left
     assert open_all(links, "forward") == [True] * num_ranks
+
+
+@pytest.mark.usefixtures("_quick")
+def test_every_rank_names_the_one_that_was_late_not_the_one_that_gave_up() -> None:
+    links = make_links(3)
+    links[0]._timeout_s = 0.3  # of 5: it gives up first
+
+    def open_link(link: HostLink) -> str:
+        with pytest.raises(TransportError) as info:
+            link.open("forward", False)
+        return str(info.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(open_link, links[:2])
+    assert "rank 0 waited 0.3 s for rank 2 at the start of a forward" in first
+    assert re.search("rank 0 waited .* s for rank 2 while rank 1 was on its way to the start of a forward", second)
+    assert re.search("rank 0 waited .* s for rank 2 while rank 2 was on its way", open_link(links[2]))
+    assert open_all(links, "forward") == [True] * 3
