@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed
@@ -18,6 +18,8 @@ from torch.distributed.tensor.placement_types import Placement
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+_Kind = TypeVar("_Kind", bound=torch.Tensor)
 
 
 def swap_storage(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None:
@@ -263,6 +265,40 @@ def process_group_timeout_s(group: dist.ProcessGroup) -> float:
         except (RuntimeError, AttributeError):
             continue
     return 1800.0
+
+
+def tensor_without_memory(kind: type[_Kind], like: torch.Tensor, dtype: torch.dtype) -> _Kind:
+    """Return a tensor of the subclass ``kind`` with the shape, strides and device of ``like`` and nothing in it."""
+    return torch.Tensor._make_wrapper_subclass(kind, like.shape, strides=like.stride(), dtype=dtype, device=like.device)  # pyright: ignore[reportReturnType]
+
+
+@functools.cache
+def unscale_op() -> Any:
+    """Return the operator by which ``GradScaler`` unscales gradients and looks for values that are not finite."""
+    return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+@functools.cache
+def copying_ops() -> frozenset[Any]:
+    """Return the operators that give a tensor's values as they are: detach, clone, another dtype or device."""
+    aten = torch.ops.aten
+    return frozenset({aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default})
+
+
+@functools.cache
+def elementwise_ops() -> frozenset[Any]:
+    """Return operators that change each element of a tensor, or of several, in place by itself."""
+    aten = torch.ops.aten
+    names = ("mul_.Tensor", "mul_.Scalar", "div_.Tensor", "div_.Scalar", "clamp_.default", "clamp_min_.default")
+    names += ("clamp_max_.default", "neg_.default", "zero_.default", "nan_to_num_.default")
+    names += ("_foreach_mul_.Scalar", "_foreach_div_.Scalar", "_foreach_clamp_min_.Scalar")
+    names += ("_foreach_clamp_max_.Scalar", "_foreach_neg_.default", "_foreach_zero_.default")
+    return frozenset(functools.reduce(getattr, name.split("."), aten) for name in names)
+
+
+def is_accumulation(func: Any) -> bool:
+    """Return True if ``func`` is how a running backward adds to a gradient that is there already."""
+    return func is torch.ops.aten.add_.Tensor and graph_task_id() != -1
 
 
 def add_all(targets: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]) -> None:

@@ -17,8 +17,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.api.zero import ZeroRedundancyOptimizer
-from shardwise.api.zero_gradients import piece_gradient
-from shardwise.api.zero_pieces import LocalPiece, gradient_for
+from shardwise.api.zero_gradients import mark_spent, piece_gradient
+from shardwise.api.zero_pieces import LocalPiece, gradient_for, is_dense
 from shardwise.comm.owners import Owned, PendingBroadcast, PendingReduce, launch_broadcasts, reduce_to_owners
 from shardwise.errors import ConfigError
 from shardwise.torch_private import call_after_backward, graph_task_id
@@ -86,11 +86,12 @@ class _Overlap:
     reduce: Reduce
     warmup: Warmup
     interleaved: bool
+    strides: list[tuple[int, ...]]  # of the parameters when DDP laid out its buckets
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """A bucket whose gradients are on their way."""
+    """A bucket whose gradients, views of ``buffer``, are on their way."""
 
     indices: list[int]
     gradients: list[torch.Tensor]
@@ -135,7 +136,8 @@ def _make(
             f"{strangers} parameters of the module are not in the ZeroRedundancyOptimizer, so no rank owns their "
             "gradients: pass them to it or use reduce='all'"
         )
-    overlap = _Overlap(hook or allreduce_hook, weakref.ref(ddp), zero, indices, reduce, warmup, interleaved)
+    strides = [param.stride() for param in zero.all_params]
+    overlap = _Overlap(hook or allreduce_hook, weakref.ref(ddp), zero, indices, reduce, warmup, interleaved, strides)
     running = _Backward()
 
     def zero_step_hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
@@ -160,7 +162,22 @@ def _begin(overlap: _Overlap, running: _Backward) -> None:
     if running.has_step:
         if len(overlap.index_of) < len(overlap.zero.all_params):
             overlap.index_of.update({param: index for index, param in enumerate(overlap.zero.all_params)})
+            overlap.strides.extend(param.stride() for param in overlap.zero.all_params[len(overlap.strides) :])
+        _check_memory_order(overlap)
         overlap.zero.refresh()
+
+
+def _check_memory_order(overlap: _Overlap) -> None:
+    """Raises: ConfigError for a parameter whose strides have changed: DDP may lay out its buckets by the old ones."""
+    for index, (param, stride) in enumerate(zip(overlap.zero.all_params, overlap.strides, strict=True)):
+        if param.stride() != stride:
+            text = (
+                f"parameter {index} of shape {tuple(param.shape)} has strides {param.stride()}, but had {stride} when the "
+                "hook was made: in which order DDP's buckets hold its gradient is not known. Change memory formats first, "
+                "then make DDP and the hook"
+            )
+            overlap.zero.board.report_failure(f"rank {overlap.zero.rank}: {text}")
+            raise ConfigError(text)
 
 
 def _on_bucket(overlap: _Overlap, running: _Backward, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
@@ -178,7 +195,7 @@ def _on_bucket(overlap: _Overlap, running: _Backward, state: object, bucket: dis
 
 
 def _launch(overlap: _Overlap, running: _Backward, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    gradients = bucket.gradients()
+    gradients = _gradient_views(bucket)
     indices = [overlap.index_of.get(param, -1) for param in bucket.parameters()]
     if overlap.reduce == "all":
         future = overlap.hook(state, bucket)
@@ -187,7 +204,7 @@ def _launch(overlap: _Overlap, running: _Backward, state: object, bucket: dist.G
     zero = overlap.zero
     place = dict(zip(indices, gradients, strict=True))
     owned: list[Owned] = []
-    for piece in zero.pieces_of(indices):
+    for piece in zero.share.pieces_of(indices):
         gradient = piece_gradient(piece, zero.all_params[piece.tensor], place[piece.tensor])
         owned.append(Owned(piece.owner, gradient))
     reduced = reduce_to_owners(owned, zero.board, _what(zero), zero.staging(bucket.buffer().device))
@@ -195,6 +212,17 @@ def _launch(overlap: _Overlap, running: _Backward, state: object, bucket: dist.G
     done: Future[torch.Tensor] = Future()
     done.set_result(bucket.buffer())
     return done
+
+
+def _gradient_views(bucket: dist.GradBucket) -> list[torch.Tensor]:
+    """Return the gradients as they lie in the bucket: in the memory order of their parameters.
+
+    ``bucket.gradients()`` reads the same bytes as row-major, which permutes those of channels_last or transposed ones.
+    """
+    return [
+        gradient if param.is_contiguous() or not is_dense(param) else gradient.as_strided(param.shape, param.stride())
+        for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+    ]
 
 
 def _finish(overlap: _Overlap, running: _Backward) -> None:
@@ -207,7 +235,7 @@ def _finish(overlap: _Overlap, running: _Backward) -> None:
         _step_bucket(overlap, running, running.buckets.pop(0))
     _end(overlap, running)
     if overlap.reduce == "owner" and graph_task_id() != -1:
-        call_after_backward(lambda: _free_others(overlap.zero))
+        call_after_backward(lambda: mark_spent(overlap.zero.share, weakref.ref(overlap.zero)))
 
 
 def _end(overlap: _Overlap, running: _Backward) -> None:
@@ -221,8 +249,8 @@ def _step_bucket(overlap: _Overlap, running: _Backward, bucket: _Bucket) -> None
     zero = overlap.zero
     known = [index for index in bucket.indices if index >= 0]
     if isinstance(bucket.reduced, PendingReduce):
-        mine = zero.local_pieces_of(known)
-        parts = bucket.reduced.wait()
+        mine = zero.share.local_pieces_of(known)
+        parts = bucket.reduced.wait().split(bucket.reduced.sizes)
         pairs = [
             (local, part.as_strided(local.tensor.shape, local.tensor.stride()))
             for local, part in zip(mine, parts, strict=True)
@@ -230,10 +258,10 @@ def _step_bucket(overlap: _Overlap, running: _Backward, bucket: _Bucket) -> None
         _keep_whole(bucket, pairs)
     else:
         place = _gradients_of(bucket, _wait_future(zero, bucket.reduced))
-        pairs = [(local, gradient_for(local, place[local.piece.tensor])) for local in zero.local_pieces_of(known)]
+        pairs = [(local, gradient_for(local, place[local.piece.tensor])) for local in zero.share.local_pieces_of(known)]
     if pairs:
         zero.step_pieces(pairs)
-    running.broadcasts += launch_broadcasts(zero.plan_broadcasts_of(known), zero.board, _what(zero))
+    running.broadcasts += launch_broadcasts(zero.layout.broadcasts_of(known), zero.board, _what(zero))
 
 
 def _wait_future(zero: ZeroRedundancyOptimizer, future: Future[torch.Tensor]) -> torch.Tensor:
@@ -272,16 +300,8 @@ def _step_from_gradients(overlap: _Overlap, running: _Backward) -> None:
         (local, gradient_for(local, local.param.grad)) for local in zero.local_pieces if local.param.grad is not None
     ]
     zero.step_pieces(pairs)
-    everything = [index for index, param in enumerate(zero.all_params) if param.requires_grad]
-    running.broadcasts += launch_broadcasts(zero.plan_broadcasts_of(everything), zero.board, _what(zero))
+    running.broadcasts += launch_broadcasts(zero.layout.broadcasts, zero.board, _what(zero))
     _end(overlap, running)
-
-
-def _free_others(zero: ZeroRedundancyOptimizer) -> None:
-    own = {local.piece.tensor for local in zero.local_pieces if local.is_param}
-    for index, param in enumerate(zero.all_params):
-        if index not in own:
-            param.grad = None
 
 
 def _what(zero: ZeroRedundancyOptimizer) -> str:

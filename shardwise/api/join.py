@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-from shardwise.api.zero_pieces import LocalPiece, gradient_for, make_local
+from shardwise.api.zero_pieces import gradient_for, make_local
 from shardwise.comm.owners import ranks_that_are, receive_tensor, send_tensor
+from shardwise.layout.owners import Piece
 
 if TYPE_CHECKING:
     from shardwise.api.zero import ZeroRedundancyOptimizer
@@ -31,49 +31,50 @@ class ZeroJoinHook(JoinHook):
         self.zero.is_joining = False
 
 
-def share_gradients(zero: ZeroRedundancyOptimizer, is_active: bool, what: str) -> None:
+def share_gradients(zero: ZeroRedundancyOptimizer, is_active: bool, what: str) -> dict[Piece, torch.Tensor] | None:
     """Give ranks that have joined the gradients of their pieces, from the first active rank.  Collective.
 
-    DDP leaves a joined rank with the gradients of its own last input; stepping on those, as torch's class does, would
-    make its share of the parameters drift.
+    Returns what this rank has received; None on active ranks, which have gradients of their own.  DDP leaves a joined
+    rank with the gradients of its own last input; stepping on those, as torch's class does, would make its share of the
+    parameters drift.
     """
     active = ranks_that_are(is_active, zero.board, zero.join_device, what)
-    joined = [rank for rank in range(zero.world_size) if rank not in active]
     if not active:
-        return
-    for rank in joined:
+        return None
+    received: dict[Piece, torch.Tensor] | None = None
+    for rank in range(zero.world_size):
+        if rank in active:
+            continue
         if zero.rank == active[0]:
             _send(zero, rank, what)
         elif zero.rank == rank:
-            _receive(zero, active[0], what)
+            received = _receive(zero, active[0], what)
+    return received
 
 
 def _send(zero: ZeroRedundancyOptimizer, to: int, what: str) -> None:
     theirs = [piece for piece in zero.pieces if piece.owner == to]
-    present: list[tuple[LocalPiece, torch.Tensor]] = []
-    mask = torch.zeros(len(theirs), dtype=torch.uint8, device=zero.join_device)
-    for index, piece in enumerate(theirs):
-        param = zero.all_params[piece.tensor]
-        if param.grad is not None:
-            mask[index] = 1
-            present.append((make_local(piece, param, zero.partition), param.grad))
     if not theirs:
         return
+    gradients = [zero.all_params[piece.tensor].grad for piece in theirs]
+    mask = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8, device=zero.join_device)
     send_tensor(mask, to, zero.board, what)
-    for local, gradient in present:
-        send_tensor(gradient_for(local, gradient).contiguous(), to, zero.board, what)
+    for piece, gradient in zip(theirs, gradients, strict=True):
+        if gradient is not None:
+            local = make_local(piece, zero.all_params[piece.tensor], zero.partition)
+            send_tensor(gradient_for(local, gradient).contiguous(), to, zero.board, what)
 
 
-def _receive(zero: ZeroRedundancyOptimizer, source: int, what: str) -> None:
-    mine: Sequence[LocalPiece] = zero.local_pieces
+def _receive(zero: ZeroRedundancyOptimizer, source: int, what: str) -> dict[Piece, torch.Tensor]:
+    mine = zero.local_pieces
+    received: dict[Piece, torch.Tensor] = {}
     if not mine:
-        return
+        return received
     mask = torch.zeros(len(mine), dtype=torch.uint8, device=zero.join_device)
     receive_tensor(mask, source, zero.board, what)
     for local, is_present in zip(mine, mask.tolist(), strict=True):
-        local.param.grad = None
-        local.tensor.grad = None
         if is_present:
             gradient = torch.empty(local.tensor.shape, dtype=local.param.dtype, device=local.param.device)
             receive_tensor(gradient, source, zero.board, what)
-            local.tensor.grad = gradient
+            received[local.piece] = gradient
+    return received

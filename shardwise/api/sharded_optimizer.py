@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -11,10 +10,12 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise import torch_private
-from shardwise.comm.matrices import sum_of
 from shardwise.errors import ConfigError
-from shardwise.optim.clip import clip_grad_norm_
-from shardwise.optim.named_state import ByName, NamedGroup, StateView, full_value, unwrap, wrap
+from shardwise.optim.checkpointed import Checkpoint, only_saved
+from shardwise.optim.clip import Part, checked_norm_type, clip_parts, part_of
+from shardwise.optim.forms import StateForm, in_form, is_flat, options_of, unflattened
+from shardwise.optim.named_state import ByName, NamedGroup, OwnGroup, StateView, full_value, unwrap, wrap
+from shardwise.optim.owned import OwnedGradient
 from shardwise.optim.pieces import (
     Piece,
     clear_gradient,
@@ -27,8 +28,6 @@ from shardwise.optim.registry import UpdateRule
 from shardwise.optim.steppers import Stepper, make_stepper
 
 __all__ = ["ShardedOptimizer"]
-
-_NOT_OPTIONS = ("params", "param_names")
 
 
 class ShardedOptimizer(Optimizer):
@@ -94,11 +93,12 @@ class ShardedOptimizer(Optimizer):
         self._stepper: Stepper = make_stepper(make, optimizer_class, wanted, update, flat)
         inner = self._stepper.optimizer
         outer = [
-            {**_options(group), "params": [(name, self.named_params[name]) for name in names]}
+            {**options_of(group), "params": [self.named_params[name] for name in names]}
             for group, (names, _) in zip(inner.param_groups, split, strict=True)
         ]
         self._is_built = False
         super().__init__(outer, dict(inner.defaults))
+        self.param_groups = [OwnGroup(g, names) for g, (names, _) in zip(self.param_groups, split, strict=True)]
         self._is_built = True
         self.state = cast(Any, StateView(self._state_by_param))
 
@@ -115,35 +115,35 @@ class ShardedOptimizer(Optimizer):
                 return self._stepper.step(closure)
         finally:
             for outer, inner in zip(self.param_groups, self._stepper.optimizer.param_groups, strict=True):
-                outer.update((key, value) for key, value in inner.items() if key not in _NOT_OPTIONS)
+                outer.update(options_of(inner))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters and local shards, or make them zero."""
         for pieces in self._pieces.values():
             clear_gradient(pieces, set_to_none)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Scale the gradients so that their total norm is at most ``max_norm``; return the norm before.
 
         Like :func:`shardwise.clip_grad_norm_`, and over ShardedTensors too.  Collective.
         """
-        whole = [p for p in self.named_params.values() if not is_sharded_tensor(p)]
-        cut = [pieces for pieces in self._pieces.values() if is_sharded_tensor(pieces[0].param)]
-        if not cut:
-            return clip_grad_norm_(whole, max_norm, norm_type)
-        rest = clip_grad_norm_(whole, math.inf, norm_type)
-        total = _norm_of_sharded_tensors(cut, norm_type)
-        if math.isinf(norm_type):
-            total = torch.maximum(total, rest.to(total))
-        else:
-            total = (total**norm_type + rest.to(total) ** norm_type) ** (1.0 / norm_type)
-        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for pieces in self._pieces.values():
-            for piece in pieces:
-                gradient = gradient_of(piece)
-                if gradient is not None:
-                    gradient.detach().mul_(coefficient.to(gradient.device, gradient.dtype))
-        return total
+        checked_norm_type(norm_type)
+        parts: list[Part] = []
+        owned: list[OwnedGradient] = []
+        for name, param in self.named_params.items():
+            if is_sharded_tensor(param):
+                group = torch_private.process_group_of(param)
+                gradients = [gradient_of(piece) for piece in self._pieces[name] if piece.stand_in is None]
+                parts += [Part(g.detach(), group, group.size()) for g in gradients if g is not None] or [
+                    Part(local_of(self._pieces[name][0]).detach()[:0], group, group.size())
+                ]
+            elif isinstance(param.grad, OwnedGradient):
+                owned.append(param.grad)
+            elif param.grad is not None:
+                parts.append(part_of(param.grad))
+        return clip_parts(parts, owned, max_norm, norm_type, error_if_nonfinite)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: ``{"params": {name: tensor, ...}, "lr": ...}``, or pairs of name and tensor.
@@ -160,39 +160,59 @@ class ShardedOptimizer(Optimizer):
         if known or again:
             raise ConfigError(f"parameters {known or again} are in the optimizer already; leave them out of the group")
         pieces = {name: pieces_of(name, param) for name, param in found.items()}
-        self._stepper.add_group(list(pieces.values()), _options(param_group))
-        super().add_param_group({**_options(self._stepper.optimizer.param_groups[-1]), "params": list(found.items())})
+        self._stepper.add_group(list(pieces.values()), options_of(param_group))
+        super().add_param_group(
+            {**options_of(self._stepper.optimizer.param_groups[-1]), "params": list(found.values())}
+        )
+        self.param_groups[-1] = OwnGroup(self.param_groups[-1], list(found))
         self.named_params.update(found)
         self._pieces.update(pieces)
 
     # ---- state ----
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, form: StateForm = "named") -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}``.
 
         Values per element are DTensors or ShardedTensors like their parameters, on the live memory, so that
         ``torch.distributed.checkpoint`` saves and reshards them.  Collective for whole-matrix optimizers, whose state is
-        sent from its owners.
+        sent from its owners: copies there.
+
+        ``form``: how parameters are named: "indexed" as in a plain optimizer's state dict, "flat" with the keys of
+        torch's ``flatten_optimizer_state_dict``, for checkpoints that others of that form read.
         """
         for hook in torch_private.state_dict_hooks(self, "state_dict_pre"):
             hook(self)
         result = self._named_dict(self._stepper.states())
         for hook in torch_private.state_dict_hooks(self, "state_dict_post"):
             result = hook(self, result) or result
-        return result
+        return result if form == "named" else in_form(form, result["state"], result["param_groups"])
 
-    def blank_state_dict(self) -> dict[str, Any]:
+    def blank_state_dict(self, form: StateForm = "named", checkpoint: Checkpoint | None = None) -> dict[str, Any]:
         """Return a state dict with all entries that a step would make, for a checkpoint to be read into.
 
-        The values mean nothing until they are read; parameters and state of this optimizer do not change.
+        The values mean nothing until they are read; parameters and state of this optimizer do not change.  ``form``: that
+        of the checkpoint, see :meth:`state_dict`; those of torch's ``get_optimizer_state_dict`` are "named" or "flat".
+        ``checkpoint``: its folder or ``StorageReader``; parameters without state there, since no loss had used them, are
+        left out then (``dcp.load`` raises "Missing key" for entries that a checkpoint does not have).
+
+        Raises: ConfigError if ``checkpoint`` has state of other parameters instead.
 
         Example:
-            >>> found = optimizer.blank_state_dict()  # doctest: +SKIP
+            >>> found = optimizer.blank_state_dict(checkpoint=path)  # doctest: +SKIP
             >>> torch.distributed.checkpoint.load({"optimizer": found}, checkpoint_id=path)  # doctest: +SKIP
             >>> optimizer.load_state_dict(found)  # doctest: +SKIP
         """
         self._pull_options()
-        return self._named_dict(self._stepper.states(blank=True))
+        states = self._stepper.states(blank=True)
+        found = self._named_dict(states)
+        if checkpoint is not None:
+            # Names as they are in the form: by the plain optimizer's indices in one of them.
+            number = {name: index for index, name in enumerate(self._names())}
+            keys = {number[name] if form == "indexed" else name: name for name in states}
+            every = number.values() if form == "indexed" else number
+            saved = only_saved({key: states[name] for key, name in keys.items()}, checkpoint, every)
+            found = self._named_dict({keys[key]: values for key, values in saved.items()})
+        return found if form == "named" else in_form(form, found["state"], found["param_groups"])
 
     def full_state_dict(self, by_index: bool = False, cpu_offload: bool = False) -> dict[str, Any]:
         """Return the state dict of the plain optimizer: whole tensors, copies, on every rank.  Collective.
@@ -201,31 +221,28 @@ class ShardedOptimizer(Optimizer):
         ``cpu_offload``: each tensor moves to the CPU as soon as it is whole.
         """
         found = self.state_dict()
-        names = self._names()
-        number = {name: index for index, name in enumerate(names)}
-        state: dict[Any, Any] = {}
-        for name, values in found["state"].items():
-            state[number[name] if by_index else name] = {
-                key: _moved(full_value(value), cpu_offload) for key, value in values.items()
-            }
-        groups = [
-            {**group, "params": [number[name] if by_index else name for name in group["params"]]}
-            for group in found["param_groups"]
-        ]
-        return {"state": state, "param_groups": groups}
+        state = {
+            name: {key: _moved(full_value(value), cpu_offload) for key, value in values.items()}
+            for name, values in found["state"].items()
+        }
+        return in_form("indexed" if by_index else "named", state, found["param_groups"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict`, :meth:`full_state_dict` or a plain optimizer returned, as copies.
 
-        Values may be DTensors or ShardedTensors of any layout, or whole tensors; keys names, or indices in the order of
-        ``param_groups``.  Options come from the dict.  Collective where layouts differ, and for whole-matrix optimizers.
+        Values may be DTensors or ShardedTensors of any layout, or whole tensors; keys names, torch's flattened ones,
+        or indices in the order of ``param_groups`` (of their ``param_names`` if the loaded groups have such). Options
+        come from the dict. Collective where layouts differ, and for whole-matrix optimizers.
 
         Raises: ConfigError if groups or names differ, LayoutError if a value does not fit its parameter.
         """
         loaded: dict[str, Any] = dict(state_dict)
         for hook in torch_private.state_dict_hooks(self, "load_state_dict_pre"):
             loaded = hook(self, loaded) or loaded
-        groups, names = _match_groups(loaded["param_groups"], [g["param_names"] for g in self.param_groups])
+        own = [group["param_names"] for group in self.param_groups]
+        if is_flat(loaded):
+            loaded = unflattened(loaded, own)
+        groups, names = _match_groups(loaded["param_groups"], own)
         state: dict[str, dict[str, Any]] = {}
         for saved_key, values in loaded["state"].items():
             name = names.get(saved_key)
@@ -235,12 +252,12 @@ class ShardedOptimizer(Optimizer):
                 key: unwrap(name, key, value, self._pieces[name], self._stepper.is_elementwise)
                 for key, value in values.items()
             }
-        options = [_options(group) for group in groups]
+        options = [options_of(group) for group in groups]
         self._stepper.load(state, options)
         inner_groups = self._stepper.optimizer.param_groups
         for outer, option, inner in zip(self.param_groups, options, inner_groups, strict=True):
             outer.update(option)
-            outer.update(_options(inner))
+            outer.update(options_of(inner))
         for hook in torch_private.state_dict_hooks(self, "load_state_dict_post"):
             hook(self)
 
@@ -248,7 +265,7 @@ class ShardedOptimizer(Optimizer):
 
     def _pull_options(self) -> None:
         for outer, inner in zip(self.param_groups, self._stepper.optimizer.param_groups, strict=True):
-            inner.update((key, value) for key, value in outer.items() if key not in _NOT_OPTIONS)
+            inner.update(options_of(outer))
 
     def _names(self) -> list[str]:
         return [name for group in self.param_groups for name in group["param_names"]]
@@ -261,10 +278,7 @@ class ShardedOptimizer(Optimizer):
             if name in states
         }
         groups = [
-            NamedGroup(
-                names, {**_options(group), "params": list(group["param_names"]), "param_names": group["param_names"]}
-            )
-            for group in self.param_groups
+            NamedGroup(names, {**options_of(group), "params": group["param_names"]}) for group in self.param_groups
         ]
         return {"state": ByName(names, entries), "param_groups": groups}
 
@@ -273,10 +287,6 @@ class ShardedOptimizer(Optimizer):
             self.named_params[name]: {key: wrap(self._pieces[name], value) for key, value in entry.items()}
             for name, entry in self._stepper.local_states().items()
         }
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
 def _moved(value: Any, to_cpu: bool) -> Any:
@@ -327,14 +337,16 @@ def _match_groups(
     """Return the saved groups in the order of ``own`` and the name for each of their keys."""
     if len(saved) != len(own):
         raise ConfigError(f"loaded state dict has a different number of parameter groups: {len(saved)}, not {len(own)}")
-    if all(isinstance(key, str) for group in saved for key in group["params"]):
-        by_names = {frozenset(group["params"]): group for group in saved}
+    saved_names = [key for group in saved for key in group.get("param_names", group["params"])]
+    if all(isinstance(key, str) for key in saved_names):
+        saved_keys = [key for group in saved for key in group["params"]]
+        by_names = {frozenset(group.get("param_names", group["params"])): group for group in saved}
         missing = [list(names) for names in own if frozenset(names) not in by_names]
         if missing:
             raise ConfigError(
                 f"loaded state dict contains a parameter group that doesn't match: none has exactly {missing[0]}"
             )
-        return [by_names[frozenset(names)] for names in own], {name: name for names in own for name in names}
+        return [by_names[frozenset(names)] for names in own], dict(zip(saved_keys, saved_names, strict=True))
     matched: dict[Any, str] = {}
     for group, names in zip(saved, own, strict=True):
         if len(group["params"]) != len(names):
@@ -344,21 +356,3 @@ def _match_groups(
             )
         matched.update(zip(group["params"], names, strict=True))
     return list(saved), matched
-
-
-def _norm_of_sharded_tensors(params: Sequence[Sequence[Piece]], norm_type: float) -> torch.Tensor:
-    total = torch.zeros((), dtype=torch.float32, device=local_of(params[0][0]).device)
-    is_max = math.isinf(norm_type)
-    by_group: dict[Any, list[Piece]] = {}
-    for pieces in params:
-        by_group.setdefault(torch_private.process_group_of(pieces[0].param), []).extend(pieces)
-    for group, pieces in by_group.items():
-        part = torch.zeros_like(total)
-        for piece in pieces:
-            gradient = gradient_of(piece)
-            if gradient is not None and gradient.numel():
-                norm = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=total.dtype)
-                part = torch.maximum(part, norm) if is_max else part + norm**norm_type
-        part = sum_of(part, group, is_max)
-        total = torch.maximum(total, part) if is_max else total + part
-    return total if is_max else total ** (1.0 / norm_type)

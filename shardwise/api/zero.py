@@ -7,7 +7,10 @@ Design: docs/design/004-zero.md.
 from __future__ import annotations
 
 import logging
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,26 +28,29 @@ from shardwise.api.zero_checks import (
     describe_params,
     flatten_groups,
 )
-from shardwise.api.zero_gradients import reduce_to_pieces
-from shardwise.api.zero_pieces import (
-    LocalPiece,
-    copy_options,
-    gradient_for,
-    make_local,
-    narrowed,
-    owned_views,
-    pack_params,
-    partition_groups,
-    view_of,
+from shardwise.api.zero_clip import clip_gradients
+from shardwise.api.zero_compare import are_same
+from shardwise.api.zero_gradients import (
+    Reduction,
+    attached,
+    check_averaged,
+    describe_presence,
+    presence_of,
+    reduce_to_pieces,
 )
+from shardwise.api.zero_pieces import LocalPiece, copy_options, narrowed
 from shardwise.api.zero_sharded import ShardedState
+from shardwise.api.zero_share import Layout, addresses_of, make_layout, make_share, moving_of, trainable_of
 from shardwise.api.zero_state import Consolidated, consolidate, load_local
 from shardwise.comm.board import open_board
 from shardwise.comm.buffers import BufferPool
-from shardwise.comm.owners import Broadcast, launch_broadcasts, plan_broadcasts
+from shardwise.comm.matrices import sum_of
 from shardwise.comm.owners import broadcast_object as _broadcast_object
-from shardwise.errors import ConfigError, StateError
+from shardwise.comm.owners import launch_broadcasts
+from shardwise.errors import ConfigError, DesyncError, StateError
 from shardwise.layout.owners import Piece
+from shardwise.optim.checkpointed import Checkpoint
+from shardwise.optim.owned import OwnedGradient
 
 __all__ = ["ZeroRedundancyOptimizer", "_broadcast_object"]
 
@@ -102,7 +108,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.num_steps = 0
         self._consolidated: Consolidated | None = None
         self._staging: dict[torch.device, BufferPool] = {}
-        self._local_of: dict[Piece, LocalPiece] = {}
+        self._has_state = False
+        self._is_compared = False  # whether gradients like those of the last step are known to be the same on all ranks
+        self._agreed_presences: set[tuple[torch.dtype | None, ...]] = set()
+        self._layout: Layout | None = None
         facts: list[str] = []
         error: Exception | None = None
         try:
@@ -134,7 +143,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         try:
             group = dict(param_group)
             given = checked_params([group])
-            check_dense([*self._all_params, *flatten_groups(given)], self._mixed_dtypes)
+            check_dense([*self.share.params, *flatten_groups(given)], self._mixed_dtypes)
             facts = describe_params([*self.param_groups, *[item for item in given if isinstance(item, dict)]])
         except Exception as found:
             error = found
@@ -143,7 +152,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         finally:
             del error
         super().add_param_group(param_group)
-        self._partition()
+        self.share = make_share(self.param_groups, self.partition, self.world_size, self.rank, self.share)
+        self._is_compared = False
         self.optim.add_param_group(self._local_group(len(self.param_groups) - 1))
         copy_options(self.optim.param_groups, self.param_groups)
         self._adopt_layout()
@@ -164,13 +174,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def step_as(self, is_active: bool, closure: Callable[[], float] | None, kwargs: Mapping[str, Any]) -> Any:
         """Do one step; ``is_active`` is False on a rank that has run out of inputs (in ``Join``)."""
         what = f"step() number {self.num_steps + 1}"
-        if self.is_joining:
-            share_gradients(self, is_active, what)
+        received = share_gradients(self, is_active, what) if self.is_joining else None
         self.refresh()
         error: Exception | None = None
         loss: Any = None
         try:
-            loss = self._local_step(closure, kwargs)
+            if closure is None:
+                self._check_gradients(what, has_inputs=is_active)
+            loss = self._local_step(closure, kwargs, received)
+        except DesyncError:  # known to all ranks
+            raise
         except Exception as found:
             error = found
         try:
@@ -181,17 +194,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 raise error
         finally:
             del error
-        for pending in launch_broadcasts(self._broadcasts, self.board, what):
+        for pending in launch_broadcasts(self.layout.broadcasts, self.board, what):
             pending.wait()
         self.mark_stepped()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) the gradients of all parameters, and of this rank's pieces."""
+        for param in self.share.params:
+            if isinstance(param.grad, OwnedGradient):
+                param.grad = None if set_to_none else torch.zeros_like(param, requires_grad=False)
         super().zero_grad(set_to_none)
-        for local in self.local_pieces:
-            if not local.is_param:
-                local.tensor.grad = None
 
     def staging(self, device: torch.device) -> BufferPool:
         """Return where the buffers of messages come from; on CPU they are kept for the next step."""
@@ -201,9 +214,51 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Average the gradients, each only on its owner, and free all others (ZeRO-2); then call :meth:`step`.
 
         For loops without DDP: one unit of volume instead of an all-reduce's two.  Collective: the same parameters must
-        have gradients on all ranks.  Call :meth:`zero_grad` before the next backward.
+        have gradients on all ranks.  ``.grad`` is an :class:`~shardwise.optim.owned.OwnedGradient` then, on every rank;
+        a further backward and call add to it, until :meth:`zero_grad`.  On one rank it does nothing.
+        Raises: DesyncError on all ranks if they have gradients of other parameters; StateError in ``Join``.
         """
-        reduce_to_pieces(self)
+        if self.world_size == 1:
+            return
+        what = f"reduce_gradients() for step {self.num_steps + 1}"
+        if self.is_joining:
+            raise StateError(
+                f"{what}: ranks that have run out of inputs in Join do not take part; wrap the model in "
+                "DistributedDataParallel, or do without Join"
+            )
+        presence = presence_of(self.share)
+        if presence not in self._agreed_presences:
+            self.board.agree(what, describe_presence(self.share, presence))
+            self._agreed_presences.add(presence)
+        reduce_to_pieces(Reduction(self.share, self.board, self.staging, weakref.ref(self), what))
+        self._is_compared = False
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their total norm is at most ``max_norm``; return the norm before.
+
+        Gradients may be those of DDP, the same on all ranks, or averaged to owners by :meth:`reduce_gradients`.
+        Collective, of one number; each rank reads its own elements only.  The norm is a 0-dim tensor, float32 or wider,
+        with the same bits on all ranks.  Arguments are those of ``torch.nn.utils.clip_grad_norm_``.
+
+        Raises: DesyncError if gradients are neither; RuntimeError, with nothing scaled, if ``error_if_nonfinite`` and the
+        norm is nan or infinite; StateError with ``overlap_with_ddp``, where the step is made in backward.
+        """
+        if self.overlap_with_ddp:
+            raise StateError(
+                "with overlap_with_ddp=True the step has been made when backward returns; make the optimizer without "
+                "overlap to clip, or clip in the communication hook"
+            )
+        self._check_gradients(f"clip_grad_norm_() before step {self.num_steps + 1}")
+        group = (
+            None if self.is_joining else self
+        )  # in Join not every rank is here, but those that are have all gradients
+        return clip_gradients(self.share, group, max_norm, norm_type, error_if_nonfinite)
+
+    def sum_over_ranks(self, value: torch.Tensor, is_max: bool = False) -> torch.Tensor:
+        """Return the sum (or maximum) of ``value`` over the ranks, the same bits on each.  Collective."""
+        return sum_of(value, self.process_group, is_max)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the whole state to group rank ``to``, tensor by tensor, for :meth:`state_dict` there.  Collective.
@@ -229,7 +284,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"`consolidate_state_dict(to={self.rank})` on all ranks beforehand if you meant to save the global "
                 "state, or save `.sharded()` with torch.distributed.checkpoint without consolidation."
             )
-        indices = iter(range(len(self._all_params)))
+        indices = iter(range(len(self.share.params)))
         groups = [{**group, "params": [next(indices) for _ in group["params"]]} for group in self.param_groups]
         return {"state": {index: dict(values) for index, values in state.items()}, "param_groups": groups}
 
@@ -241,9 +296,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         load_local(self, state_dict)
         self.adopt_options()
 
-    def sharded(self, names: Mapping[str, torch.Tensor] | None = None, loading: bool = False) -> ShardedState:
+    def sharded(
+        self, names: Mapping[str, torch.Tensor] | None = None, loading: bool | Checkpoint = False, flat: bool = False
+    ) -> ShardedState:
         """Return this rank's share of the state for ``torch.distributed.checkpoint``; see :class:`ShardedState`."""
-        return ShardedState(self, names, loading)
+        return ShardedState(self, names, loading, flat)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that steps along on ranks without inputs; ``kwargs`` are not used.
@@ -257,7 +314,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self._all_params[0].device
+        return self.share.params[0].device
 
     @property
     def join_process_group(self) -> Any:
@@ -267,33 +324,56 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def all_params(self) -> Sequence[torch.Tensor]:
         """All parameters in the order of the groups: their index is the key in state dicts."""
-        return self._all_params
+        return self.share.params
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """All ranks' pieces."""
+        return self.share.pieces
+
+    @property
+    def local_pieces(self) -> Sequence[LocalPiece]:
+        """This rank's pieces."""
+        return self.share.local_pieces
+
+    @property
+    def state(self) -> Any:
+        """The state that this rank holds, of each parameter; empty where others own it, empty for all before any step.
+
+        torch's ``get_optimizer_state_dict`` steps on zero gradients where there is none, so it must be there on all ranks.
+        """
+        if not self._has_state:
+            return defaultdict[torch.Tensor, Any](dict)
+        return {
+            param: self.optim.state.get(local[0].tensor, {}) if local else {}
+            for param, local in zip(self.share.params, self.share.local_by_param, strict=True)
+        }
+
+    @state.setter
+    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        del value  # torch's constructor and ``__setstate__`` assign it
+
+    @property
+    def layout(self) -> Layout:
+        """Where parameters lay at the last look, and the broadcasts."""
+        assert self._layout is not None
+        return self._layout
 
     def refresh(self) -> None:
         """Follow changes made from outside: options, replaced memory, frozen or thawed parameters."""
-        trainable = [param.requires_grad for param in self._all_params]
-        if trainable != self._trainable:
-            self.board.agree("a step after requires_grad changed", describe_params(self.param_groups))
+        layout, params = self.layout, self.share.params
+        moving = moving_of(params)
+        if moving != layout.moving or trainable_of(params) != layout.trainable:
+            facts = [f"parameter {i} {'changes' if moves else 'stays'} in a step" for i, moves in enumerate(moving)]
+            self.board.agree("a step after requires_grad changed", [*describe_params(self.param_groups), *facts])
             logger.info("the trainable parameters changed; laying out the broadcasts again")
+            self._is_compared = False
+            del layout
             self._adopt_layout()
-        elif [param.data_ptr() for param in self._all_params] != self._addresses:
+        elif addresses_of(params) != layout.addresses:
+            del layout
             self._adopt_layout()
         copy_options(self.param_groups, self.optim.param_groups)
-
-    def plan_broadcasts_of(self, indices: Sequence[int]) -> tuple[Broadcast, ...]:
-        """Return the broadcasts of these parameters; planned once per layout."""
-        key = tuple(indices)
-        if key not in self._broadcasts_of:
-            self._broadcasts_of[key] = plan_broadcasts(owned_views(self.pieces_of(indices), self._all_params))
-        return self._broadcasts_of[key]
-
-    def pieces_of(self, indices: Sequence[int]) -> list[Piece]:
-        """Return all ranks' pieces of these parameters, in the order of :attr:`pieces`."""
-        return [piece for index in sorted(indices) for piece in self.pieces_by_param[index]]
-
-    def local_pieces_of(self, indices: Sequence[int]) -> list[LocalPiece]:
-        """Return this rank's pieces of these parameters, in the order of :attr:`pieces`."""
-        return [self._local_of[piece] for piece in self.pieces_of(indices) if piece.owner == self.rank]
 
     def step_pieces(self, gradients: Sequence[tuple[LocalPiece, torch.Tensor]]) -> None:
         """Let the local optimizer update these pieces only, with these gradients; options are pulled back after it."""
@@ -312,41 +392,45 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def adopt_options(self) -> None:
         """Take the options of the local optimizer after it has loaded a state."""
         copy_options(self.optim.param_groups, self.param_groups)
+        self._has_state = True
         self._consolidated = None
 
     def mark_stepped(self) -> None:
         """Count a step: consolidated state is stale from here."""
         self.num_steps += 1
+        self._has_state = True
         self._consolidated = None
 
-    def _local_step(self, closure: Callable[[], float] | None, kwargs: Mapping[str, Any]) -> Any:
-        if closure is None:
-            attached = self._attach_gradients()
-            loss = self.optim.step(**kwargs)
+    def _check_gradients(self, what: str, *, has_inputs: bool = True, only_warn: bool = False) -> None:
+        if self.world_size == 1 or check_averaged(self.share, what) or self._is_compared:
+            return
+        self._is_compared = are_same(self.share, self.board, what, has_inputs=has_inputs, only_warn=only_warn)
+
+    def _local_step(
+        self,
+        closure: Callable[[], float] | None,
+        kwargs: Mapping[str, Any],
+        received: Mapping[Piece, torch.Tensor] | None,
+    ) -> Any:
+        if not callable(closure):
+            with attached(self.share, received):
+                loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure=closure, **kwargs)
         else:
-            attached = []
+            with ExitStack() as attachment:
 
-            def closure_then_attach() -> float:
-                result = closure()
-                attached.extend(self._attach_gradients())
-                return result
+                def closure_then_attach() -> float:
+                    attachment.close()
+                    result = closure()
+                    self._check_gradients(f"the closure of step {self.num_steps + 1}", only_warn=True)
+                    attachment.enter_context(attached(self.share, received))
+                    return result
 
-            wrapped = closure_then_attach if callable(closure) and self.partition == "even" else closure
-            loss = self.optim.step(closure=wrapped, **kwargs)
-        for local in attached:
-            local.tensor.grad = None
+                loss = self.optim.step(closure=closure_then_attach, **kwargs)
         copy_options(self.optim.param_groups, self.param_groups)
         return loss
 
-    def _attach_gradients(self) -> list[LocalPiece]:
-        attached = [local for local in self.local_pieces if not local.is_param and local.param.grad is not None]
-        for local in attached:
-            assert local.param.grad is not None
-            local.tensor.grad = gradient_for(local, local.param.grad)
-        return attached
-
     def _build(self, optimizer_class: type[Optimizer], defaults: dict[str, Any]) -> None:
-        self._partition()
+        self.share = make_share(self.param_groups, self.partition, self.world_size, self.rank)
         groups = [self._local_group(number) for number in range(len(self.param_groups))]
         self.optim = optimizer_class(groups, **defaults)
         copy_options(self.optim.param_groups, self.param_groups)
@@ -362,34 +446,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             plain = checked_optimizer_class(optimizer_class, self.overlap_with_ddp)
             check_elementwise(plain, options, flatten_groups(given)[0].device)
 
-    def _partition(self) -> None:
-        self._all_params = flatten_groups(self.param_groups)
-        self._pieces_of_groups = partition_groups(self.param_groups, self.partition, self.world_size)
-        self.pieces = [piece for pieces in self._pieces_of_groups for piece in pieces]
-        self.pieces_by_param: list[list[Piece]] = [[] for _ in self._all_params]
-        for piece in self.pieces:
-            self.pieces_by_param[piece.tensor].append(piece)
-        self.local_pieces = [
-            self._local_of.get(piece) or make_local(piece, self._all_params[piece.tensor], self.partition)
-            for piece in self.pieces
-            if piece.owner == self.rank
-        ]
-        self._local_of = {local.piece: local for local in self.local_pieces}
-
     def _local_group(self, number: int) -> dict[str, Any]:
-        in_group = set(self._pieces_of_groups[number])
-        tensors = [local.tensor for local in self.local_pieces if local.piece in in_group]
-        return {**self.param_groups[number], "params": tensors}
+        return {**self.param_groups[number], "params": self.share.tensors_of_group(number)}
 
     def _adopt_layout(self) -> None:
-        """Plan the broadcasts, and put memory and views in order, for the parameters as they are now."""
-        if self.parameters_as_bucket_view:
-            pack_params(self._pieces_of_groups, self._all_params, self.partition)
-        for local in self.local_pieces:
-            if not local.is_param:
-                local.tensor.data = view_of(local.piece, local.param)
-        self._trainable = [param.requires_grad for param in self._all_params]
-        self._addresses = [param.data_ptr() for param in self._all_params]
-        self._broadcasts = plan_broadcasts(owned_views(self.pieces, self._all_params)) if self.world_size > 1 else ()
-        self._broadcasts_of: dict[tuple[int, ...], tuple[Broadcast, ...]] = {}
+        packed = self._layout.packed if self._layout is not None else frozenset[int]()
+        self._layout = None  # its views of parameters go first: they would count as somebody who holds them
+        self._layout = make_layout(self.share, self.parameters_as_bucket_view, packed)
         self._consolidated = None

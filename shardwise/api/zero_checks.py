@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
+from shardwise.optim.pieces import is_sharded, is_sharded_tensor
+from shardwise.optim.trial import why_not_cut
 
 Partition = Literal["whole", "even"]
 FUNCTIONAL_MODULES = "torch.distributed.optim.functional_"
@@ -55,8 +58,10 @@ def flatten_groups(params: Sequence[torch.Tensor] | Sequence[Mapping[str, Any]])
 
 
 def check_dense(tensors: Sequence[torch.Tensor], mixed_dtypes: bool) -> None:
-    """Raises: ConfigError for sparse tensors, and for several dense types unless ``mixed_dtypes``."""
-    for tensor in tensors:
+    """Raises: ConfigError for sharded and sparse tensors, and for several dense types unless ``mixed_dtypes``."""
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor) or is_sharded_tensor(tensor):
+            raise ConfigError(_not_plain(index, tensor))
         if tensor.layout != torch.strided:
             raise ConfigError(
                 "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got "
@@ -68,6 +73,20 @@ def check_dense(tensors: Sequence[torch.Tensor], mixed_dtypes: bool) -> None:
             "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got both "
             f"{names[0]} and {names[1]}; pass mixed_dtypes=True to shard them together"
         )
+
+
+def _not_plain(index: int, tensor: torch.Tensor) -> str:
+    kind = f"a DTensor with placements {tensor.placements}" if isinstance(tensor, DTensor) else "a ShardedTensor"
+    cause = (
+        "the optimizer state is sharded already, like the parameters that it belongs to"
+        if is_sharded(tensor)
+        else "every rank holds it whole, but as a DTensor (replicate() makes them), and owners take plain tensors"
+    )
+    return (
+        f"parameter {index} of shape {tuple(tensor.shape)} is {kind}: {cause}. Use the plain optimizer on it, or "
+        "shardwise.ShardedOptimizer(dict(model.named_parameters()), ...); ZeroRedundancyOptimizer is for models whose "
+        "parameters are plain tensors, under DistributedDataParallel or with reduce_gradients()"
+    )
 
 
 def checked_optimizer_class(optimizer_class: type[Any], overlap_with_ddp: bool) -> type[Optimizer]:
@@ -86,22 +105,18 @@ def checked_optimizer_class(optimizer_class: type[Any], overlap_with_ddp: bool) 
 
 
 def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any], device: torch.device) -> None:
-    """Try the optimizer on a small matrix, whole and cut in two: ``partition="even"`` needs the same result.
+    """Try the optimizer on small tensors, whole and cut in two: ``partition="even"`` needs the same result.
 
-    A list of names could not cover users' classes, and a wrong guess would train a different optimizer silently.
-    Cost: two steps on 48 elements, once.  Raises: ConfigError if the results differ or the optimizer refuses pieces.
+    Raises: ConfigError if the results differ or the optimizer refuses pieces.
     """
-    noise = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(6, 8, generator=noise).to(device) for _ in range(3))
-    reason = f"{optimizer_class.__name__} does not treat every element alone; use partition='whole'"
+    name = optimizer_class.__name__
+    advice = f"{name} does not treat every element alone; use partition='whole'"
     try:
-        whole = _steps(optimizer_class, options, [start.clone()], [[gradient] for gradient in gradients])
-        cut = [[part.clone() for part in gradient.flatten().split([20, 28])] for gradient in gradients]
-        parts = _steps(optimizer_class, options, [p.clone() for p in start.flatten().split([20, 28])], cut)
+        reason = why_not_cut(lambda groups: optimizer_class(groups, **options), {}, device)
     except Exception as error:
-        raise ConfigError(f"partition='even' cannot be used: {reason} ({error})") from error
-    if not torch.allclose(whole[0].flatten(), torch.cat(parts), rtol=1e-4, atol=1e-6):
-        raise ConfigError(f"partition='even' would change the result: {reason}")
+        raise ConfigError(f"partition='even' cannot be used: {advice} ({error})") from error
+    if reason is not None:
+        raise ConfigError(f"partition='even' would change the result: {name} {reason}; {advice}")
 
 
 def describe_params(groups: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -113,20 +128,6 @@ def describe_params(groups: Sequence[Mapping[str, Any]]) -> list[str]:
             frozen = "" if tensor.requires_grad else ", frozen"
             lines.append(f"group {index} parameter {place} of shape {tuple(tensor.shape)}, {tensor.dtype}{frozen}")
     return lines
-
-
-def _steps(
-    optimizer_class: type[Optimizer],
-    options: Mapping[str, Any],
-    tensors: list[torch.Tensor],
-    gradients: Sequence[Sequence[torch.Tensor]],
-) -> list[torch.Tensor]:
-    optimizer = optimizer_class([{"params": tensors}], **options)
-    for row in gradients:
-        for tensor, gradient in zip(tensors, row, strict=True):
-            tensor.grad = gradient.clone()
-        optimizer.step()
-    return tensors
 
 
 def _all_tensors(items: list[Any]) -> TypeGuard[list[torch.Tensor]]:

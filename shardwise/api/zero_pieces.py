@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from shardwise.api.zero_checks import Partition
-from shardwise.comm.owners import Owned
+from shardwise.comm.carve import are_neighbours, carve, is_own
+from shardwise.comm.owners import Owned, Place
 from shardwise.errors import LayoutError
 from shardwise.layout.even import even_pieces
 from shardwise.layout.owners import Piece, add_loads, whole_pieces
+from shardwise.torch_private import storage_use_count
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LocalPiece:
     """A piece that this rank updates.
 
@@ -59,8 +61,10 @@ def make_local(piece: Piece, param: torch.Tensor, kind: Partition) -> LocalPiece
 
 
 def view_of(piece: Piece, param: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``piece`` as a detached view of ``param``'s memory, 1-D (0-D for a 0-D parameter)."""
-    return param.detach() if param.dim() == 0 else flat_view(param.detach())[piece.start : piece.stop]
+    """Return the elements of ``piece`` as a tensor on ``param``'s memory, 1-D (0-D for a 0-D parameter)."""
+    if param.dim() == 0:
+        return param.detach()
+    return flat_view(param.detach())[piece.start : piece.stop].detach()  # without the base that a view keeps for ever
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,7 +74,7 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.is_contiguous():
         return tensor.view(-1)
-    ordered = tensor.permute(_memory_order(tensor))
+    ordered = tensor.permute(memory_order(tensor))
     if not ordered.is_contiguous():
         raise LayoutError(
             f"a tensor of shape {tuple(tensor.shape)} has strides {tensor.stride()}, which leave gaps or overlap; "
@@ -79,11 +83,16 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     return ordered.view(-1)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return True if ``tensor`` has neither gaps nor overlaps in memory, in whatever order its elements lie."""
+    return tensor.is_contiguous() or tensor.permute(memory_order(tensor)).is_contiguous()
+
+
 def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` (shape of ``param``) as 1-D in the memory order of ``param``; a copy only if strides differ."""
     if param.is_contiguous():
         return tensor.reshape(-1)
-    return tensor.permute(_memory_order(param)).reshape(-1)
+    return tensor.permute(memory_order(param)).reshape(-1)
 
 
 def gradient_for(local: LocalPiece, gradient: torch.Tensor) -> torch.Tensor:
@@ -93,14 +102,30 @@ def gradient_for(local: LocalPiece, gradient: torch.Tensor) -> torch.Tensor:
     return flat_like(gradient, local.param)[local.piece.start : local.piece.stop]
 
 
-def owned_views(pieces: Iterable[Piece], params: Sequence[torch.Tensor]) -> list[Owned]:
-    """Return 1-D views of the trainable pieces, neighbours of one owner next to each other."""
+def owned_views(
+    pieces: Iterable[Piece],
+    params: Sequence[torch.Tensor],
+    places: Mapping[int, Place] | None = None,
+    moving: Sequence[bool] | None = None,
+) -> list[Owned]:
+    """Return 1-D views of the moving pieces (default: those that train), neighbours of one owner next to each other.
+
+    ``places``: where :func:`pack_params` meant the parameters to lie; None: they lie alike on all ranks.
+    """
+    moving = [param.requires_grad for param in params] if moving is None else moving
     found = [
-        Owned(piece.owner, view_of(piece, params[piece.tensor]).view(-1))
+        Owned(piece.owner, view_of(piece, params[piece.tensor]).view(-1), _place(piece, places))
         for piece in pieces
-        if params[piece.tensor].requires_grad
+        if moving[piece.tensor]
     ]
     return sorted(found, key=lambda item: (item.owner, str(item.tensor.dtype), str(item.tensor.device)))
+
+
+def _place(piece: Piece, places: Mapping[int, Place] | None) -> Place | None:
+    if places is None:
+        return None
+    place = places.get(piece.tensor, Place(-1 - piece.tensor, 0))  # not packed: next to nothing
+    return Place(place.buffer, place.offset + piece.start)
 
 
 def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> None:
@@ -122,39 +147,64 @@ def narrowed(groups: Sequence[dict[str, Any]], chosen: set[int]) -> Generator[No
             group["params"] = tensors
 
 
-def pack_params(pieces_of_groups: Sequence[Sequence[Piece]], params: Sequence[torch.Tensor], kind: Partition) -> None:
-    """Move trainable parameters into flat buffers, so that a rank's pieces are neighbours in memory.
+def pack_params(
+    pieces_of_groups: Sequence[Sequence[Piece]],
+    params: Sequence[torch.Tensor],
+    kind: Partition,
+    moving: Sequence[bool] | None = None,
+    packed: Container[int] = (),
+) -> dict[int, Place]:
+    """Lay parameters one after the other, so that a rank's pieces are neighbours; return where each is to lie.
 
-    One buffer per owner (whole) or group (even), dtype and device.  Frozen parameters get memory of their own, so that
-    no earlier buffer lives on for their sake.
+    One buffer per owner (whole) or group (even), dtype and device.  A parameter whose memory somebody else may hold
+    (an alias, a state dict, another process) stays where it is: the places are the same on every rank all the same.
+    ``moving``: which parameters to lay out (default: those that train).  ``packed``: those that lie in buffers of an
+    earlier call; of them the others get memory of their own, so that no earlier buffer lives on for their sake.
     """
-    buckets: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
-    seen: set[int] = set()
+    moving = [param.requires_grad for param in params] if moving is None else moving
+    buffers: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
     for number, pieces in enumerate(pieces_of_groups):
         for piece in pieces:
             param = params[piece.tensor]
-            if piece.tensor in seen:
-                continue
-            seen.add(piece.tensor)
-            if not param.requires_grad:
-                param.data = param.data.detach().clone()
+            if not moving[piece.tensor]:
+                if piece.tensor in packed and not is_held(param):
+                    param.data = param.detach().clone()
                 continue
             key = (piece.owner if kind == "whole" else number, param.dtype, param.device)
-            buckets.setdefault(key, []).append(param)
-    for members in buckets.values():
-        _pack(members)
+            members = buffers.setdefault(key, [])
+            if piece.tensor not in members[-1:]:  # the pieces of one tensor come one after the other
+                members.append(piece.tensor)
+    places: dict[int, Place] = {}
+    for number, members in enumerate(buffers.values()):
+        offset = 0
+        for index in members:
+            places[index] = Place(number, offset)
+            offset += params[index].numel()
+        _pack([params[index] for index in members])
+    return places
+
+
+def is_held(param: torch.Tensor) -> bool:
+    """Return True if others than ``param`` may read or write its memory, and would lose sight of it if it moved."""
+    storage = param.untyped_storage()
+    return storage_use_count(storage) > 1 or (param.device.type == "cpu" and storage.is_shared())
 
 
 def _pack(members: Sequence[torch.Tensor]) -> None:
-    buffer = members[0].new_empty(sum(param.numel() for param in members), requires_grad=False)
-    offset = 0
     for param in members:
         flat_view(param.detach())  # refuses memory with gaps before anything is moved
-        view = buffer.as_strided(param.shape, param.stride(), offset)
-        view.copy_(param.detach())
-        param.data = view
+    movable = [param for param in members if not is_held(param)]
+    if are_neighbours([flat_view(param.detach()) for param in movable]) and all(is_own(param) for param in movable):
+        return
+    buffer = movable[0].new_empty(sum(param.numel() for param in movable), requires_grad=False)
+    offset = 0
+    for param in movable:
+        place = carve(buffer, offset, param.shape, param.stride())
+        place.copy_(param.detach())
+        param.data = place
         offset += param.numel()
 
 
-def _memory_order(tensor: torch.Tensor) -> list[int]:
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """Return the dims of ``tensor`` from the one that moves furthest in memory to the one that moves least."""
     return sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))

@@ -6,17 +6,19 @@ or the partition, and a plain optimizer's ``state_dict()`` loads it and is loade
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from shardwise.api.zero_pieces import LocalPiece, flat_view
+from shardwise.api.zero_pieces import LocalPiece, flat_like, memory_order
 from shardwise.api.zero_state import StateOfParam, check_groups, load_into
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.even import Box, boxes
+from shardwise.optim.checkpointed import Checkpoint, only_saved
+from shardwise.optim.forms import in_form, is_flat, options_of, unflattened
 
 if TYPE_CHECKING:
     from shardwise.api.zero import ZeroRedundancyOptimizer
@@ -30,16 +32,30 @@ class StateSlice(torch.Tensor):
     """
 
     local: torch.Tensor
-    parts: tuple[Box, ...]
+    parts: tuple[Box, ...]  # in memory order: dim ``i`` of a box is dim ``order[i]`` of the tensor
+    order: tuple[int, ...]
     start: int
 
     @staticmethod
-    def make(local: torch.Tensor, shape: torch.Size, start: int) -> StateSlice:
-        """Return the slice of a row-major tensor of ``shape`` whose values from ``start`` on are ``local`` (1-D)."""
-        slice_ = torch.empty(1, dtype=local.dtype, device=local.device).expand(shape).as_subclass(StateSlice)
-        slice_.local, slice_.start = local, start
-        slice_.parts = boxes(tuple(shape), start, start + local.numel())
+    def make(local: torch.Tensor, param: torch.Tensor, start: int) -> StateSlice:
+        """Return the slice of a tensor that lies as ``param`` does and holds ``local`` (1-D) from ``start`` on."""
+        slice_ = torch.empty(1, dtype=local.dtype, device=local.device).expand(param.shape).as_subclass(StateSlice)
+        order = range(param.dim()) if param.is_contiguous() else memory_order(param)
+        slice_.local, slice_.start, slice_.order = local, start, tuple(order)
+        slice_.parts = boxes([param.size(dim) for dim in order], start, start + local.numel())
         return slice_
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateSlice:
+        found = self.as_subclass(StateSlice)
+        found.local, found.parts, found.order, found.start = self.local.clone(), self.parts, self.order, self.start
+        memo[id(self)] = found
+        return found
+
+    def _by_dim(self, values: Sequence[int]) -> torch.Size:
+        found = [0] * len(values)
+        for dim, value in zip(self.order, values, strict=True):
+            found[dim] = value
+        return torch.Size(found)
 
     def __create_write_items__(self, fqn: str, _tensor: object) -> list[WriteItem]:
         return [
@@ -52,13 +68,14 @@ class StateSlice(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.parts]
+        return [ChunkStorageMetadata(self._by_dim(box.offsets), self._by_dim(box.sizes)) for box in self.parts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for box in self.parts:
-            if index.offset == torch.Size(box.offsets):
+            if index.offset == self._by_dim(box.offsets):
                 begin = box.start - self.start
-                return self.local[begin : begin + box.numel].view(box.sizes)
+                dims = self._by_dim(range(len(self.order)))  # where each dim of the tensor is among those of the box
+                return self.local[begin : begin + box.numel].view(box.sizes).permute(dims)
         raise StateError(f"{index.fqn}: no part of this rank's slice starts at {index.offset}")
 
 
@@ -66,19 +83,28 @@ class ShardedState:
     """The share of ``zero`` as a DCP ``Stateful``; made by ``zero.sharded()``.
 
     Keys are those of a plain optimizer's state dict, or with ``names`` (e.g. ``dict(model.named_parameters())``) the
-    names of the parameters.  To load into an optimizer that has not stepped pass ``loading=True``: DCP fills tensors
-    that exist, so the optimizer is tried out on zeros to learn what its state looks like.
+    names of the parameters, or with ``flat`` too those of torch's ``flatten_optimizer_state_dict``. To load into an
+    optimizer that has not stepped pass ``loading=path``, the checkpoint's folder or ``StorageReader``: DCP fills tensors
+    that exist, so the optimizer is tried out on zeros to learn what its state looks like. ``loading=True`` does it for
+    all parameters; DCP raises "Missing key" then if some had no state, since no loss had used them.
 
     Example:
         >>> dcp.save({"optimizer": zero.sharded()}, checkpoint_id=path)  # doctest: +SKIP
-        >>> dcp.load({"optimizer": zero.sharded(loading=True)}, checkpoint_id=path)  # doctest: +SKIP
+        >>> dcp.load({"optimizer": zero.sharded(loading=path)}, checkpoint_id=path)  # doctest: +SKIP
     """
 
     def __init__(
-        self, zero: ZeroRedundancyOptimizer, names: Mapping[str, torch.Tensor] | None = None, loading: bool = False
+        self,
+        zero: ZeroRedundancyOptimizer,
+        names: Mapping[str, torch.Tensor] | None = None,
+        loading: bool | Checkpoint = False,
+        flat: bool = False,
     ) -> None:
+        if flat and names is None:
+            raise ConfigError("flat keys are made of names: pass names=dict(model.named_parameters())")
         self._zero = zero
         self._loading = loading
+        self._flat = flat
         by_id = {id(param): name for name, param in names.items()} if names is not None else None
         self._keys: list[int | str] = []
         for index, param in enumerate(zero.all_params):
@@ -87,20 +113,25 @@ class ShardedState:
             self._keys.append(index if by_id is None else by_id[id(param)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"state": {key: {name: tensor or slice}}, "param_groups": [...]} of this rank's pieces."""
+        """Return {"state": {key: {name: tensor or slice}}, "param_groups": [...]} of this rank's pieces, or it flat."""
         state: dict[int | str, StateOfParam] = {}
-        made = _blank_state(self._zero) if self._loading else {}
+        made = {} if self._loading is False else _blank_state(self._zero)
         for local in self._zero.local_pieces:
             values = self._zero.optim.state.get(local.tensor) or made.get(id(local.tensor))
             if values:
                 state[self._keys[local.piece.tensor]] = {k: _outward(v, local) for k, v in values.items()}
+        if not isinstance(self._loading, bool):
+            state = only_saved(state, self._loading, self._keys)
         keys = iter(self._keys)
-        groups = [{**group, "params": [next(keys) for _ in group["params"]]} for group in self._zero.param_groups]
-        return {"state": state, "param_groups": groups}
+        groups = [{**options_of(g), "params": [next(keys) for _ in g["params"]]} for g in self._zero.param_groups]
+        return in_form("flat" if self._flat else "named", state, groups)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Adopt what DCP has filled in; options come from the checkpoint."""
         zero = self._zero
+        if is_flat(state_dict):
+            keys = iter(map(str, self._keys))
+            state_dict = unflattened(state_dict, [[next(keys) for _ in group["params"]] for group in zero.param_groups])
         groups = state_dict["param_groups"]
         check_groups([len(group["params"]) for group in groups], zero)
         by_tensor = {id(local.tensor): local for local in zero.local_pieces}
@@ -118,19 +149,14 @@ class ShardedState:
 def _outward(value: Any, local: LocalPiece) -> Any:
     if local.is_param or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
-    if not local.param.is_contiguous():
-        raise StateError(
-            f"parameter {local.piece.tensor} of shape {tuple(local.param.shape)} is not row-major in memory; its even "
-            "pieces have no boxes a checkpoint could store: consolidate_state_dict(), or use partition='whole'"
-        )
-    return StateSlice.make(value, local.param.shape, local.piece.start)
+    return StateSlice.make(value, local.param, local.piece.start)
 
 
 def _inward(value: Any, local: LocalPiece) -> Any:
     if isinstance(value, StateSlice):
         return value.local
     if isinstance(value, torch.Tensor) and value.dim() > 0 and not local.is_param:
-        return flat_view(value)[local.piece.start : local.piece.stop].clone()
+        return flat_like(value, local.param)[local.piece.start : local.piece.stop].clone()
     return value
 
 

@@ -13,6 +13,7 @@ from shardwise.api.zero_pieces import LocalPiece, flat_like, flat_view
 from shardwise.comm.owners import gather_objects, receive_tensor, send_tensor
 from shardwise.errors import ConfigError, LayoutError
 from shardwise.layout.owners import Piece
+from shardwise.optim.pieces import copied
 
 if TYPE_CHECKING:
     from shardwise.api.zero import ZeroRedundancyOptimizer
@@ -129,7 +130,7 @@ def _local_tensors(zero: ZeroRedundancyOptimizer) -> Iterator[torch.Tensor]:
 
 
 def _is_streamed(value: object, piece: Piece, kind: Partition) -> TypeGuard[torch.Tensor]:
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+    if type(value) is not torch.Tensor or value.dim() == 0:  # what has a form of its own travels as an object
         return False
     return kind == "whole" or tuple(value.shape) == (piece.numel,)
 
@@ -141,7 +142,7 @@ def _describe(zero: ZeroRedundancyOptimizer, local: LocalPiece) -> dict[str, Any
             strides = value.stride() if _flat(value).data_ptr() == value.data_ptr() else _dense_strides(value.shape)
             found[name] = Described(tuple(value.shape), strides, value.dtype, value.device.type == "cpu")
         else:
-            found[name] = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+            found[name] = copied(value.cpu() if type(value) is torch.Tensor else value)
     return found
 
 
@@ -167,7 +168,7 @@ def _share(local: LocalPiece, name: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if local.is_param or value.dim() == 0:
-        return value.detach().clone()
+        return copied(value)
     if value.shape != local.param.shape:
         raise LayoutError(
             f"state {name!r} of parameter {local.piece.tensor} has shape {tuple(value.shape)}, expected "

@@ -56,6 +56,13 @@ class Board:
         finally:
             del error  # the error refers to this frame: without this each would keep the other alive
 
+    def gather(self, what: str, text: str) -> list[str]:
+        """Return every rank's ``text``, in rank order and the same on all ranks, once all have called with this ``what``.
+
+        Raises: DesyncError like :meth:`agree`, but not for texts that differ.
+        """
+        return self._compare(what, (), None, text) if self.has_peers else [text] * self.size
+
     def report_failure(self, text: str) -> None:
         """Tell ranks that wait for this one why it will not come; the first report stays."""
         if self.has_peers and self.failure() is None:
@@ -90,23 +97,29 @@ class Board:
         self.report_failure(text)
         return DesyncError(text)
 
-    def _compare(self, what: str, facts: Sequence[str], error: BaseException | None) -> None:
+    def _compare(
+        self, what: str, facts: Sequence[str], error: BaseException | None, said: str | None = None
+    ) -> list[str]:
         number = self.num_agreements
         self.num_agreements += 1
         place = f"{self.prefix}/agree/{number}"
         text = f"{type(error).__name__}: {error}" if error is not None else ""
-        self.store.set(f"{place}/{self.rank}", json.dumps([what, _digest(facts), text]))
+        self.store.set(f"{place}/{self.rank}", json.dumps([what, _digest(facts), text, said]))
         if self.rank == 0:
             self._judge(place, what)
         verdict = self._read(f"{place}/verdict", self.timeout_s + GRACE_S)
+        texts: list[str] = []
         if verdict is None:
             self._explain_absence(place, what, range(self.size))
-        elif verdict != "ok" and error is None:
+        elif verdict.startswith("ok"):
+            texts = json.loads(verdict[2:] or "[]")
+        elif error is None:
             self._raise_disagreement(place, json.loads(verdict), facts, what)
         if number >= 1:
             self._delete(f"{self.prefix}/agree/{number - 1}/{self.rank}")
         if number >= 2 and self.rank == 0:
             self._delete(f"{self.prefix}/agree/{number - 2}/verdict")
+        return texts
 
     def _judge(self, place: str, what: str) -> None:
         notes = self._collect(place, range(self.size), self.timeout_s)
@@ -115,7 +128,8 @@ class Board:
         parsed = {rank: _Note(*json.loads(text)) for rank, text in notes.items()}
         same = len({(note.what, note.digest) for note in parsed.values()}) == 1
         if same and not any(note.error for note in parsed.values()):
-            self.store.set(f"{place}/verdict", "ok")
+            said = [parsed[rank].said for rank in range(self.size)]
+            self.store.set(f"{place}/verdict", "ok" if None in said else f"ok{json.dumps(said)}")
         else:
             rows = [[rank, note.what, note.digest, note.error] for rank, note in sorted(parsed.items())]
             self.store.set(f"{place}/verdict", json.dumps(rows))
@@ -127,7 +141,10 @@ class Board:
             raise DesyncError(f"{what} stopped on rank {self.rank} because {causes}")
         calls = _by_value({int(rank): str(call) for rank, call, _, _ in rows})
         if len(calls) > 1:
-            raise DesyncError("ranks are in different calls: " + _listing(calls))
+            elsewhere = ", ".join(str(rank) for rank, call, _, _ in rows if call != rows[0][1])
+            raise DesyncError(
+                f"{rows[0][1]}: rank(s) {elsewhere} of {self.size} are in another call: {_listing(calls)}"
+            )
         self.store.set(f"{place}/detail/{self.rank}", json.dumps(list(facts)))
         found = self._collect(f"{place}/detail", range(self.size), GRACE_S + self.timeout_s)
         raise DesyncError(
@@ -221,6 +238,7 @@ class _Note:
     what: str
     digest: str
     error: str
+    said: str | None
 
 
 def _digest(facts: Sequence[str]) -> str:

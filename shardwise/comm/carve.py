@@ -73,13 +73,28 @@ def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     They may have storages of their own, and need not be of one allocation.
     """
-    first = tensors[0]
-    numel = sum(tensor.numel() for tensor in tensors)
-    start = next((tensor for tensor in tensors if tensor.numel()), first)
-    if not numel or start.device.type == "meta":
+    real = [tensor for tensor in tensors if tensor.numel()] or tensors[:1]
+    return join_from(real[0], sum(tensor.numel() for tensor in real), tuple(tensors))
+
+
+def join_from(first: torch.Tensor, numel: int, keep: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return ``numel`` elements from where ``first`` starts, 1-D; ``keep``, in whose memory they lie, stays alive with it."""
+    if not numel or first.device.type == "meta":
         return torch.empty(numel, dtype=first.dtype, device=first.device)
-    num_bytes = numel * first.element_size()
-    return _bytes_at(start.data_ptr(), num_bytes, start.device, tuple(tensors)).view(first.dtype)
+    return _bytes_at(first.data_ptr(), numel * first.element_size(), first.device, keep).view(first.dtype)
+
+
+def are_neighbours(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return True if ``tensors``, contiguous and of one dtype, lie one after the other without gaps; empty ones anywhere."""
+    end = None
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes:
+            start = tensor.data_ptr()
+            if end is not None and start != end:
+                return False
+            end = start + num_bytes
+    return True
 
 
 def is_own(tensor: torch.Tensor) -> bool:

@@ -10,13 +10,14 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm.board import Board
 from shardwise.comm.buffers import BufferPool, Lease
+from shardwise.comm.carve import are_neighbours, join
 from shardwise.errors import DesyncError
 
 PACK_BELOW_BYTES = 256 * 1024  # smaller tensors share a message: a gloo broadcast costs as much as copying this
@@ -26,12 +27,24 @@ PATIENCE_S = 1.0  # how long to wait before looking whether another rank has rep
 _Object = TypeVar("_Object")
 
 
+class Place(NamedTuple):
+    """Where a tensor is meant to lie: the number of a buffer and an offset in it, in elements; the same on every rank."""
+
+    buffer: int
+    offset: int
+
+
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A 1-D contiguous tensor whose values are right on group rank ``owner``."""
+    """A 1-D contiguous tensor whose values are right on group rank ``owner``.
+
+    ``place`` None: it lies in memory as on every other rank.  Where that may differ, because somebody held one rank's
+    memory, places say what goes into one call, and a rank whose memory lies otherwise packs.
+    """
 
     owner: int
     tensor: torch.Tensor
+    place: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +82,18 @@ def plan_broadcasts(owned: Iterable[Owned]) -> tuple[Broadcast, ...]:
     """
     packs: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
     calls: list[Broadcast] = []
-    for item in _merge_neighbours(owned):
-        num_bytes = item.tensor.numel() * item.tensor.element_size()
-        if num_bytes == 0:
-            continue
+    for items in _neighbours(owned):
+        owner, first = items[0].owner, items[0].tensor
+        tensors = _as_one([item.tensor for item in items])
+        num_bytes = sum(tensor.numel() for tensor in tensors) * first.element_size()
         if num_bytes >= PACK_BELOW_BYTES:
-            calls.append(Broadcast(item.owner, (item.tensor,)))
+            calls.append(Broadcast(owner, tensors))
             continue
-        key = (item.owner, item.tensor.dtype, item.tensor.device)
+        key = (owner, first.dtype, first.device)
         pack = packs.setdefault(key, [])
-        pack.append(item.tensor)
+        pack.extend(tensors)
         if sum(tensor.numel() * tensor.element_size() for tensor in pack) >= PACK_UPTO_BYTES:
-            calls.append(Broadcast(item.owner, tuple(packs.pop(key))))
+            calls.append(Broadcast(owner, tuple(packs.pop(key))))
     calls.extend(Broadcast(owner, tuple(pack)) for (owner, _, _), pack in packs.items())
     return _alternate(calls)
 
@@ -112,7 +125,10 @@ def launch_broadcasts(calls: Sequence[Broadcast], board: Board, what: str) -> li
 
 @dataclass(slots=True)
 class PendingReduce:
-    """Gradients on their way to their owners; ``wait`` returns this rank's, averaged, in the order they were given."""
+    """Gradients on their way to their owners; ``wait`` returns this rank's, averaged, in the order they were given.
+
+    ``sizes``: elements of each of them.
+    """
 
     received: torch.Tensor
     sizes: tuple[int, ...]
@@ -121,8 +137,8 @@ class PendingReduce:
     what: str
     leases: tuple[Lease, ...] = ()
 
-    def wait(self) -> list[torch.Tensor]:
-        """Return the averages of this rank's pieces (1-D, windows of one new tensor).
+    def wait(self) -> torch.Tensor:
+        """Return the averages of this rank's pieces, one after the other in a new 1-D tensor.
 
         Sums are taken in rank order, so runs repeat bitwise.
         """
@@ -135,7 +151,7 @@ class PendingReduce:
         total /= self.board.size
         for lease in self.leases:
             lease.release()
-        return list(total.split(self.sizes))
+        return total
 
 
 def reduce_to_owners(owned: Sequence[Owned], board: Board, what: str, pool: BufferPool) -> PendingReduce:
@@ -253,25 +269,31 @@ def ranks_that_are(flag: bool, board: Board, device: torch.device, what: str) ->
     return [rank for rank, value in enumerate(flags.tolist()) if value]
 
 
-def _merge_neighbours(owned: Iterable[Owned]) -> list[Owned]:
-    merged: list[Owned] = []
+def _neighbours(owned: Iterable[Owned]) -> list[list[Owned]]:
+    groups: list[list[Owned]] = []
     for item in owned:
-        last = merged[-1] if merged else None
-        if last is not None and last.owner == item.owner and _follows(last.tensor, item.tensor):
-            numel = last.tensor.numel() + item.tensor.numel()
-            merged[-1] = Owned(item.owner, last.tensor.as_strided((numel,), (1,)))
+        if not item.tensor.numel():
+            continue
+        if groups and _follows(groups[-1][-1], item):
+            groups[-1].append(item)
         else:
-            merged.append(item)
-    return merged
+            groups.append([item])
+    return groups
 
 
-def _follows(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return (
-        left.dtype == right.dtype
-        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-        and left.numel() > 0
-        and left.storage_offset() + left.numel() == right.storage_offset()
-    )
+def _follows(left: Owned, right: Owned) -> bool:
+    if left.owner != right.owner or left.tensor.dtype != right.tensor.dtype:
+        return False
+    if left.place is not None and right.place is not None:
+        return right.place == Place(left.place.buffer, left.place.offset + left.tensor.numel())
+    return left.place is right.place and are_neighbours([left.tensor, right.tensor])
+
+
+def _as_one(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return one tensor over ``tensors`` if they are neighbours in memory, else themselves."""
+    if len(tensors) > 1 and are_neighbours(tensors):
+        return (join(tensors),)
+    return tuple(tensors)
 
 
 def _alternate(calls: Sequence[Broadcast]) -> tuple[Broadcast, ...]:

@@ -9,25 +9,30 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise import torch_private
+from shardwise.errors import StateError
 from shardwise.optim.flat import (
+    Chain,
     Found,
     Run,
     State,
-    can_merge,
     find_joins,
     flat_over,
     in_memory_order,
     make_run,
     merge_states,
-    share_storage,
-    split_state,
+    packed,
 )
+from shardwise.optim.given import GivenState
 from shardwise.optim.pieces import Piece, gradient_of, local_of
+from shardwise.optim.trial import why_not_elementwise
 
 # Unfused updates on a CPU pass over memory about ten times: joined further, large parameters leave the caches
 # (benchmarks/optimizer_step.py, few_large: 97 ms joined without a limit, 79 ms not joined).
 CACHED_NUMEL = 1 << 16
 UNLIMITED_NUMEL = 1 << 62
+RETRY_EVERY = 64  # steps
+CHECK_EVERY = 16  # steps; and in the first ones: an optimizer may start with plain state
+MANY_LAYOUTS = 16  # an allocator may put gradients of separate tensors side by side in some steps and not in others
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
@@ -40,7 +45,21 @@ class _Group:
         self.order = list(range(len(pieces)))
         self.joins = [False] * len(pieces)
         self.runs = runs
-        self.blocked: frozenset[int] = frozenset()  # places in ``order`` whose state differs from their neighbour's
+        self.blocked: frozenset[int] = (
+            frozenset()
+        )  # places in ``order`` whose state cannot be merged with their neighbour's
+        self.num_steps = self.num_layouts = 0
+        self.is_checked = False  # the state that the runs have got is per element
+
+    @property
+    def is_unsteady(self) -> bool:
+        """True if runs have changed so often that finding them costs more than they save."""
+        return self.num_layouts >= MANY_LAYOUTS and self.num_layouts * MANY_LAYOUTS >= self.num_steps
+
+    @property
+    def is_due(self) -> bool:
+        """True if it is time to look whether state that kept pieces apart is still held."""
+        return bool(self.blocked) and self.num_steps % RETRY_EVERY == 0
 
     def find(self) -> list[Found]:
         """Return the pieces with their tensors and gradients of this moment, in ``order``."""
@@ -52,13 +71,16 @@ class ElementwiseStep:
     """An optimizer over plain tensors that share memory with the pieces.
 
     State lies in the inner optimizer under the runs' tensors.  When gradients come in other memory, or not for all
-    pieces, runs are split (state becomes views) or joined (state is copied once unless it still is one block), so a step
+    pieces, runs are split (state stays where it is) or joined (it is copied once unless it lies side by side), so a step
     is always the one that a plain optimizer would make on each piece.
+
+    What :meth:`states` returns are tensors with storages of their own on the live memory, for ever: state that somebody
+    holds is not moved, its piece is updated by itself then.
 
     Args:
         make: builds the optimizer from param groups.
         groups: pieces and options of each param group.
-        is_flat: join pieces into runs.
+        is_flat: join pieces into runs.  is_known: the class is known to be element-wise; else its state is looked at.
     """
 
     def __init__(
@@ -66,10 +88,13 @@ class ElementwiseStep:
         make: MakeOptimizer,
         groups: Sequence[tuple[Sequence[Piece], Mapping[str, Any]]],
         is_flat: bool,
+        is_known: bool = True,
     ) -> None:
         self._make = make
         self._is_flat = is_flat
+        self._is_known = is_known
         self._groups = [_Group(pieces, _alone(pieces)) for pieces, _ in groups]
+        self._given = GivenState()
         self.optimizer = make(
             [
                 {**options, "params": [run.tensor for run in group.runs]}
@@ -84,7 +109,10 @@ class ElementwiseStep:
         self._groups.append(group)
 
     def step(self) -> None:
-        """Update the pieces from their gradients of now."""
+        """Update the pieces from their gradients of now.
+
+        Raises: StateError if the optimizer turns out to keep state that is not per element.
+        """
         try:
             for index, group in enumerate(self._groups):
                 self._prepare(index, group)
@@ -93,6 +121,10 @@ class ElementwiseStep:
             for group in self._groups:
                 for run in group.runs:
                     run.tensor.grad = None
+        self._given.follow((run for group in self._groups for run in group.runs), self._state_of)
+        for group in () if self._is_known else self._groups:
+            if not group.is_checked or group.num_steps % CHECK_EVERY == 0 or group.num_steps <= CHECK_EVERY:
+                self._check_state(group)
 
     @property
     def num_runs(self) -> int:
@@ -100,13 +132,11 @@ class ElementwiseStep:
         return sum(len(group.runs) for group in self._groups)
 
     def states(self) -> dict[Piece, State]:
-        """Return the state of every piece that has any; tensors are views of the live state."""
+        """Return the state of every piece that has any; tensors are aliases of the live state."""
         found: dict[Piece, State] = {}
         for group in self._groups:
-            for run in group.runs:
-                state = self.optimizer.state.get(run.tensor)
-                if state:
-                    found.update(zip(run.pieces, split_state(run, state), strict=True))
+            for piece, state in self._states_of(group).items():
+                found[piece] = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
         return found
 
     def blank_states(self) -> dict[Piece, State]:
@@ -129,6 +159,9 @@ class ElementwiseStep:
     def load(self, states: Mapping[Piece, State], options: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state and options, by the optimizer's own ``load_state_dict``."""
         self._groups = [_Group(group.pieces, _alone(group.pieces)) for group in self._groups]
+        self._given = GivenState()
+        if self._is_flat:
+            states = packed(states, [item for group in self._groups for item in group.find()])
         for index, group in enumerate(self._groups):
             self.optimizer.param_groups[index]["params"] = [run.tensor for run in group.runs]
         numbered: dict[int, State] = {}
@@ -144,20 +177,28 @@ class ElementwiseStep:
 
     def _prepare(self, index: int, group: _Group) -> None:
         found = group.find()
-        joins = find_joins(found, group.blocked, self._max_numel(index)) if self._is_flat else group.joins
-        if joins != group.joins or not _is_current(group.runs, found):
+        group.num_steps += 1
+        joins = self._joins(index, group, found)
+        is_laid_out = joins == group.joins and _is_current(group.runs, found) and not group.is_due
+        if not is_laid_out or self._given.was_changed(group.runs, self._state_of):
             found = self._lay_out(index, group)
         start = 0
         for run in group.runs:
+            stop = start + len(run.pieces)
             first = found[start].gradient
-            if len(run.pieces) > 1:
-                assert first is not None
-                run.tensor.grad = flat_over(_first_real(found, start, len(run.pieces)), run.tensor.numel())
+            if stop - start > 1:
+                run.tensor.grad = flat_over([item.gradient for item in found[start:stop] if item.gradient is not None])
             elif first is not None:
                 run.tensor.grad = first.detach() if first.requires_grad else first
-            start += len(run.pieces)
+            start = stop
+
+    def _joins(self, index: int, group: _Group, found: Sequence[Found]) -> list[bool]:
+        if not self._is_flat or group.is_unsteady:
+            return [False] * len(found)
+        return find_joins(found, group.blocked, self._max_numel(index))
 
     def _lay_out(self, index: int, group: _Group) -> list[Found]:
+        group.num_layouts += 1
         states = self._states_of(group)
         for run in group.runs:
             self.optimizer.state.pop(run.tensor, None)
@@ -166,43 +207,57 @@ class ElementwiseStep:
         if self._is_flat:
             group.order = [group.order[i] for i in in_memory_order(found)]
             found = group.find()
-        group.blocked, group.joins = self._join(found, states, self._max_numel(index))
-        group.runs = []
+        group.blocked, group.joins = self._join(index, group, found, states)
+        group.runs, group.is_checked = [], False
         for start, stop in _ranges(group.joins):
             run = make_run(found[start:stop])
             group.runs.append(run)
             parts = [states.get(piece, {}) for piece in run.pieces]
-            if parts[0]:
-                state = merge_states(parts, run.shapes) if len(parts) > 1 else parts[0]
-                self.optimizer.state[run.tensor] = state
+            merged = merge_states(parts, run.shapes) if len(parts) > 1 else parts[0]
+            if merged:
+                self.optimizer.state[run.tensor] = merged
+            self._given.merge(run, parts, merged)
         self.optimizer.param_groups[index]["params"] = [run.tensor for run in group.runs]
         return found
 
     def _join(
-        self, found: Sequence[Found], states: Mapping[Piece, State], max_numel: int
+        self, index: int, group: _Group, found: Sequence[Found], states: Mapping[Piece, State]
     ) -> tuple[frozenset[int], list[bool]]:
-        if not self._is_flat:
-            return frozenset(), [False] * len(found)
-        blocked: frozenset[int] = frozenset()
+        group.blocked = frozenset()
         while True:  # a blocked piece starts a run, and the next ones are compared with it instead
-            joins = find_joins(found, blocked, max_numel)
+            joins = self._joins(index, group, found)
             more = _mismatches(found, joins, states)
             if not more:
-                return blocked, joins
-            blocked |= more
+                return group.blocked, joins
+            group.blocked |= more
+
+    def _state_of(self, run: Run) -> State:
+        return self.optimizer.state.get(run.tensor, {})
+
+    def _states_of(self, group: _Group) -> dict[Piece, State]:
+        found: dict[Piece, State] = {}
+        for run in group.runs:
+            state = self._state_of(run)
+            if state:
+                found.update(zip(run.pieces, self._given.split(run, state), strict=True))
+        return found
+
+    def _check_state(self, group: _Group) -> None:
+        states = [self._state_of(run) for run in group.runs]
+        for run, state in zip(group.runs, states, strict=True):
+            reason = why_not_elementwise(state, run.tensor.shape)
+            if reason is not None:
+                raise StateError(
+                    f"{run.pieces[0].name}: {type(self.optimizer).__name__} {reason}. It does not treat every element alone, "
+                    "so this step was not that of the plain optimizer. Go back to the last checkpoint and pass "
+                    "update='whole_matrix'"
+                )
+        group.is_checked = all(states)
 
     def _max_numel(self, index: int) -> int:
         group = self.optimizer.param_groups[index]
         is_cached = not group.get("fused") and all(tensor.device.type == "cpu" for tensor in group["params"][:1])
         return CACHED_NUMEL if is_cached else UNLIMITED_NUMEL
-
-    def _states_of(self, group: _Group) -> dict[Piece, State]:
-        found: dict[Piece, State] = {}
-        for run in group.runs:
-            state = self.optimizer.state.get(run.tensor)
-            if state:
-                found.update(zip(run.pieces, split_state(run, state), strict=True))
-        return found
 
 
 def _alone(pieces: Sequence[Piece]) -> list[Run]:
@@ -222,41 +277,23 @@ def _is_current(runs: Sequence[Run], found: Sequence[Found]) -> bool:
             local = found[start].local
             if local.shape != run.tensor.shape or local.stride() != run.tensor.stride():
                 return False
-        elif not share_storage([f.gradient for f in found[start : start + len(run.pieces)] if f.gradient is not None]):
-            return False
         start += len(run.pieces)
     return True
 
 
 def _mismatches(found: Sequence[Found], joins: Sequence[bool], states: Mapping[Piece, State]) -> frozenset[int]:
-    """Return the joins between pieces of different allocations or with different state."""
+    """Return the places where a join has to end because of the state of the pieces."""
     wrong: set[int] = set()
-    head = 0
-    for index, joined in enumerate(joins):
-        if not joined:
-            head = index
-            continue
-        first, item = found[head], found[index]
-        gradients = [f.gradient for f in (first, item) if f.gradient is not None]
-        mine, theirs = states.get(first.piece, {}), states.get(item.piece, {})
-        is_same = can_merge(mine, first.local.shape, theirs, item.local.shape)
-        if not (is_same and share_storage([first.local, item.local]) and share_storage(gradients)):
-            wrong.add(index)
-            head = index
+    chain: Chain | None = None
+    for index, (item, joined) in enumerate(zip(found, joins, strict=True)):
+        state, shape = states.get(item.piece, {}), item.local.shape
+        if chain is None or not joined or not chain.take(state, shape):
+            if joined:
+                wrong.add(index)
+            chain = Chain(state, shape)
     return frozenset(wrong)
 
 
 def _ranges(joins: Sequence[bool]) -> list[tuple[int, int]]:
     starts = [index for index, joined in enumerate(joins) if not joined]
     return list(zip(starts, [*starts[1:], len(joins)], strict=True))
-
-
-def _first_real(found: Sequence[Found], start: int, count: int) -> torch.Tensor:
-    """Return the first gradient with elements: where the run's gradient memory starts."""
-    for item in found[start : start + count]:
-        assert item.gradient is not None
-        if item.gradient.numel():
-            return item.gradient
-    first = found[start].gradient
-    assert first is not None
-    return first

@@ -6,13 +6,16 @@ update per run, and whoever does not gets one per piece.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from shardwise.comm.carve import are_neighbours, carve, join_from
 from shardwise.optim.pieces import Piece
+from shardwise.torch_private import storage_use_count
 
 State = dict[str, Any]
 
@@ -88,39 +91,58 @@ def find_joins(found: Sequence[Found], blocked: frozenset[int], max_numel: int) 
 
 
 def make_run(found: Sequence[Found]) -> Run:
-    """Return the run of ``found``, which :func:`find_joins` has joined and which share storage."""
+    """Return the run of ``found``, which :func:`find_joins` has joined."""
     pieces = tuple(item.piece for item in found)
     shapes = tuple(item.local.shape for item in found)
-    first = found[0].local.detach()
-    tensor = first if len(found) == 1 else flat_over(first, sum(item.local.numel() for item in found))
+    first = found[0].local
+    tensor = _alone(found[0]) if len(found) == 1 else flat_over([item.local for item in found])
     return Run(tensor, pieces, shapes, first.data_ptr())
 
 
-def flat_over(first: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return ``numel`` elements from where ``first`` starts as a 1-D tensor on the same storage."""
-    return first.detach().as_strided((numel,), (1,), first.storage_offset())
+def _alone(item: Found) -> torch.Tensor:
+    """Return what an optimizer may hold of one piece: no alias if it can be helped, or its memory would count as held."""
+    is_hidden = isinstance(item.piece.param, DTensor) and not item.local.requires_grad  # it has no gradient of its own
+    return item.local if is_hidden else item.local.detach()
 
 
-def share_storage(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if neighbours in memory are in one allocation; the caching allocator hands out adjacent ones."""
-    real = [tensor for tensor in tensors if tensor.numel()]
-    return not real or real[0].untyped_storage().data_ptr() == real[-1].untyped_storage().data_ptr()
+def flat_over(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one 1-D tensor over neighbours in memory; empty ones may come among them."""
+    first, last, numel = tensors[0], tensors[-1], 0
+    for tensor in tensors:
+        size = tensor.numel()
+        if size:
+            last = tensor
+            if not numel:
+                first = tensor
+            numel += size
+    storage = first.untyped_storage()
+    if storage.data_ptr() == last.untyped_storage().data_ptr():  # views of one tensor: half the cost of joining
+        return first.detach().as_strided((numel,), (1,), first.storage_offset())
+    return join_from(first, numel, tensors)
 
 
-def split_state(run: Run, state: State) -> list[State]:
-    """Return the state of each piece; values per element are views of ``state``, others copies."""
+def split_state(run: Run, state: State, known: Sequence[State] = ()) -> list[State]:
+    """Return the state of each piece: values per element as tensors of their own on the memory of ``state``, others copied.
+
+    ``known``: what of it there is already.
+    """
     if len(run.pieces) == 1:
         return [state]
-    parts: list[State] = [{} for _ in run.pieces]
-    numels = [shape.numel() for shape in run.shapes]
+    parts: list[State] = [dict(part) for part in known] or [{} for _ in run.pieces]
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == run.tensor.shape:
-            for part, window, shape in zip(parts, value.split(numels), run.shapes, strict=True):
-                part[key] = window.view(shape)
+        if is_per_element(value, run.tensor.shape):
+            start = 0
+            for part, shape in zip(parts, run.shapes, strict=True):
+                if key not in part:
+                    part[key] = carve(value, start, shape).detach()
+                start += shape.numel()
         else:
             for part in parts:
-                part[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    return parts
+                if not isinstance(value, torch.Tensor):
+                    part[key] = value
+                elif key not in part:
+                    part[key] = value.clone()
+    return [{key: part[key] for key in state} for part in parts]
 
 
 def merge_states(states: Sequence[State], shapes: Sequence[torch.Size]) -> State:
@@ -128,9 +150,11 @@ def merge_states(states: Sequence[State], shapes: Sequence[torch.Size]) -> State
     merged: State = {}
     for key, value in states[0].items():
         if is_per_element(value, shapes[0]):
-            merged[key] = _as_one([state[key] for state in states])
+            parts = [state[key] for state in states]
+            is_flat = are_neighbours(parts) and all(part.is_contiguous() for part in parts)
+            merged[key] = flat_over(parts) if is_flat else torch.cat([part.reshape(-1) for part in parts])
         else:
-            merged[key] = value
+            merged[key] = value.clone() if isinstance(value, torch.Tensor) and is_held(value) else value
     return merged
 
 
@@ -151,19 +175,80 @@ def can_merge(first: State, shape: torch.Size, other: State, other_shape: torch.
     return True
 
 
-def is_per_element(value: object, shape: torch.Size) -> bool:
-    """Return True if ``value`` holds a number for each element of a parameter of ``shape`` (one with dims)."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
+def is_per_element(value: object, shape: torch.Size) -> TypeGuard[torch.Tensor]:
+    """Return True if ``value`` holds a plain number for each element of a parameter of ``shape`` (one with dims)."""
+    return type(value) is torch.Tensor and value.dim() > 0 and value.shape == shape
 
 
-def _as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    real = [part for part in parts if part.numel()]
-    if not real:
-        return parts[0].reshape(-1)
-    address = real[0].data_ptr()
-    for part in real:
-        if part.data_ptr() != address or not part.is_contiguous():
-            return torch.cat([part.reshape(-1) for part in parts])
-        address += part.numel() * part.element_size()
-    numel = sum(part.numel() for part in real)
-    return flat_over(real[0], numel) if share_storage(real) else torch.cat([part.reshape(-1) for part in parts])
+def is_held(value: torch.Tensor) -> bool:
+    """Return True if others than ``value`` see its memory: it must not move, or they would see it no longer."""
+    return storage_use_count(value.untyped_storage()) > 1
+
+
+class Chain:
+    """Pieces that are about to become a run, and whether the memory of their state allows it.
+
+    State that lies together stays where it is; else it is copied, unless somebody holds a part of it.
+    """
+
+    def __init__(self, state: State, shape: torch.Size) -> None:
+        self._head, self._head_shape = state, shape
+        self._needs_copy = False
+        self._is_held = self._holds(state, shape)
+        self._ends: dict[str, int] = {}
+        self._follow(state, shape)
+
+    def take(self, state: State, shape: torch.Size) -> bool:
+        """Add a piece with this state if it can be merged with those before; return whether it was."""
+        if not can_merge(self._head, self._head_shape, state, shape):
+            return False
+        held = self._holds(state, shape)
+        needs_copy = self._needs_copy or not self._is_next(state, shape)
+        if needs_copy and (held or self._is_held):
+            return False
+        self._needs_copy, self._is_held = needs_copy, self._is_held or held
+        self._follow(state, shape)
+        return True
+
+    @staticmethod
+    def _holds(state: State, shape: torch.Size) -> bool:
+        return any(is_per_element(value, shape) and value.numel() and is_held(value) for value in state.values())
+
+    def _is_next(self, state: State, shape: torch.Size) -> bool:
+        real = {k: v for k, v in state.items() if is_per_element(v, shape) and v.numel()}
+        return all(v.is_contiguous() and self._ends.get(k, v.data_ptr()) == v.data_ptr() for k, v in real.items())
+
+    def _follow(self, state: State, shape: torch.Size) -> None:
+        for key, value in state.items():
+            if is_per_element(value, shape) and value.numel():
+                self._needs_copy |= not value.is_contiguous()
+                self._ends[key] = value.data_ptr() + value.numel() * value.element_size()
+
+
+def packed(states: Mapping[Piece, State], found: Sequence[Found]) -> dict[Piece, State]:
+    """Return ``states`` with values per element side by side, as their pieces are to be joined: nothing moves later then."""
+    copies = {piece: dict(state) for piece, state in states.items()}
+    rows: dict[str, list[tuple[State, torch.Tensor]]] = {}
+    for index in in_memory_order(found):
+        item = found[index]
+        for key, value in copies.get(item.piece, {}).items():
+            if is_per_element(value, item.local.shape) and value.dtype == item.local.dtype:
+                rows.setdefault(key, []).append((copies[item.piece], value))
+    for key, row in rows.items():
+        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[State, torch.Tensor]]] = {}
+        for state, value in row:
+            by_kind.setdefault((value.dtype, value.device), []).append((state, value))
+        for members in by_kind.values():
+            memory = torch.cat([value.reshape(-1) for _, value in members])
+            start = 0
+            for state, value in members:
+                state[key] = carve(memory, start, value.shape).detach()
+                start += value.numel()
+    return copies
+
+
+def lies_at(known: torch.Tensor, value: object, start: int, shape: torch.Size) -> bool:
+    """Return True if ``known`` has ``shape`` and lies on the elements of the 1-D tensor ``value`` from ``start`` on."""
+    if not isinstance(value, torch.Tensor) or known.shape != shape or known.dtype != value.dtype or value.dim() != 1:
+        return False
+    return not known.numel() or known.data_ptr() == value.data_ptr() + start * value.element_size()

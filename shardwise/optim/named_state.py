@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise import torch_private
 from shardwise.comm.matrices import sum_bytes
 from shardwise.errors import LayoutError
-from shardwise.optim.pieces import PerPiece, Piece, local_boxes, local_of
+from shardwise.optim.pieces import PerPiece, Piece, copied, local_boxes, local_of
 
 
 class ByName(dict[str, Any]):
@@ -57,6 +57,27 @@ class NamedGroup(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (OrderedDict, (list(self.items()),))
+
+
+class OwnGroup(dict[str, Any]):
+    """A param group of parameters with names, which ``group["param_names"]`` gives.
+
+    They are no entry: torch's ``set_optimizer_state_dict`` asks checkpoints for every entry of a group, and those of
+    optimizers that were not given names have no such.
+    """
+
+    def __init__(self, entries: Mapping[str, Any], names: Sequence[str]) -> None:
+        super().__init__(entries)
+        self._names = list(names)
+
+    def __missing__(self, key: str) -> Any:
+        if key == "param_names":
+            return list(self._names)
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the entry, the names of the parameters included."""
+        return list(self._names) if key == "param_names" else super().get(key, default)
 
 
 class StateView(Mapping[torch.Tensor, Mapping[str, Any]]):
@@ -116,11 +137,18 @@ def unwrap(name: str, key: str, value: Any, pieces: Sequence[Piece], is_elementw
         value = gather_sharded(value)
     if not isinstance(value, torch.Tensor):
         return value
+    if type(value) is not torch.Tensor and value.dim():
+        if is_elementwise:
+            raise LayoutError(
+                f"{name}: state {key!r} is a {type(value).__name__}, a form of its own, expected plain numbers per element: "
+                "it is that of another optimizer class"
+            )
+        return copied(value)
     if value.dim() and tuple(value.shape) == tuple(param.shape):
         return PerPiece(piece.box.cut(value).to(local_of(piece).device).clone() for piece in pieces)
     if is_elementwise and value.dim() and value.numel() > 1:
         raise LayoutError(_misfit(name, key, value, param))
-    return value.clone()
+    return copied(value)
 
 
 def full_value(value: Any) -> Any:
@@ -131,7 +159,7 @@ def full_value(value: Any) -> Any:
         return torch_private.wait_tensor(value.full_tensor().detach()).clone()
     if isinstance(value, ShardedTensor):
         return gather_sharded(value)
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return copied(value)
 
 
 def gather_sharded(value: ShardedTensor) -> torch.Tensor:

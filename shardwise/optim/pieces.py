@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -57,6 +58,13 @@ class PerPiece(tuple[torch.Tensor, ...]):
     """A state value with a number per element of the parameter: one tensor per piece, in the order of the pieces."""
 
     __slots__ = ()
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a state value; of a tensor in a form of its own, which need not know ``clone``, by pickling it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone() if type(value) is torch.Tensor else pickle.loads(pickle.dumps(value))
 
 
 def is_sharded_tensor(param: torch.Tensor) -> TypeGuard[ShardedTensor]:

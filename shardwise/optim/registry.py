@@ -82,6 +82,11 @@ def update_rule(optimizer_class: type[Optimizer], declared: UpdateRule | None = 
     return found
 
 
+def is_known(optimizer_class: type[Optimizer]) -> bool:
+    """Return True if the rule of the class is known, whatever it declares."""
+    return _known_rule(optimizer_class) is not None
+
+
 def reason_for_refusal(optimizer_class: type[Optimizer]) -> str | None:
     """Return why ``optimizer_class`` can never be right over shards; None if it can or nothing is known."""
     for refused, reason in _REFUSED:

@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
 from shardwise.optim.elementwise import ElementwiseStep
-from shardwise.optim.pieces import PerPiece, Piece, is_sharded_tensor, local_of
-from shardwise.optim.registry import UpdateRule, step_cost, update_rule
+from shardwise.optim.pieces import PerPiece, Piece, copied, is_sharded_tensor, local_of
+from shardwise.optim.registry import UpdateRule, is_known, step_cost, update_rule
+from shardwise.optim.trial import why_not_cut
 from shardwise.optim.whole_matrix import WholeMatrixStep
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
@@ -60,18 +61,37 @@ def make_stepper(
     Raises: ConfigError if none is right.
     """
     pieces = [piece for params, _ in groups for param in params for piece in param]
-    if not any(isinstance(p.param, DTensor) or is_sharded_tensor(p.param) for p in pieces):
-        try:
-            rule = update_rule(optimizer_class, declared)
-        except ConfigError:
-            return PlainStepper(make, groups)
-        if rule == "whole_matrix":
-            return PlainStepper(make, groups)
-    else:
+    is_plain = not any(isinstance(p.param, DTensor) or is_sharded_tensor(p.param) for p in pieces)
+    try:
         rule = update_rule(optimizer_class, declared)
+        if rule == "elementwise" and not is_known(optimizer_class):
+            _check_cut(make, optimizer_class, groups[0][1], local_of(pieces[0]).device)
+    except ConfigError:
+        if not is_plain:
+            raise
+        return PlainStepper(make, groups)
     if rule == "elementwise":
-        return PieceStepper(make, groups, is_flat)
-    return MatrixStepper(make, optimizer_class, groups)
+        return PieceStepper(make, groups, is_flat, is_known(optimizer_class))
+    return PlainStepper(make, groups) if is_plain else MatrixStepper(make, optimizer_class, groups)
+
+
+def _check_cut(
+    make: MakeOptimizer, optimizer_class: type[Optimizer], options: Mapping[str, Any], device: torch.device
+) -> None:
+    name = optimizer_class.__name__
+    advice = (
+        "update='whole_matrix' gathers each parameter to one rank for the step, which is right for any such optimizer"
+    )
+    try:
+        reason = why_not_cut(make, options, device)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} is declared 'elementwise' but cannot step on parts of tensors ({error}); {advice}"
+        ) from error
+    if reason is not None:
+        raise ConfigError(
+            f"{name} is declared 'elementwise' but {reason}: over shards it would train something else; {advice}"
+        )
 
 
 class PlainStepper:
@@ -143,11 +163,13 @@ class PlainStepper:
 class PieceStepper:
     """Runs an element-wise optimizer on local pieces."""
 
-    def __init__(self, make: MakeOptimizer, groups: Sequence[tuple[Params, Mapping[str, Any]]], is_flat: bool) -> None:
+    def __init__(
+        self, make: MakeOptimizer, groups: Sequence[tuple[Params, Mapping[str, Any]]], is_flat: bool, is_known: bool
+    ) -> None:
         self.is_elementwise = True
         flattened = [([piece for param in params for piece in param], options) for params, options in groups]
         self._params = [list(param) for params, _ in groups for param in params]
-        self._inner = ElementwiseStep(make, flattened, is_flat)
+        self._inner = ElementwiseStep(make, flattened, is_flat, is_known)
         self.optimizer = self._inner.optimizer
         if any(group.get("differentiable") for group in self.optimizer.param_groups):
             raise ConfigError("differentiable=True needs the parameters themselves; it cannot be used with shards")
@@ -279,8 +301,5 @@ def _taken(values: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return the state of piece ``index``; what all pieces share is copied, since each optimizer tensor counts alone."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, PerPiece):
-            found[key] = value[index]
-        else:
-            found[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        found[key] = value[index] if isinstance(value, PerPiece) else copied(value)
     return found

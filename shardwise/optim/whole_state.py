@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -115,11 +115,12 @@ def _check_same(meeting: Meeting, values: Mapping[str, Mapping[str, Any]], devic
 
 def is_cut(value: object, matrix: Matrix) -> bool:
     """Return True for state with a number per element, which is sharded like the matrix."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == matrix.shape
+    return _is_sent(value) and tuple(value.shape) == matrix.shape
 
 
-def _is_sent(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+def _is_sent(value: object) -> TypeGuard[torch.Tensor]:
+    """Return True for plain numbers; tensors in a form of their own (quantized state) travel as objects, and whole."""
+    return type(value) is torch.Tensor and value.dim() > 0
 
 
 def _describe(value: Any, matrix: Matrix) -> Any:
@@ -127,7 +128,7 @@ def _describe(value: Any, matrix: Matrix) -> Any:
         return _Cut(value.dtype)
     if _is_sent(value):
         return _Whole(tuple(value.shape), value.dtype)
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    return value.detach().cpu().clone() if type(value) is torch.Tensor else value
 
 
 def _expected_state(item: Any, matrix: Matrix) -> list[Expected]:

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -84,14 +83,9 @@ def clip_gradients(model: nn.Module, optimizer: Optimizer, max_norm: float) -> T
 
 
 def clip_owned_gradients(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
-    """The same where each gradient is only with its owner: squares are summed over ranks.  Collective."""
-    owned = [tensor for group in local_optimizer(optimizer).param_groups for tensor in group["params"]]
-    mine = torch.nn.utils.get_total_norm(tensor.grad for tensor in owned if tensor.grad is not None)
-    total = mine.to(next(model.parameters()).device, torch.float64).square()
-    dist.all_reduce(total)
-    norm = total.sqrt().float()
-    torch.nn.utils.clip_grads_with_norm_(owned, max_norm, norm)
-    return norm
+    """The same where each gradient is only with its owner.  Collective."""
+    del model
+    return cast(ZeroRedundancyOptimizer, optimizer).clip_grad_norm_(max_norm)
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise.optim.owned import OwnedGradient
+
 
 @dataclass(frozen=True, slots=True)
 class HeldBytes:
@@ -40,20 +42,24 @@ def fold_held(fold: Callable[[Iterable[int]], int], held: Sequence[HeldBytes]) -
 def local_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the local parts; a shared tensor counts once."""
     distinct = {id(tensor): tensor for tensor in tensors}
-    local = (t.to_local() if isinstance(t, DTensor) else t for t in distinct.values())
-    return sum(t.numel() * t.element_size() for t in local)
+    return sum(part.numel() * part.element_size() for tensor in distinct.values() for part in _parts(tensor))
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    if isinstance(tensor, OwnedGradient):
+        return tensor.parts
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
 
 
 def measure_held(model: nn.Module, optimizer: Optimizer) -> HeldBytes:
     """Measure what this rank holds now; gradients are there only between backward and zero_grad.
 
-    ``optimizer``: the one that holds this rank's state; it may own pieces of parameters, with gradients of their own.
+    ``optimizer``: the one that holds this rank's state.
     """
     states = (value for state in optimizer.state.values() for value in state.values())
-    owned = (tensor for group in optimizer.param_groups for tensor in group["params"])
     return HeldBytes(
         parameter_bytes=local_bytes(model.parameters()),
-        gradient_bytes=local_bytes(p.grad for p in (*model.parameters(), *owned) if p.grad is not None),
+        gradient_bytes=local_bytes(p.grad for p in model.parameters() if p.grad is not None),
         optimizer_bytes=local_bytes(value for value in states if isinstance(value, Tensor)),
     )
 

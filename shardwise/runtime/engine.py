@@ -88,6 +88,9 @@ class _BackwardEnd:
             engine.finish()
 
 
+live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
 class Engine:
     """Carries out the steps of one root module.
 
@@ -121,6 +124,7 @@ class Engine:
         self._fresh_held: list[tuple[Unit, Gradients]] = []
         self._late: list[Unit] = []
         self._is_graphless = False
+        live_engines.add(self)
 
     def adopt(self, units: Iterable[Unit]) -> None:
         """Carry out the steps of ``units`` from here on."""
@@ -189,6 +193,17 @@ class Engine:
     def is_in_step(self) -> bool:
         """True in forward, and in a backward of these units: nobody changes shards then."""
         return bool(self._stack) or (self._backward is not None and self._backward() is not None)
+
+    @property
+    def has_full_units(self) -> bool:
+        """True when full parameters are registered."""
+        return any(unit.is_full for unit in self.units)
+
+    def reshard_stepped(self, stepped: set[int]) -> None:
+        """Reshard units that have a parameter with an id in ``stepped``; not in forward or backward."""
+        for unit in self.units:
+            if unit.is_full and any(id(param.sharded) in stepped for param in unit.params):
+                unit.reshard()
 
     def _is_stale(self, unit: Unit) -> bool:
         # An interrupt (BaseException) skips torch's always-called hooks and leaves frames behind: they are not on the
@@ -405,7 +420,7 @@ class Engine:
                 # Gradients held from earlier backwards must go out with this one, even if this one brought none.
                 is_due = unit.policy.sync and (unit.held or unit.policy.reduces_unused) and not self._was_reduced(unit)
                 if unit.gradient_arrived or unit.in_backward or is_due:
-                    unit.ended_late = True
+                    unit.ended_late = unit.ended_late or unit.counts_gradients
                     self.after_backward(unit)
                 elif unit.is_gathering:  # ahead, but backward went another way
                     unit.discard()

@@ -39,6 +39,8 @@ def take_gradients(group: ShardGroup) -> Gradients:
         if gradient is None:
             continue
         full.grad = None
+        if not param.sharded.requires_grad:
+            continue  # frozen since forward
         if type(gradient) is not torch.Tensor:
             gradient = _local_gradient(gradient, param, group)
         dtype = group.precision.dtype_of_reduction(param.dtype)

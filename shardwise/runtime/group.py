@@ -118,6 +118,7 @@ class ShardGroup:
         self.shares_memory = self.keeps_plain = False
         self.num_packs = 0
         self.in_place: list[UnitParam] = []
+        self._take = self._make_take()
         self.extended = ExtensionParams(self)
         self._buckets: list[FlatBucket] = []
         self._main: Shards | None = None
@@ -202,6 +203,9 @@ class ShardGroup:
         """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype."""
         if self._main is None or self._has_new_extensions() or not all(bucket.settle() for bucket in self._buckets):
             self._pack()
+        for bucket in self._buckets:
+            self.num_packs += bucket.num_replaced
+            bucket.num_replaced = 0
         for param in self.in_place:
             param.adopt_registered()
             if not self._is_in_place(param):
@@ -325,6 +329,7 @@ class ShardGroup:
         """
         assert self._main is not None
         num_trainable = 0
+        self._show_writes()
         for number, bucket in enumerate(self._buckets):
             is_shared = self._fulls[number].is_shared
             for index, param in enumerate(bucket.params):
@@ -357,6 +362,18 @@ class ShardGroup:
             num_trainable += param.sharded.requires_grad
             param.register(full)
         return num_trainable
+
+    def _show_writes(self) -> None:
+        """Let autograd count what was written to shards as writes to the full forms, as it would on one process."""
+        written: list[torch.Tensor] = []
+        for param in self.params:
+            version = param.sharded._version
+            if version != param.seen_version:
+                param.seen_version = version
+                if param.full is not None and param.full is not param.sharded:
+                    written.append(param.full)
+        if written:
+            torch.autograd.graph.increment_version(written)
 
     def _make_full(self, number: int, index: int) -> nn.Parameter:
         bucket = self._buckets[number]
@@ -425,7 +442,7 @@ class ShardGroup:
             local.copy_(rows)
         torch.autograd.graph.increment_version(param.sharded)
         mark_full(param.full)
-        param.full_version = param.full._version
+        param.full_version, param.seen_version = param.full._version, param.sharded._version
         if param.full.data_ptr() != param.full_address:
             # ``.data`` was assigned to: back to the memory that is gathered into.
             number, index = next((n, b.params.index(param)) for n, b in enumerate(self._buckets) if param in b.params)
@@ -449,10 +466,20 @@ class ShardGroup:
 
     def mark_kept(self) -> None:
         """Note that full parameters are registered where user code can reach them."""
-        for number, bucket in enumerate(self._buckets):
-            if not self._fulls[number].is_shared:
-                for param in bucket.params:
-                    mark_kept(param, param.version)
+        for bucket in self._buckets:
+            for param in bucket.params:
+                mark_kept(param, self._take)
+
+    def _make_take(self) -> Callable[[UnitParam], None]:
+        ref = weakref.ref(self)
+
+        def take(param: UnitParam) -> None:
+            group = ref()
+            if group is not None and not param.is_its_full_form:
+                group.write_back(param)
+                mark_kept(param, take)
+
+        return take
 
     def mark_in_use(self) -> None:
         """Note that a forward or backward uses the full parameters again."""

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardwise import torch_private
 from shardwise.comm.sync import broadcast_from_first
-from shardwise.runtime.engine import Engine
+from shardwise.runtime.engine import Engine, live_engines
 from shardwise.runtime.nested import cast_floating, map_tensors, tensors_in
 from shardwise.runtime.notes import note_range
 from shardwise.runtime.unit import Unit, is_in_backward
@@ -194,16 +194,30 @@ class Attachment:
         return copy_attachment(self, memo)
 
 
-_watch: list[RemovableHandle] = []  # one entry, made by watch_optimizers alone
+_watches: list[RemovableHandle] = []  # two entries, made by watch_optimizers alone
 
 
 def watch_optimizers() -> None:
-    """Count the steps of all optimizers as writes to their DTensors: torch's multi-tensor and fused steps do not."""
-    if not _watch:
-        _watch.append(register_optimizer_step_post_hook(_count_writes))
+    """Let all optimizers step on shards as they are, and count their steps as writes to these."""
+    if not _watches:
+        _watches.append(register_optimizer_step_pre_hook(_reshard_stepped))
+        _watches.append(register_optimizer_step_post_hook(_count_writes))
+
+
+def _reshard_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step, let what has been written to full parameters that stay registered go to the shards, and free those.
+
+    They would be older than the shards after the step, and gathered again in any case.
+    """
+    engines = [engine for engine in live_engines if not engine.is_in_step and engine.has_full_units]
+    if engines:
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for engine in engines:
+            engine.reshard_stepped(stepped)
 
 
 def _count_writes(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    # torch's multi-tensor and fused steps do not bump the versions of DTensors.
     written = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
     if written:
         torch.autograd.graph.increment_version(written)

@@ -61,7 +61,7 @@ class FreedParameter(nn.Parameter):
         if getattr(func, "__name__", "") in _ATTRIBUTES:
             with torch_private.without_torch_function():
                 return func(*args, **(kwargs or {}))
-        names = sorted({tensor.fqn for tensor in _idle_in(FreedParameter, args)})
+        names = sorted({tensor.fqn for tensor in _idle_in(FreedParameter, (args, list((kwargs or {}).values())))})
         raise StateError(
             f"the full form of {names} was given back after forward or backward and must not be used any more: read the "
             "parameter from its module inside forward, or call unshard() on the module first"
@@ -75,13 +75,19 @@ class KeptParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse to show values that are older than the shards."""
+        """Refuse to show values that are older than the shards; let what is written go to the shards."""
         name = getattr(func, "__name__", "")
-        if name not in _ATTRIBUTES and name not in _FACTS:
-            for tensor in _idle_in(KeptParameter, args):
-                tensor.kept.check()
+        if name in _ATTRIBUTES or name in _FACTS:
+            with torch_private.without_torch_function():
+                return func(*args, **(kwargs or {}))
+        kept = _idle_in(KeptParameter, (args, list(kwargs.values())) if kwargs else args)
+        for tensor in kept:
+            tensor.kept.check()
         with torch_private.without_torch_function():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        for tensor in kept:
+            tensor.kept.follow()
+        return result
 
     @property
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -147,13 +153,24 @@ class KeptParameter(nn.Parameter):
 
 
 class _Kept:
-    """What is known of a kept parameter: whose it is, how old it is, and whether somebody may have written to it."""
+    """What is known of a kept parameter: whose it is, how old it is, and whether somebody may have written to it.
 
-    __slots__ = ("_before", "_param", "_version", "fqn", "is_touched")
+    ``take``: lets what has been written to the full form go to this rank's shard.
+    """
 
-    def __init__(self, param: UnitParam, version: int) -> None:
+    __slots__ = ("_before", "_param", "_take", "_version", "fqn", "is_touched")
+
+    def __init__(self, param: UnitParam, take: Callable[[UnitParam], None]) -> None:
         self._param = weakref.ref(param)
-        self._version = version
+        self._take = take
+        self.renew(param)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def renew(self, param: UnitParam) -> None:
+        """Begin to watch: the full form of ``param`` is what its shard is."""
+        self._version = param.version
         self.fqn = param.fqn
         self.is_touched = False
         # A rank without rows of its own cannot compare them with its shard to see what has been written.
@@ -170,11 +187,17 @@ class _Kept:
     def check(self) -> None:
         """Raise StateError if the shard has been written to since the full form was gathered."""
         param = self._param()
-        if param is not None and param.version != self._version:
+        if param is not None and param.version != self._version and not param.is_its_full_form:
             raise StateError(
-                f"the full form of {self.fqn} is older than its shards: something, an optimizer perhaps, has written to them "
-                "since. Call reshard() on its module, then read the shards, or unshard() on every rank"
+                f"the full form of {self.fqn} is older than its shards, which somebody has written to since. Call reshard() "
+                "on its module, then read the shards, or unshard() on every rank"
             )
+
+    def follow(self) -> None:
+        """Bring to the shard what has just been written to the full form."""
+        param = self._param()
+        if param is not None and param.full is not None and param.full._version != param.full_version:
+            self._take(param)
 
     def is_as_before(self, full: torch.Tensor) -> bool:
         """Return True if this rank, which holds no rows, sees that nothing was written."""
@@ -198,13 +221,16 @@ def mark_freed(parameter: nn.Parameter | None, fqn: str) -> None:
         parameter.fqn = fqn  # pyright: ignore[reportAttributeAccessIssue]  of FreedParameter
 
 
-def mark_kept(param: UnitParam, version: int) -> None:
-    """Watch the full form of ``param``, gathered from a shard of this version, until it is freed or in use again."""
+def mark_kept(param: UnitParam, take: Callable[[UnitParam], None]) -> None:
+    """Watch the full form of ``param`` until it is freed or in use again; ``take``: see :class:`_Kept`."""
     full = param.full
     if type(full) is nn.Parameter:
-        kept = _Kept(param, version)
+        kept: _Kept | None = full.__dict__.get("kept")
+        if kept is None:
+            full.kept = _Kept(param, take)  # pyright: ignore[reportAttributeAccessIssue]  of KeptParameter
+        else:
+            kept.renew(param)
         full.__class__ = KeptParameter
-        full.kept = kept  # pyright: ignore[reportAttributeAccessIssue]  of KeptParameter
 
 
 def may_be_written(parameter: nn.Parameter) -> bool:

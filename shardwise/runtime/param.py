@@ -71,6 +71,7 @@ class UnitParam:
         shard_shape: of this rank's shard.
         is_handed_out: user code can reach the shard; before, while it is being made, its memory may change at will.
         full_version, full_address: what torch had counted of writes to the full form, and where it lay, when it was registered.
+        seen_version: what torch had counted of writes to the sharded form when the full form was last gathered from it.
         ordinal: its index among the parameters of its unit.
         is_hooked: the full parameter reports its gradients.
         module: weak reference to the module of the first slot.
@@ -90,6 +91,7 @@ class UnitParam:
     subsharded: nn.Parameter | None = None
     full_version: int = 0
     full_address: int = 0
+    seen_version: int = -1
     ordinal: int = 0
     is_hooked: bool = False
     module: Callable[[], nn.Module | None] = field(default=_nothing)
@@ -111,6 +113,11 @@ class UnitParam:
     def is_strided(self) -> bool:
         """True for a plain parameter in another memory order than row-major: its gradient follows it."""
         return self.full is self.sharded and not self.sharded.is_contiguous()
+
+    @property
+    def is_its_full_form(self) -> bool:
+        """True if the full form lies in the memory of the shard."""
+        return self.full is not None and self.full_address == self.local.data_ptr()
 
     @property
     def version(self) -> int:

@@ -95,6 +95,7 @@ class FlatBucket:
         travels: full parameters are copies; else they are the shards themselves, wherever these lie.
         byte_offset: where the bucket starts in a section that several buckets share.
         number: which of the sections that the ranks of a host read from each other this is.
+        num_replaced: parameters that user code has put others in the place of, since somebody has asked.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class FlatBucket:
         self.travels = travels
         self.byte_offset = 0
         self.number: int | None = None
+        self.num_replaced = 0
         self._allocate = allocate
         self._take_memory()
 
@@ -147,6 +149,7 @@ class FlatBucket:
             if slot.parameters[slot.name] is not sharded and not param.is_registered:
                 param.adopt_registered()
                 sharded = param.sharded
+                self.num_replaced += 1
             local = torch_private.local_of(sharded)
             if local.dtype is not dtype or local.device != device:
                 return False
@@ -205,7 +208,7 @@ def is_held(tensor: torch.Tensor) -> bool:
     return (
         torch_private.storage_use_count(storage) > 1
         or torch_private.tensor_use_count(tensor) > 0
-        or sys.getrefcount(storage) > 2  # the Python object of a storage lives as long as the storage
+        or sys.getrefcount(storage) > 3  # itself, the argument, and the storage, which keeps its Python object
         or (tensor.device.type == "cpu" and tensor.is_shared())  # with other processes, which nobody can count
     )
 

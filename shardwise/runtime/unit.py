@@ -35,6 +35,8 @@ class Unit:
         name: paths of its modules in the root, from the first forward on.
         backward_task: the autograd task in which its backward has begun.
         open_passes: passes through its modules that backward has come to and not left.
+        counts_gradients: the last gradient ends a backward.  Not before a first one has shown that none comes from a backward
+            within, in which a checkpoint may use the parameters again.
         is_nested: gradients have come from a backward within that: they tell nothing of what is still to come.
         gradient_arrived: ordinals of the parameters whose gradient has come in the running backward.
         held: gradients of earlier backwards without sync, per parameter, in the reduce dtype.
@@ -62,7 +64,7 @@ class Unit:
         self.in_backward = False
         self.backward_task = -1
         self.open_passes: set[object] = set()
-        self.is_nested = False
+        self.counts_gradients = self.is_nested = False
         self.gradient_arrived: set[int] = set()
         self.num_expected = 0
         self.num_frozen = 0
@@ -107,7 +109,7 @@ class Unit:
     @property
     def wants_boundary(self) -> bool:
         """True when counting gradients does not tell the end of its backward: the gradients of its inputs must."""
-        return self.ended_late or self.policy.reduces_unused or self.num_frozen > 0
+        return self.ended_late or self.policy.reduces_unused or self.num_frozen > 0 or not self.counts_gradients
 
     @property
     def is_full(self) -> bool:
@@ -392,7 +394,8 @@ class Unit:
 
         A frozen parameter may still be read after the last gradient has come; its unit ends at its inputs.
         """
-        return len(self.gradient_arrived) >= self.num_expected > 0 and not self.num_frozen and not self.is_nested
+        is_complete = len(self.gradient_arrived) >= self.num_expected > 0
+        return is_complete and self.counts_gradients and not self.num_frozen and not self.is_nested
 
     def take_gradients(self) -> Gradients:
         """Return the gradients of this backward in their reduce dtypes, zeros for unused ones if the policy says so."""
@@ -405,6 +408,8 @@ class Unit:
                         dtype = group.precision.dtype_of_reduction(param.dtype)
                         gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
             taken.update(gradients)
+        if self.gradient_arrived:
+            self.counts_gradients = not self.is_nested
         self.gradient_arrived.clear()
         self.is_nested = False
         return taken

@@ -62,7 +62,7 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
 
 def average_gradients(model: nn.Module) -> None:
     for param in model.parameters():
-        if param.grad is not None and not isinstance(param, DTensor):
+        if param.grad is not None and not isinstance(param.grad, DTensor):
             dist.all_reduce(param.grad)
             param.grad /= dist.get_world_size()
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -294,6 +296,51 @@ def whole_matrices() -> None:
     assert held <= 1.5 * sum(w.numel() for w in wholes.values()) / mesh.size()
 
 
+def clipping() -> None:
+    """One collective over all kinds of parameters; nothing is scaled by a norm that is not finite, on any rank."""
+    world = dist.get_world_size()
+    row, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(world - 1)])  # the last rank holds nothing
+    torch.manual_seed(0)
+    values = [torch.randn(6, 5) for _ in range(4)]
+    gradients = [torch.randn(6, 5) for _ in range(4)]
+    old = sharded_tensor.zeros(spec, 6, 5)
+    for shard in old.local_shards():
+        start = shard.metadata.shard_offsets[0]
+        shard.tensor.grad = gradients[3][start : start + shard.tensor.size(0)].clone()
+    params: dict[str, torch.Tensor] = {
+        "plain": nn.Parameter(values[0]),
+        "rows": nn.Parameter(distribute_tensor(values[1], row, [Shard(0)])),
+        "hybrid": nn.Parameter(distribute_tensor(values[2], square, [Replicate(), Shard(1)])),
+    }
+    params["plain"].grad = gradients[0].clone()
+    params["rows"].grad = distribute_tensor(gradients[1], row, [Shard(0)])
+    params["hybrid"].grad = distribute_tensor(gradients[2], square, [Replicate(), Shard(1)])
+    for named in (params, {**params, "old": old}):
+        found = ShardedOptimizer(named, torch.optim.SGD, lr=0.1)
+        for norm_type in (2.0, 1.0, float("inf")):
+            expected = torch.nn.utils.get_total_norm(gradients[: len(named)], norm_type)
+            with _Counted() as counted:
+                norm = found.clip_grad_norm_(1e6, norm_type)
+            assert counted.calls == ["all_reduce"], counted.calls
+            torch.testing.assert_close(norm, expected)
+        rows = params["rows"].grad
+        assert isinstance(rows, DTensor)
+        before = rows.to_local().clone()
+        if dist.get_rank() == 0:
+            rows.to_local()[0, 0] = float("nan")
+        with pytest.raises(RuntimeError, match="non-finite"):
+            found.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        if dist.get_rank() == 0:
+            assert rows.to_local()[0, 0].isnan()
+            rows.to_local()[0, 0] = before[0, 0]
+        assert torch.equal(rows.to_local(), before)
+        assert torch.equal(params["plain"].grad, gradients[0])
+    found.clip_grad_norm_(0.5)
+    torch.testing.assert_close(found.clip_grad_norm_(1e6), torch.tensor(0.5))
+    torch.testing.assert_close(params["plain"].grad * (torch.nn.utils.get_total_norm(gradients) / 0.5), gradients[0])
+
+
 class Explodes(torch.optim.Muon):
     """Fails on the owner of one matrix."""
 
@@ -338,6 +385,7 @@ CASES = {
         flat_updates,
         layouts_change,
         options,
+        clipping,
         uneven_units,
         tensor_parallel,
         own_classes,
@@ -353,4 +401,4 @@ def _run(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_feature(pool: WorkerPool, case: str) -> None:
-    pool.run(_run, num_ranks=4 if case in ("uneven_units", "tensor_parallel", "whole_matrices") else 2, case=case)
+    pool.run(_run, num_ranks=4 if case in ("clipping", "uneven_units", "tensor_parallel", "whole_matrices") else 2, case=case)

@@ -146,12 +146,14 @@ def set_gradients(params: dict[str, torch.Tensor], seed: int, without: tuple[str
 
 
 def lay_gradients_flat(params: dict[str, torch.Tensor]) -> None:
-    """Move gradients into one buffer with the offsets of the shards, as fully_shard's reduction leaves them."""
-    locals_ = [param.to_local() for param in params.values()]
-    start = min(local.storage_offset() for local in locals_)
-    flat = torch.empty(max(local.storage_offset() + local.numel() for local in locals_) - start)
-    for local, param in zip(locals_, params.values(), strict=True):
-        window = flat.as_strided(local.shape, local.stride(), local.storage_offset() - start)
+    """Move gradients into one buffer, as far from each other as the shards, as fully_shard's reduction leaves them."""
+    locals_ = {name: param.to_local() for name, param in params.items()}
+    places = {name: local.data_ptr() // local.element_size() for name, local in locals_.items() if local.numel()}
+    start = min(places.values())
+    flat = torch.empty(max(place + locals_[name].numel() for name, place in places.items()) - start)
+    for name, param in params.items():
+        local = locals_[name]
+        window = flat.as_strided(local.shape, local.stride(), places.get(name, start) - start)
         window.copy_(param.grad.to_local())
         param.grad = DTensor.from_local(
             window, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()

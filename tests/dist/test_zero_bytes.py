@@ -96,10 +96,11 @@ def _reduce_gradients_parity() -> None:
                 dist.all_reduce(p.grad)
                 p.grad /= dist.get_world_size()
             zero.reduce_gradients()
-            own = {id(local.param) for local in zero.local_pieces if local.is_param}
-            assert [p.grad is not None for p in model.parameters()] == [id(p) in own for p in model.parameters()]
+            own = {id(local.param): local.piece.numel for local in zero.local_pieces}
             for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
-                if p.grad is not None:
+                assert sum(part.numel() for part in p.grad.parts) == own.get(id(p), 0)  # and nothing of the others'
+                assert p.grad.is_whole == (own.get(id(p)) == p.numel())
+                if p.grad.is_whole:
                     torch.testing.assert_close(p.grad, expected.grad)
             zero.step()
             adam.step()

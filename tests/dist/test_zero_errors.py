@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise import fully_shard, replicate
 from shardwise.api.zero import ZeroRedundancyOptimizer
-from shardwise.errors import DesyncError, ShardwiseError
+from shardwise.errors import ConfigError, DesyncError, ShardwiseError
 
 TIMEOUT_S = 3.0
 
@@ -85,6 +86,30 @@ def add_param_group_on_a_subset() -> None:
     else:
         text = _raises(lambda: zero.add_param_group({"params": [torch.zeros(2)]}))
     assert "add_param_group: rank(s) 1 of" in text
+
+
+def sharded_parameters_are_refused() -> None:
+    """State of shards is sharded already; every rank is told, in whichever way they are passed."""
+    sharded = fully_shard(torch.nn.Linear(8, 8))
+    whole = replicate(torch.nn.Linear(8, 8))
+    for model, reason in ((sharded, "state is sharded already"), (whole, "holds it whole")):
+        for options in ({}, {"partition": "even"}, {"overlap_with_ddp": True}, {"parameters_as_bucket_view": True}):
+            text = _raises(
+                lambda model=model, options=options: ZeroRedundancyOptimizer(
+                    model.parameters(), torch.optim.SGD, lr=0.1, **options
+                ),
+                ConfigError,
+            )
+            assert [fact for fact in ("parameter 0", reason, "ShardedOptimizer", "plain") if fact not in text] == []
+        zero = _zero(None)
+        text = _raises(
+            lambda zero=zero, model=model: zero.add_param_group({"params": list(model.parameters())}), ConfigError
+        )
+        assert reason in text
+        zero.step()
+    mixed = [*_params(), *sharded.parameters()]
+    text = _raises(lambda: ZeroRedundancyOptimizer(mixed, torch.optim.SGD, lr=0.1, mixed_dtypes=True), ConfigError)
+    assert "parameter 4" in text
 
 
 def different_calls() -> None:
@@ -192,6 +217,7 @@ CHECKS = [
     one_rank_passes_nonsense,
     add_param_group_differs,
     different_calls,
+    sharded_parameters_are_refused,
     one_rank_skipped_a_step,
     closure_raises,
     not_a_member,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -192,8 +193,32 @@ def strange_memory() -> None:
                 assert torch.allclose(zero.state_dict()["state"][index]["exp_avg"], adam.state[p]["exp_avg"])
 
 
+def torch_does_not_step_for_state() -> None:
+    """torch's functions make state by a step on zeros where they see none: they must see it, on every rank."""
+    for partition, params in product(("whole", "even"), (_groups, lambda model: [*model.parameters()][:1])):
+        model = _model()
+        zero = ZeroRedundancyOptimizer(params(model), torch.optim.AdamW, partition=partition, lr=1e-3)
+        assert not zero.state
+        for index in range(2):
+            _step(model, zero, index)
+        before = copy.deepcopy([values for values in zero.optim.state.values()])
+        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+            get_optimizer_state_dict(model, zero)
+        assert zero.num_steps == 2
+        after = list(zero.optim.state.values())
+        assert all(torch.equal(a[key], b[key]) for a, b in zip(after, before, strict=True) for key in b)
+        for local in zero.local_pieces:
+            assert zero.state[local.param] is zero.optim.state[local.tensor]
+        again = ZeroRedundancyOptimizer(params(model), torch.optim.AdamW, partition=partition, lr=1e-3)
+        again.load_state_dict(_full_state(partition, zero, 0))
+        assert again.state
+        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+            get_optimizer_state_dict(model, again)
+        assert again.num_steps == 0
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("check", [exchange, streaming, refused_loads, strange_memory])
+@pytest.mark.parametrize("check", [exchange, streaming, refused_loads, strange_memory, torch_does_not_step_for_state])
 def test_state(pool, check, num_ranks: int) -> None:
     pool.run(check, num_ranks=num_ranks)
 

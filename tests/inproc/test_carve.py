@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 
-from shardwise.comm.carve import carve, is_own, join
+from shardwise.comm.carve import are_neighbours, carve, is_own, join
 from shardwise.torch_private import storage_use_count
 
 
@@ -65,3 +65,12 @@ def test_neighbours_can_be_joined_and_keep_the_allocation_alive() -> None:
     del whole
     gc.collect()
     assert storage_use_count(storage) == 0
+
+
+def test_neighbours_are_told_by_addresses_whatever_their_storages() -> None:
+    flat = torch.arange(10.0)
+    left, nothing, right = carve(flat, 0, (2, 2)), carve(flat, 4, (0, 3)), flat[4:9]
+    assert are_neighbours([left, nothing, right])
+    assert are_neighbours([nothing])
+    assert not are_neighbours([right, left])
+    assert not are_neighbours([left, flat[5:9]])

@@ -37,6 +37,125 @@ def test_swapped_storages_exchange_bytes_under_their_tensors() -> None:
     assert left.tolist() == [2.0] * 4
 
 
+def test_holders_of_a_storage_are_counted() -> None:
+    tensor = torch.zeros(4)
+    storage = tensor.untyped_storage()
+    assert private.storage_use_count(storage) == private.storage_use_count(tensor.untyped_storage()) == 1
+    alias, parameter = tensor.detach(), nn.Parameter(tensor)
+    assert private.storage_use_count(storage) == 3
+    del alias
+    array = parameter.detach().numpy()
+    assert private.storage_use_count(storage) == 3
+    del array, parameter
+    assert private.storage_use_count(storage) == 1
+    del tensor
+    assert private.storage_use_count(storage) == 0
+
+
+def test_holders_of_a_tensor_beside_python_are_counted() -> None:
+    parameter, gradient = nn.Parameter(torch.zeros(3)), torch.zeros(3)
+    names = (gradient, gradient)
+    assert private.tensor_use_count(gradient) == 0
+    parameter.grad = gradient
+    assert private.tensor_use_count(names[0]) == 1
+    parameter.grad = None
+    assert private.tensor_use_count(gradient) == 0
+
+
+def test_data_is_reached_past_a_property_of_that_name() -> None:
+    class Hides(torch.Tensor):
+        @property
+        def data(self) -> torch.Tensor:
+            raise ArithmeticError
+
+    tensor, other = torch.zeros(3).as_subclass(Hides), torch.ones(3)
+    with pytest.raises(ArithmeticError):
+        _ = tensor.data
+    assert private.data_of(tensor).data_ptr() == tensor.data_ptr()
+    private.set_data(tensor, other)
+    assert private.data_of(tensor).data_ptr() == other.data_ptr()
+
+
+def test_a_frame_that_is_skipped_runs_as_it_is_with_all_that_it_calls() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x) * 2
+
+    compiled = torch.compile(outer, backend=backend)
+    private.skip_frames(outer)
+    assert compiled(torch.ones(2)).tolist() == [4.0, 4.0]
+    assert not graphs
+
+
+class Refusing(torch.Tensor):
+    """Says which operators reach it."""
+
+    seen: list[Any] = []
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func)
+        if func is private.unscale_op() or private.is_accumulation(func):
+            return args[0] if private.is_accumulation(func) else None
+        raise NotImplementedError(func)
+
+
+def test_a_tensor_without_memory_is_described_like_its_model() -> None:
+    like = torch.zeros(2, 3, dtype=torch.float64).t()
+    found = private.tensor_without_memory(Refusing, like, torch.float32)
+    assert (found.shape, found.stride(), found.dtype, found.device) == (like.shape, (1, 3), torch.float32, like.device)
+    parameter = nn.Parameter(torch.zeros(3, 2))
+    parameter.grad = found
+    assert parameter.grad is found
+
+
+def test_a_backward_adds_to_a_gradient_by_the_operator_that_is_known() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = gradient = private.tensor_without_memory(Refusing, parameter, parameter.dtype)
+    (parameter * 2).sum().backward()
+    assert Refusing.seen[-1] is torch.ops.aten.add_.Tensor
+    assert parameter.grad is gradient
+    assert not private.is_accumulation(torch.ops.aten.add_.Tensor)  # outside of a backward
+
+
+def test_a_scaler_unscales_by_the_operator_that_is_known() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = private.tensor_without_memory(Refusing, parameter, parameter.dtype)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(torch.optim.SGD([parameter], lr=0.1))
+    assert Refusing.seen[-1] is private.unscale_op()
+
+
+def test_operators_are_those_that_methods_and_clipping_call() -> None:
+    tensor = torch.ones(3).as_subclass(Refusing)
+    elementwise = (
+        lambda: tensor.mul_(2),
+        lambda: tensor.__itruediv__(2),
+        lambda: tensor.clamp_(-1, 1),
+        lambda: tensor.neg_(),
+        lambda: tensor.zero_(),
+        lambda: tensor.nan_to_num_(),
+        lambda: torch._foreach_mul_([tensor], 2.0),
+        lambda: torch._foreach_clamp_min_([tensor], 0.0),
+        lambda: torch._foreach_zero_([tensor]),
+    )
+    copying = (tensor.detach, tensor.clone, tensor.double, lambda: tensor.data)
+    for calls, known in ((elementwise, private.elementwise_ops()), (copying, private.copying_ops())):
+        for call in calls:
+            with pytest.raises(NotImplementedError):
+                call()
+            assert Refusing.seen[-1] in known
+
+
 def test_copy_all_and_add_all() -> None:
     targets = [torch.zeros(2), torch.zeros(3, dtype=torch.float64)]
     private.copy_all(targets, [torch.ones(2), torch.ones(3)])
@@ -120,6 +239,15 @@ def test_parameters_made_from_local_tensors_are_what_nn_parameter_makes(fake_ran
         assert isinstance(copy.deepcopy(layer).weight, nn.Parameter)
 
 
+def test_parameters_made_from_windows_are_seen_to_have_no_memory_of_their_own(fake_ranks: object) -> None:
+    spec = private.make_spec(init_device_mesh("cpu", (4,)), (Shard(0),), torch.Size((8, 2)), (2, 1), torch.float32)
+    window = torch.arange(8.0)[4:].view(2, 2)
+    made = private.parameter_from_local(window, spec, requires_grad=True)
+    assert (made.data_ptr(), made.storage_offset()) == (0, 0)
+    assert made.to_local().data_ptr() == window.data_ptr()
+    assert copy.deepcopy(made).to_local().tolist() == window.tolist()
+
+
 def test_dtensors(fake_ranks: object) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     spec = private.make_spec(mesh["a"], (Shard(0),), torch.Size((6, 2)), (2, 1), torch.float32)
@@ -129,7 +257,8 @@ def test_dtensors(fake_ranks: object) -> None:
     assert tuple(tensor.shape) == (6, 2)
     assert private.local_of(tensor) is local
     assert private.local_of(local) is local
-    assert private.spec_of(tensor) is spec
+    assert private.spec_of(tensor) is private.spec_if_any(tensor) is spec
+    assert private.spec_if_any(local) is None
     other = torch.zeros(3, 2)
     private.set_local(tensor, other)
     assert tensor.to_local().data_ptr() == other.data_ptr()

@@ -10,8 +10,9 @@ from torch import nn
 
 from shardwise import ConfigError
 from shardwise.api.sharded_optimizer import ShardedOptimizer
-from shardwise.optim.elementwise import ElementwiseStep
+from shardwise.optim.elementwise import MANY_LAYOUTS, ElementwiseStep
 from shardwise.optim.flat import Found, can_merge, find_joins, in_memory_order, make_run, merge_states, split_state
+from shardwise.optim.forms import in_form, is_flat, unflattened
 from shardwise.optim.named_state import ByName, NamedGroup
 from shardwise.optim.pieces import pieces_of
 
@@ -91,6 +92,78 @@ def test_flat_steps_equal_single_ones_whatever_gradients_come(sizes: list[int], 
         flat.step()
         expected.step()
         assert all(torch.equal(a, b) for a, b in zip(tensors.values(), single, strict=True))
+
+
+def test_neighbours_by_chance_do_not_cost_a_layout_per_step() -> None:
+    """Gradients that an allocator puts side by side in every other step: after a while pieces are left apart, for a while."""
+    memory, single = torch.randn(4), []
+    tensors = {"0": memory[:2].clone(), "1": memory[2:].clone()}
+    together = torch.cat(list(tensors.values())).split(2)
+    tensors = dict(zip(tensors, together, strict=True))
+    single = [tensor.clone() for tensor in together]
+    flat = ElementwiseStep(
+        lambda groups: torch.optim.Adam(groups, lr=0.1),
+        [([piece for name, tensor in tensors.items() for piece in pieces_of(name, tensor)], {})],
+        True,
+    )
+    expected = torch.optim.Adam(single, lr=0.1)
+    counts: list[int] = []
+    for step in range(20 * MANY_LAYOUTS):
+        gradients = torch.randn(5)
+        apart = step % 2
+        for index, (tensor, other) in enumerate(zip(tensors.values(), single, strict=True)):
+            start = 2 * index + apart * index
+            tensor.grad = gradients[start : start + 2]
+            other.grad = tensor.grad.clone()
+        flat.step()
+        expected.step()
+        counts.append(flat.num_runs)
+    assert all(torch.equal(a, b) for a, b in zip(tensors.values(), single, strict=True))
+    assert counts[:4] == [1, 2, 1, 2]
+    assert sum(count == 1 for count in counts) < 2 * MANY_LAYOUTS, counts
+
+
+def test_state_dicts_change_form_and_back() -> None:
+    state = {"a": {"step": 1, "deep": {"left": 2}}, "a.b": {"step": 3}}
+    groups = [{"params": ["a.b"], "lr": 0.1}, {"params": ["a"], "lr": 0.2, "betas": (0.9, 0.99)}]
+    flat = in_form("flat", state, groups)
+    assert flat["state.a.deep.left"] == 2
+    assert flat["param_groups.a.b.lr"] == 0.1
+    assert is_flat(flat)
+    assert unflattened(flat, [["a.b"], ["a"]]) == {"state": state, "param_groups": groups}
+    assert in_form("indexed", state, groups)["state"] == {1: state["a"], 0: state["a.b"]}
+    assert not is_flat(in_form("named", state, groups))
+    with pytest.raises(ConfigError, match="a: the loaded state dict has the options .* for a.b"):
+        unflattened(flat, [["a.b", "a"]])
+    with pytest.raises(ConfigError, match="'state.c.step', which belongs to no parameter"):
+        unflattened({**flat, "state.c.step": 1}, [["a.b"], ["a"]])
+    with pytest.raises(ConfigError, match="the form is 'by name'"):
+        in_form("by name", state, groups)  # pyright: ignore[reportArgumentType]
+
+
+def test_indices_with_names_are_read_by_the_names() -> None:
+    """A plain optimizer's state dict says which is which, if it was given names, whatever their order."""
+    weights = {name: nn.Parameter(torch.full((2,), float(i))) for i, name in enumerate("abc")}
+    plain = torch.optim.SGD([(name, weights[name]) for name in "cab"], lr=0.1, momentum=0.9)
+    for index, param in enumerate(weights.values()):
+        param.grad = torch.full((2,), 1.0 + index)
+    plain.step()
+    found = ShardedOptimizer(weights, torch.optim.SGD, lr=0.1, momentum=0.9)
+    found.load_state_dict(plain.state_dict())
+    for index, name in enumerate("abc"):
+        assert found.state_dict()["state"][name]["momentum_buffer"].tolist() == [1.0 + index] * 2
+
+
+def test_names_of_groups_are_no_entries() -> None:
+    optimizer = ShardedOptimizer({"weight": nn.Parameter(torch.ones(2))}, torch.optim.SGD, lr=0.1)
+    group = optimizer.param_groups[0]
+    assert group["param_names"] == group.get("param_names") == ["weight"]
+    assert "param_names" not in set(group)
+    assert group.get("nothing", 3) == 3
+    with pytest.raises(KeyError):
+        group["nothing"]
+    optimizer.add_param_group({"params": {"bias": nn.Parameter(torch.ones(1))}})
+    assert optimizer.param_groups[1]["param_names"] == ["bias"]
 
 
 def test_names_and_indices_are_the_same_keys() -> None:

@@ -270,7 +270,8 @@ class Side:
             shared[f"param:{name}"] = part_of(owner)
             if param is not owner:
                 shared[f"full:{name}"] = replace(part_of(param), dtype="")  # computed in another dtype
-            shared[f"grad:{name}"] = None if owner.grad is None else part_of(owner.grad)
+            gradient = None if "grad" in self.hidden else owner.grad
+            shared[f"grad:{name}"] = None if gradient is None else part_of(gradient)
         if label.startswith(("step", "load", "copy of")):
             for name, tensor in self.optimizer_tensors().items():
                 shared[f"state:{name}"] = part_of(tensor)

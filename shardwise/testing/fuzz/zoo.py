@@ -81,7 +81,7 @@ class Oddments(nn.Module):
         for part in self.parts:
             param = self.get_parameter(part)
             if part == "strided":
-                x = x + self.act(x @ param.to(x.dtype))
+                x = x + self.act(self.act(x) @ param.to(x.dtype))  # small again: products of sums are not exact
             elif part == "scalar":
                 x = x + self.act(param.to(x.dtype) * x)
             elif part in ("tiny", "wide"):

@@ -1,0 +1,76 @@
+"""Try an optimizer class on small tensors, whole and cut in two: does it treat every element alone?
+
+A list of names could not cover users' classes, and a wrong guess would train another optimizer without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
+
+# Few elements show factors and norms.  Many, in a number that any block size divides, show state that is kept per block:
+# such optimizers keep plain state for tensors that are small or no multiple of a block.
+_SHAPES = ((6, 8), (256, 256))
+_SCALES = (1.0, 1e-3)
+
+
+def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> str | None:
+    """Return why the optimizer may not be given parts of tensors; None if nothing speaks against it.
+
+    ``options``: of the param group that is tried.  Cost: four steps on 65,536 elements.
+    Raises: what the optimizer raises.
+    """
+    for shape, scale in zip(_SHAPES, _SCALES, strict=True):
+        noise = torch.Generator().manual_seed(0)
+        start, *gradients = (scale * torch.randn(shape, generator=noise) for _ in range(3))
+        numel = start.numel()
+        sizes = [numel * 20 // 48 // 2 * 2, numel - numel * 20 // 48 // 2 * 2]
+        whole, states = _stepped(make, options, device, [start], [[gradient] for gradient in gradients])
+        for state in states:
+            reason = why_not_elementwise(state, start.shape)
+            if reason is not None:
+                return reason
+        cut = [list(gradient.flatten().split(sizes)) for gradient in gradients]
+        parts, _ = _stepped(make, options, device, list(start.flatten().split(sizes)), cut)
+        change = whole[0].cpu().flatten() - start.flatten()
+        error = (whole[0].cpu().flatten() - torch.cat([part.cpu() for part in parts])).abs().max()
+        if not error <= 1e-4 * change.abs().max() + 1e-6 * scale:
+            return "updates a tensor that is cut in two in another way than the whole"
+    return None
+
+
+def why_not_elementwise(state: Mapping[str, Any], shape: torch.Size) -> str | None:
+    """Return what in the state of a tensor of ``shape`` is neither plain numbers per element nor a single number."""
+    for key, value in state.items():
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.dim() == 0
+            or (type(value) is torch.Tensor and value.numel() <= 1)
+        ):
+            continue
+        if type(value) is not torch.Tensor:
+            return f"keeps state {key!r} as {type(value).__name__}, in a form of its own"
+        if value.shape != shape:
+            return f"keeps state {key!r} of shape {tuple(value.shape)} for a tensor of shape {tuple(shape)}"
+    return None
+
+
+def _stepped(
+    make: MakeOptimizer,
+    options: Mapping[str, Any],
+    device: torch.device,
+    start: Sequence[torch.Tensor],
+    gradients: Sequence[Sequence[torch.Tensor]],
+) -> tuple[list[torch.Tensor], list[Mapping[str, Any]]]:
+    tensors = [tensor.to(device, copy=True) for tensor in start]
+    optimizer = make([{**options, "params": tensors}])
+    for row in gradients:
+        for tensor, gradient in zip(tensors, row, strict=True):
+            tensor.grad = gradient.to(device, copy=True)
+        optimizer.step()
+    return tensors, [optimizer.state.get(tensor, {}) for tensor in tensors]

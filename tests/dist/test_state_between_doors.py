@@ -1,0 +1,321 @@
+"""State saved behind one door is read behind every other, on another number of ranks, and training goes on to the bit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardwise import ShardedOptimizer, ShardwiseError, ZeroRedundancyOptimizer, fully_shard, replicate
+from shardwise.testing import WorkerPool
+
+OPTIONS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.02, "amsgrad": True}
+NUM_SAVED, NUM_STEPS = 3, 5
+
+# How a checkpoint names things.  named, flat, indexed: in torch.distributed.checkpoint, by name, by torch's flattened
+# keys, by the plain optimizer's indices.  file: one plain optimizer's state dict, whole, written by torch.save.
+Form = Literal["named", "flat", "indexed", "file"]
+FULL = StateDictOptions(full_state_dict=True)
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 9)
+        self.second = nn.Linear(9, 3, bias=False)
+        self.scale = nn.Parameter(torch.ones(7))
+
+
+@dataclass(frozen=True)
+class Door:
+    """How to wrap the model, and to make its optimizer."""
+
+    wrap: Callable[[Net], nn.Module]
+    make: Callable[[nn.Module], Any]
+
+
+def _fully_sharded(model: Net) -> nn.Module:
+    fully_shard(model.first)
+    return fully_shard(model)
+
+
+def _adamw(model: nn.Module) -> Any:
+    return torch.optim.AdamW(model.parameters(), **OPTIONS)
+
+
+def _sharded(update: Any = None) -> Callable[[nn.Module], Any]:
+    return lambda model: ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, update=update, **OPTIONS)
+
+
+def _zero(partition: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition=partition, **OPTIONS)
+
+
+def _itself(model: Net) -> nn.Module:
+    return model
+
+
+DOORS: dict[str, Door] = {
+    "fully_shard": Door(_fully_sharded, _adamw),
+    "sharded elementwise": Door(_fully_sharded, _sharded()),
+    "sharded whole matrix": Door(_fully_sharded, _sharded("whole_matrix")),
+    "sharded over replicas": Door(lambda model: replicate(model), _sharded()),
+    "zero whole": Door(_itself, _zero("whole")),
+    "zero even": Door(_itself, _zero("even")),
+    "replicate": Door(lambda model: replicate(model), _adamw),
+    "plain": Door(_itself, _adamw),
+    "plain with names": Door(_itself, lambda model: torch.optim.AdamW(model.named_parameters(), **OPTIONS)),
+    "fully_shard with names": Door(_fully_sharded, lambda model: torch.optim.AdamW(model.named_parameters(), **OPTIONS)),
+}
+
+
+def _step(model: nn.Module, optimizer: Any, seed: int, unused: torch.Tensor | None = None) -> None:
+    """Gradients depend on places and seed alone, so that runs on any number of ranks are equal to the bit."""
+    for index, param in enumerate(model.parameters()):
+        if param is unused:
+            continue
+        whole = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * seed + index))
+        is_cut = isinstance(param, DTensor)
+        param.grad = (
+            distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None) if is_cut else whole
+        )
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _expected() -> Net:
+    model = Net()
+    optimizer = _adamw(model)
+    for seed in range(NUM_STEPS):
+        _step(model, optimizer, seed)
+    return model
+
+
+# ---- writing ----
+
+
+def _written(optimizer: Any, model: nn.Module, form: Form) -> Any:
+    """Return what goes into the checkpoint."""
+    named = dict(model.named_parameters())
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer.sharded(None if form == "indexed" else named, flat=form == "flat")
+    if form == "flat":
+        is_ours = isinstance(optimizer, ShardedOptimizer)
+        return optimizer.state_dict(form="flat") if is_ours else get_optimizer_state_dict(model, optimizer, options=FLAT)
+    if form == "indexed":
+        return optimizer.state_dict(form="indexed") if isinstance(optimizer, ShardedOptimizer) else optimizer.state_dict()
+    return optimizer.state_dict() if isinstance(optimizer, ShardedOptimizer) else get_optimizer_state_dict(model, optimizer)
+
+
+def _whole(optimizer: Any, model: nn.Module) -> Any:
+    """Return the state dict of a plain optimizer, on rank 0 at least."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict(to=0)
+        return optimizer.state_dict() if dist.get_rank() == 0 else None
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.full_state_dict(by_index=True)
+    names = [name for name, _ in model.named_parameters()]
+    found = get_optimizer_state_dict(model, optimizer, options=FULL)
+    state = {index: found["state"][name] for index, name in enumerate(names)}
+    return {"state": state, "param_groups": [{**found["param_groups"][0], "params": list(range(len(names)))}]}
+
+
+def save(door: str, form: Form, folder: str) -> None:
+    model = DOORS[door].wrap(Net())
+    optimizer = DOORS[door].make(model)
+    for seed in range(NUM_SAVED):
+        _step(model, optimizer, seed)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.07  # options travel too
+    if form == "file":
+        whole = _whole(optimizer, model)
+        if dist.get_rank() == 0:
+            torch.save(whole, f"{folder}/file")
+    else:
+        dcp.save({"optimizer": _written(optimizer, model, form)}, checkpoint_id=f"{folder}/state")
+    weights = get_model_state_dict(model, options=FULL)
+    if dist.get_rank() == 0:
+        torch.save(weights, f"{folder}/weights")
+
+
+# ---- reading ----
+
+
+def _read(optimizer: Any, model: nn.Module, form: Form, folder: str) -> None:
+    named = dict(model.named_parameters())
+    if form == "file":
+        _read_whole(optimizer, model, torch.load(f"{folder}/file"))
+        return
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        state = optimizer.sharded(None if form == "indexed" else named, loading=True, flat=form == "flat")
+        dcp.load({"optimizer": state}, checkpoint_id=f"{folder}/state")
+        return
+    if isinstance(optimizer, ShardedOptimizer):
+        content = {"optimizer": optimizer.blank_state_dict(form=form)}
+        dcp.load(content, checkpoint_id=f"{folder}/state")
+        optimizer.load_state_dict(content["optimizer"])
+        return
+    options = FLAT if form == "flat" else None
+    get_optimizer_state_dict(model, optimizer)  # makes state
+    if form == "indexed":
+        content = {"optimizer": optimizer.state_dict()}
+        for group in content["optimizer"]["param_groups"]:
+            group.pop("param_names", None)
+        dcp.load(content, checkpoint_id=f"{folder}/state")
+        optimizer.load_state_dict(content["optimizer"])
+        return
+    content = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    for group in () if form == "flat" else content["optimizer"]["param_groups"]:
+        group.pop("param_names", None)  # asked for only where torch's optimizer was given names
+    if form == "flat":
+        content["optimizer"] = {k: v for k, v in content["optimizer"].items() if not k.endswith(".param_names")}
+    dcp.load(content, checkpoint_id=f"{folder}/state")
+    if form == "flat" and "param_names" in optimizer.param_groups[0]:
+        content["optimizer"] |= {f"param_groups.{name}.param_names": list(named) for name in named}
+    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=options)
+
+
+def _read_whole(optimizer: Any, model: nn.Module, whole: Any) -> None:
+    if isinstance(optimizer, ZeroRedundancyOptimizer | ShardedOptimizer):
+        optimizer.load_state_dict(whole)
+        return
+    names = [name for name, _ in model.named_parameters()]
+    state = {names[index]: values for index, values in whole["state"].items()}
+    by_name = {"state": state, "param_groups": [{**whole["param_groups"][0], "params": names}]}
+    set_optimizer_state_dict(model, optimizer, by_name, options=FULL)
+
+
+def load(form: Form, folder: str, doors: list[str]) -> list[str]:
+    """Go on behind each of ``doors``; return what went wrong."""
+    expected = Net()
+    reference = _adamw(expected)
+    for seed in range(NUM_STEPS):
+        if seed == NUM_SAVED:
+            reference.param_groups[0]["lr"] = 0.07
+        _step(expected, reference, seed)
+    wrong: list[str] = []
+    for name in doors:
+        door = DOORS[name]
+        model = door.wrap(Net())
+        set_model_state_dict(model, torch.load(f"{folder}/weights"), options=FULL)
+        optimizer = door.make(model)
+        try:
+            _read(optimizer, model, form, folder)
+        except Exception as error:
+            wrong.append(f"{name}: {type(error).__name__}: {error}")
+            continue
+        assert optimizer.param_groups[0]["lr"] == 0.07, name
+        for seed in range(NUM_SAVED, NUM_STEPS):
+            _step(model, optimizer, seed)
+        for param, (fqn, value) in zip(model.parameters(), expected.named_parameters(), strict=True):
+            whole = param.full_tensor() if isinstance(param, DTensor) else param
+            if not torch.equal(whole, value):
+                wrong.append(f"{name}: {fqn} differs by {(whole - value).abs().max():.2e}")
+    return wrong
+
+
+FORMS: dict[str, tuple[Form, ...]] = {
+    "fully_shard": ("named", "flat", "indexed", "file"),
+    "sharded elementwise": ("named", "flat", "indexed", "file"),
+    "sharded whole matrix": ("named", "flat", "indexed", "file"),
+    "sharded over replicas": ("named", "flat", "indexed", "file"),
+    "zero whole": ("named", "flat", "indexed", "file"),
+    "zero even": ("named", "flat", "indexed", "file"),
+    "replicate": ("named", "flat", "indexed", "file"),
+    "plain": ("named", "flat", "indexed", "file"),
+    "plain with names": ("named", "indexed"),
+    "fully_shard with names": ("named", "indexed"),
+}
+
+
+@pytest.mark.parametrize(("door", "form"), [(door, form) for door, forms in FORMS.items() for form in forms])
+def test_what_one_door_saves_all_doors_read(pool: WorkerPool, tmp_path: Path, door: str, form: Form) -> None:
+    pool.run(save, num_ranks=1 if door.startswith("plain") else 4, door=door, form=form, folder=str(tmp_path))
+    plain = [name for name in DOORS if name.startswith("plain")]
+    on_two = [name for name in DOORS if name not in plain]
+    on_one = list(DOORS) if door == "zero even" else plain  # what is in the files does not depend on who reads them
+    for num_ranks, doors in ((2, on_two), (1, on_one)):
+        for wrong in pool.run(load, num_ranks=num_ranks, form=form, folder=str(tmp_path), doors=doors):
+            assert wrong == [], (num_ranks, "\n".join(wrong))
+
+
+# ---- parameters that no loss has used ----
+
+WITH_UNUSED = ("sharded elementwise", "sharded whole matrix", "zero whole", "zero even")
+
+
+def _step_without_scale(model: nn.Module, optimizer: Any, seed: int) -> None:
+    """One parameter has no gradient, and so no state; ranks that own nothing else read nothing."""
+    unused = dict(model.named_parameters())["scale"]
+    _step(model, optimizer, seed, unused)
+
+
+def _folder_of(folder: str, door: str, form: Form) -> str:
+    return f"{folder}/{form} {door}"
+
+
+def save_without_state_of_some(folder: str) -> None:
+    for door, form in product(WITH_UNUSED, ("named", "flat", "indexed")):
+        model = DOORS[door].wrap(Net())
+        optimizer = DOORS[door].make(model)
+        for seed in range(NUM_SAVED):
+            _step_without_scale(model, optimizer, seed)
+        content = {"optimizer": _written(optimizer, model, form), "model": get_model_state_dict(model)}
+        dcp.save(content, checkpoint_id=_folder_of(folder, door, form))
+
+
+def load_without_state_of_some(folder: str) -> None:
+    expected = Net()
+    reference = _adamw(expected)
+    for seed in range(NUM_STEPS):
+        (_step_without_scale if seed < NUM_SAVED else _step)(expected, reference, seed)
+    for door, form in product(WITH_UNUSED, ("named", "flat", "indexed")):
+        path: Any = _folder_of(folder, door, form)
+        model = DOORS[door].wrap(Net())
+        optimizer = DOORS[door].make(model)
+        content: dict[str, Any] = {"model": get_model_state_dict(model)}
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            names = None if form == "indexed" else dict(model.named_parameters())
+            content["optimizer"] = optimizer.sharded(names, loading=path, flat=form == "flat")
+            dcp.load(content, checkpoint_id=path)
+        else:
+            reader = dcp.FileSystemReader(path)
+            content["optimizer"] = optimizer.blank_state_dict(form, checkpoint=reader)
+            dcp.load(content, storage_reader=reader)
+            optimizer.load_state_dict(content["optimizer"])
+        set_model_state_dict(model, content["model"])
+        for seed in range(NUM_SAVED, NUM_STEPS):
+            _step(model, optimizer, seed)
+        for param, value in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(param.full_tensor() if isinstance(param, DTensor) else param, value), (door, form)
+    for form in ("named", "indexed"):
+        path = _folder_of(folder, "zero whole", "indexed" if form == "named" else "named")
+        model = Net()
+        zero = DOORS["zero whole"].make(model)
+        names = dict(model.named_parameters()) if form == "named" else None
+        with pytest.raises(ShardwiseError, match="the checkpoint has no state of .* use the names, or the form"):
+            zero.sharded(names, loading=path).state_dict()
+        sharded = ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, **OPTIONS)
+        with pytest.raises(ShardwiseError, match=r"but an entry 'optimizer\.state\."):
+            sharded.blank_state_dict(form, checkpoint=path)  # type: ignore[arg-type]
+
+
+def test_state_is_read_where_some_parameters_had_none(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(save_without_state_of_some, num_ranks=4, folder=str(tmp_path))
+    pool.run(load_without_state_of_some, num_ranks=2, folder=str(tmp_path))

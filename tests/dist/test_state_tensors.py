@@ -1,0 +1,351 @@
+"""State that users hold is like any tensor's: saved, pickled and copied by itself, and live whatever moment it is from."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard
+from shardwise.comm.carve import carve
+from shardwise.optim.elementwise import RETRY_EVERY
+from shardwise.testing import WorkerPool
+
+SIZES = ((6, 5), (5,), (4, 3), (3,), (1, 7), (2, 2))  # uneven, empty shards on four ranks
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adam": (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.1}),
+}
+MISSING = {2: 3, 5: 0}  # step: parameter without a gradient
+
+
+class Params(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.of = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in SIZES])
+
+    def forward(self, factors: list[torch.Tensor | None]) -> torch.Tensor:
+        return sum((p * f).sum() for p, f in zip(self.of, factors, strict=True) if f is not None)  # type: ignore[return-value]
+
+
+def _factors(step: int) -> list[torch.Tensor | None]:
+    noise = torch.Generator().manual_seed(step)
+    found: list[torch.Tensor | None] = [torch.randn(size, generator=noise) for size in SIZES]
+    if step in MISSING:
+        found[MISSING[step]] = None
+    return found
+
+
+def _windows(model: Params, as_views: bool) -> None:
+    """Parameters that are neighbours in memory, as views of one tensor or with storages of their own."""
+    flat = torch.empty(sum(p.numel() for p in model.of))
+    start = 0
+    for p in model.of:
+        place = flat[start : start + p.numel()].view(p.shape) if as_views else carve(flat, start, p.shape)
+        p.data = place.copy_(p.detach())
+        start += p.numel()
+
+
+def _flat_gradients(model: Params, factors: list[torch.Tensor | None]) -> None:
+    flat = torch.zeros(sum(p.numel() for p in model.of))
+    start = 0
+    for p, factor in zip(model.of, factors, strict=True):
+        p.grad = None if factor is None else carve(flat, start, p.shape).copy_(factor)
+        start += p.numel()
+
+
+def _cut(whole: torch.Tensor, like: DTensor) -> DTensor:
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _backward(door: str, model: Params, step: int) -> None:
+    factors = _factors(step)
+    if door == "fully_shard":
+        model(factors).backward()
+    elif door == "dtensors":
+        for p, factor in zip(model.of, factors, strict=True):
+            assert isinstance(p, DTensor)
+            p.grad = None if factor is None else _cut(factor, p)
+    elif door in ("views", "neighbours"):
+        _flat_gradients(model, factors)
+    else:
+        for p, factor in zip(model.of, factors, strict=True):
+            p.grad = None if factor is None else factor.clone()
+
+
+def _build(door: str, kind: str) -> tuple[Params, Any]:
+    model = Params()
+    if door == "fully_shard":
+        fully_shard(model)
+    elif door == "dtensors":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for index, p in enumerate(model.of):
+            model.of[index] = nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)]))
+    elif door in ("views", "neighbours"):
+        _windows(model, as_views=door == "views")
+    optimizer_class, options = KINDS[kind]
+    if door.startswith("zero"):
+        partition = door.removeprefix("zero ")
+        return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class, partition=partition, **options)
+    return model, ShardedOptimizer(dict(model.named_parameters()), optimizer_class, **options)
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _state(optimizer: Any) -> dict[Any, Mapping[str, Any]]:
+    """What users get: by name, or by the index of this rank's piece."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return {index: optimizer.optim.state[local.tensor] for index, local in enumerate(optimizer.local_pieces)}
+    return optimizer.state_dict()["state"]
+
+
+def _tensors(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    for name, values in _state(optimizer).items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                yield (name, key), value
+
+
+def _values(optimizer: Any) -> dict[Any, torch.Tensor]:
+    return {key: _local(value).clone() for key, value in _tensors(optimizer)}
+
+
+ALIASES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "itself": lambda t: t,
+    "data": lambda t: t.data,
+    "detach": lambda t: t.detach(),
+    "view": lambda t: _local(t).view(-1),
+    "numpy": lambda t: _local(t).numpy(),
+    "shared": lambda t: _shared(_local(t)),
+    "from a copied dict": lambda t: copy.copy({"t": t})["t"],
+}
+
+
+def _shared(local: torch.Tensor) -> torch.Tensor:
+    return local.share_memory_() if local.numel() else local
+
+
+def _read(alias: Any, like: torch.Tensor) -> torch.Tensor:
+    return (torch.from_numpy(alias.copy()) if not isinstance(alias, torch.Tensor) else _local(alias)).reshape(like.shape)
+
+
+def _check_like_any(value: torch.Tensor) -> None:
+    """Offset 0, storage of its own bytes; saves, loads, pickles and copies just itself."""
+    local = _local(value)
+    assert local.storage_offset() == 0
+    assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    assert stream.tell() < local.numel() * local.element_size() + 10_000
+    stream.seek(0)
+    for found in (torch.load(stream, weights_only=False), pickle.loads(pickle.dumps(value)), copy.deepcopy(value)):
+        assert type(found) is type(value)
+        assert torch.equal(_local(found), local)
+        assert not local.numel() or _local(found).data_ptr() != local.data_ptr()
+
+
+def aliases_stay_live(door: str, kind: str, way: str) -> None:
+    """Taken after any step, also between a load and the next step, while gradients come and go."""
+    model, optimizer = _build(door, kind)
+    held: list[tuple[int, dict[Any, Any]]] = []
+    for step in range(8):
+        optimizer.zero_grad()
+        _backward(door, model, step)
+        optimizer.step()
+        if step == 3:
+            held = []  # loading makes new state, as for any optimizer
+            if isinstance(optimizer, ZeroRedundancyOptimizer):
+                optimizer.optim.load_state_dict(copy.deepcopy(optimizer.optim.state_dict()))
+            else:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        now = _values(optimizer)
+        for since, aliases in held:
+            for key, alias in aliases.items():
+                assert torch.equal(_read(alias, now[key]), now[key]), (door, kind, way, f"from step {since} at {step}", key)
+        if step in (0, 1, 2, 3, 5):
+            for _, value in _tensors(optimizer) if way == "itself" else ():
+                _check_like_any(value)
+            held.append((step, {key: ALIASES[way](value) for key, value in _tensors(optimizer)}))
+    _assert_trained(door, kind, model, optimizer)
+
+
+def _assert_trained(door: str, kind: str, model: Params, optimizer: Any, num_steps: int = 8) -> None:
+    plain = Params()
+    optimizer_class, options = KINDS[kind]
+    reference = optimizer_class(plain.parameters(), **options)
+    for step in range(num_steps):
+        _backward("plain", plain, step)
+        reference.step()
+    for a, b in zip(model.of, plain.of, strict=True):
+        whole = a.full_tensor() if isinstance(a, DTensor) else a
+        assert torch.equal(whole, b), (door, kind)
+    if isinstance(optimizer, ShardedOptimizer):
+        found = optimizer.full_state_dict(by_index=True)["state"]
+        for index, values in reference.state_dict()["state"].items():
+            for key, value in values.items():
+                assert torch.equal(found[index][key], value) if isinstance(value, torch.Tensor) else found[index][key] == value
+
+
+# Four ranks leave some with empty shards only; plain tensors know nothing of ranks.
+DOORS = {"fully_shard": 4, "dtensors": 4, "zero whole": 4, "zero even": 4, "views": 1, "neighbours": 1, "separate": 1}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_aliases_of_state_stay_live(pool: WorkerPool, door: str) -> None:
+    for num_ranks in {DOORS[door], min(DOORS[door], 2)}:
+        pool.run(_every_alias, num_ranks=num_ranks, door=door)
+
+
+def _every_alias(door: str) -> None:
+    for kind, way in product(KINDS, ALIASES):
+        if kind == "adam" or way in ("itself", "shared"):
+            aliases_stay_live(door, kind, way)
+
+
+def writes_arrive(door: str) -> None:
+    """What is written to state that was given out counts in the next step, step counts included."""
+    model, optimizer = _build(door, "adam")
+    plain = Params()
+    reference = torch.optim.Adam(plain.parameters(), **KINDS["adam"][1])
+    names = list(dict(plain.named_parameters()))
+    for step in (0, 1):
+        optimizer.zero_grad()
+        _backward(door, model, step)
+        _backward("plain", plain, step)
+        optimizer.step()
+        reference.step()
+        kept = _state(optimizer)
+        if step == 0:
+            for index, name in enumerate(names[:2]):
+                for key, factor in (("exp_avg", 3.0), ("step", 7.0)):
+                    _local(kept[name][key]).mul_(factor)
+                    reference.state[plain.of[index]][key].mul_(factor)
+    for a, b in zip(model.of, plain.of, strict=True):
+        assert torch.equal(a.full_tensor() if isinstance(a, DTensor) else a, b)
+    assert _local(kept[names[0]]["step"]).item() == 8.0
+
+
+@pytest.mark.parametrize("door", ["fully_shard", "dtensors", "views", "neighbours", "separate"])
+def test_writes_to_state_count(pool: WorkerPool, door: str) -> None:
+    pool.run(writes_arrive, num_ranks=2, door=door)
+
+
+def dicts_travel(door: str, folder: str) -> None:
+    """A state dict as a whole: saved, pickled, copied, gathered, checkpointed at once and in the background."""
+    model, optimizer = _build(door, "adam")
+    for step in range(3):
+        optimizer.zero_grad()
+        _backward(door, model, step)
+        optimizer.step()
+    found = optimizer.state_dict()
+    expected = _values(optimizer)
+    num_bytes = sum(value.numel() * 4 for value in expected.values())
+    stream = io.BytesIO()
+    torch.save(found, stream)
+    assert stream.tell() < num_bytes + 200_000
+    stream.seek(0)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, found)
+    assert len(pickle.dumps(found)) < num_bytes + 200_000
+    copies = [torch.load(stream, weights_only=False), pickle.loads(pickle.dumps(found)), copy.deepcopy(found)]
+    for other in [*copies, gathered[dist.get_rank()]]:
+        _assert_same(other["state"], expected)
+    dcp.save({"optimizer": found}, checkpoint_id=f"{folder}/now")
+    pending = dcp.async_save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/later")
+    pending.result()
+    for path in ("now", "later"):
+        blank = {"optimizer": optimizer.blank_state_dict()}
+        dcp.load(blank, checkpoint_id=f"{folder}/{path}")
+        _assert_same(blank["optimizer"]["state"], expected)
+
+
+def _assert_same(state: Mapping[str, Mapping[str, Any]], expected: Mapping[Any, torch.Tensor]) -> None:
+    found = {(name, key): _local(value) for name, values in state.items() for key, value in values.items()}
+    assert found.keys() == expected.keys()
+    assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []
+
+
+@pytest.mark.parametrize("door", ["fully_shard", "dtensors", "views", "neighbours", "separate"])
+def test_state_dicts_travel(pool: WorkerPool, tmp_path: Path, door: str) -> None:
+    pool.run(dicts_travel, num_ranks=2, door=door, folder=str(tmp_path))
+
+
+def still_in_one_piece(door: str) -> None:
+    """Holding a state dict, also one from between a load and a step, does not take runs apart."""
+    model, optimizer = _build(door, "adam")
+    counts, held = [], []
+    for step in (0, 1, 3, 4, 6, 7):
+        optimizer.zero_grad()
+        _backward(door, model, step)
+        optimizer.step()
+        counts.append(optimizer._stepper.num_updates)
+        if step == 3:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        held.append(optimizer.state_dict())
+    assert len(set(counts)) == 1, counts
+    assert counts[0] <= (1 if door != "fully_shard" else len(SIZES) // 2), counts
+
+
+def empty_shards() -> None:
+    """State of shards without elements is like the others': what ``.state`` gives counts on, dicts copy on all ranks."""
+    for door in ("fully_shard", "dtensors"):
+        model, optimizer = _build(door, "adam")
+        held: list[dict[str, Any]] = []
+        for step in (0, 1, 3, 4):
+            optimizer.zero_grad()
+            _backward(door, model, step)
+            optimizer.step()
+            held += [dict(optimizer.state[p]) for p in model.of]
+            assert {values["step"].item() for values in held} == {len(held) / len(SIZES)}, (door, step)
+            _assert_same(copy.deepcopy(optimizer.state_dict())["state"], _values(optimizer))
+        assert dist.get_rank() == 0 or any(not p.to_local().numel() for p in model.of)
+
+
+def test_state_of_empty_shards_is_live(pool: WorkerPool) -> None:
+    pool.run(empty_shards, num_ranks=2)
+
+
+@pytest.mark.parametrize("door", ["fully_shard", "views", "neighbours"])
+def test_runs_stay_joined_while_state_is_held(pool: WorkerPool, door: str) -> None:
+    pool.run(still_in_one_piece, num_ranks=2, door=door)
+
+
+def released() -> None:
+    """State that lay apart when it was held is joined again some steps after it was let go."""
+    model, optimizer = _build("neighbours", "adam")
+    for p, factor in zip(model.of, _factors(0), strict=True):
+        p.grad = factor  # gradients that are no neighbours: state is made piece by piece
+    optimizer.step()
+    held = optimizer.state_dict()
+    assert optimizer._stepper.num_updates == len(SIZES)
+    for step in range(3):
+        _flat_gradients(model, _factors(0))
+        optimizer.step()
+        assert optimizer._stepper.num_updates == len(SIZES), step
+    del held
+    for _ in range(RETRY_EVERY):
+        optimizer.step()
+    assert optimizer._stepper.num_updates == 1
+    plain = Params()
+    reference = torch.optim.Adam(plain.parameters(), **KINDS["adam"][1])
+    for _ in range(4 + RETRY_EVERY):
+        _backward("plain", plain, 0)
+        reference.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.of, plain.of, strict=True))
+
+
+def test_state_that_was_let_go_is_joined(pool: WorkerPool) -> None:
+    pool.run(released, num_ranks=1)

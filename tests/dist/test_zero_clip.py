@@ -1,0 +1,529 @@
+"""Norms of gradients that lie with their owners: of all of them or an error, never of one rank's part."""
+
+import copy
+import gc
+import io
+import math
+import pickle
+import weakref
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from shardwise import ShardwiseError, ZeroRedundancyOptimizer, clip_grad_norm_, fully_shard
+from shardwise.api.ddp_hooks import hook_with_zero_step
+from shardwise.errors import StateError
+from shardwise.optim.owned import OwnedGradient
+from shardwise.testing import WorkerPool
+
+NUM_STEPS = 4
+PARTITIONS = ("whole", "even")
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 5, 3), torch.nn.Flatten(), torch.nn.Linear(180, 7), Scale())
+    model[0].to(memory_format=torch.channels_last)
+    return model
+
+
+def _one_matrix() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(128, 3, bias=False))
+
+
+class Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.tensor(0.5))
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
+def _loss(model: torch.nn.Module, step: int, rank: int | None = None) -> torch.Tensor:
+    noise = torch.Generator().manual_seed(100 * step + (dist.get_rank() if rank is None else rank))
+    return model(torch.randn(3, 2, 8, 8, generator=noise)).square().mean()
+
+
+def _backward_on_all(model: torch.nn.Module, step: int) -> None:
+    """What one process does with the whole batch."""
+    for rank in range(dist.get_world_size()):
+        (_loss(model, step, rank) / dist.get_world_size()).backward()
+
+
+def _zero(model: torch.nn.Module, partition: str, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition=partition, lr=0.05, **options)
+
+
+def _same_on_all_ranks(value: torch.Tensor) -> None:
+    every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, value)
+    assert all(torch.equal(other, value) for other in every), every
+
+
+def the_norm_is_that_of_one_process(norm_type: float) -> None:
+    """Whichever way gradients came to be averaged, by the method or the function; and so is what is trained."""
+    for partition, way, by_function in product(PARTITIONS, ("ddp", "owners"), (False, True)):
+        plain = _model()
+        model = _model()
+        adam = torch.optim.AdamW(plain.parameters(), lr=0.05)
+        ddp = DDP(model, find_unused_parameters=True) if way == "ddp" else model
+        zero = _zero(model, partition)
+        for step in range(NUM_STEPS):
+            adam.zero_grad()
+            zero.zero_grad()
+            _backward_on_all(plain, step)
+            _loss(ddp, step).backward()
+            if way == "owners":
+                zero.reduce_gradients()
+            max_norm = 0.05 if step % 2 else 1e6
+            expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+            if by_function:
+                found = clip_grad_norm_(model.parameters(), max_norm, norm_type)
+            else:
+                found = zero.clip_grad_norm_(max_norm, norm_type)
+            assert found.dtype == torch.float32
+            assert found.shape == ()
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+            _same_on_all_ranks(found)
+            again = zero.clip_grad_norm_(1e6, norm_type)
+            torch.testing.assert_close(again, torch.clamp(expected, max=max_norm), rtol=1e-4, atol=1e-6)
+            adam.step()
+            zero.step()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+class _Counted:
+    """Counts the collectives that the body issues."""
+
+    def __enter__(self) -> list[str]:
+        self.calls: list[str] = []
+        self._real = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "all_gather", "all_to_all_single")}
+        for name, real in self._real.items():
+            setattr(dist, name, self._counting(name, real))
+        return self.calls
+
+    def _counting(self, name: str, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            return real(*args, **kwargs)
+
+        return call
+
+    def __exit__(self, *_: object) -> None:
+        for name, real in self._real.items():
+            setattr(dist, name, real)
+
+
+def one_collective() -> None:
+    for partition, by_function in product(PARTITIONS, (False, True)):
+        model = _model()
+        zero = _zero(model, partition)
+        _loss(model, 0).backward()
+        zero.reduce_gradients()
+        with _Counted() as calls:
+            clip_grad_norm_(model.parameters(), 1.0) if by_function else zero.clip_grad_norm_(1.0)
+        assert calls == ["all_reduce"], calls
+
+
+def nothing_is_scaled_by_a_norm_that_is_not_finite() -> None:
+    """The error comes on all ranks, also on those whose own elements are fine."""
+    for partition in PARTITIONS:
+        model = _model()
+        zero = _zero(model, partition)
+        _loss(model, 0).backward()
+        if dist.get_rank() == 1:
+            model[2].weight.grad[0, 0] = math.inf
+        zero.reduce_gradients()
+        before = [part.clone() for p in model.parameters() if p.grad is not None for part in p.grad.parts]
+        for norm_type in (2.0, math.inf):
+            with pytest.raises(RuntimeError, match="non-finite"):
+                zero.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
+            with pytest.raises(RuntimeError, match="non-finite"):
+                clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
+        after = [part for p in model.parameters() if p.grad is not None for part in p.grad.parts]
+        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    with pytest.raises(ValueError, match="norm_type"):
+        zero.clip_grad_norm_(1.0, 0.0)
+
+
+def large_and_half_precision_gradients_have_finite_norms() -> None:
+    """The square of a norm may be too large for float32, a norm too large for float16."""
+    size = dist.get_world_size()
+    for dtype, value, expected in ((torch.float32, 2e18, 3.2e19), (torch.float16, 6e4 / size, 9.6e5 / size)):
+        for partition in PARTITIONS:
+            params = [torch.nn.Parameter(torch.zeros(64, dtype=dtype)) for _ in range(4)]
+            zero = ZeroRedundancyOptimizer(params, torch.optim.SGD, partition=partition, lr=0.1)
+            for p in params:
+                p.grad = torch.full_like(p, value)
+            zero.reduce_gradients()
+            assert zero.clip_grad_norm_(2.0).item() == pytest.approx(expected, rel=1e-2)
+            assert clip_grad_norm_(params, 2.0).item() == pytest.approx(2.0, rel=1e-2)
+
+
+def plain_norms_are_refused() -> None:
+    """On every rank, also on one that owns nothing; the message says what to call, the gradients stay as they were."""
+    for partition in PARTITIONS:
+        param = torch.nn.Parameter(torch.ones(4, 3))  # fewer parameters than ranks
+        for params in (list(_model().parameters()), [param]):
+            zero = ZeroRedundancyOptimizer(params, torch.optim.AdamW, partition=partition, lr=0.05)
+            for index, p in enumerate(params):
+                p.grad = torch.full_like(p, 1.0 + index + dist.get_rank())
+            zero.reduce_gradients()
+            norm = zero.clip_grad_norm_(1e6)
+            first = params[0].grad
+            calls: list[Callable[[], Any]] = [
+                lambda params=params: torch.nn.utils.clip_grad_norm_(params, 1.0),
+                lambda params=params: torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=False),
+                lambda params=params: torch.nn.utils.clip_grad_norm_(params, 1.0, math.inf),
+                lambda params=params: torch.nn.utils.get_total_norm([p.grad for p in params]),
+                lambda first=first: first.norm(),
+                lambda first=first: first.data.norm(2),
+                lambda first=first: first.detach().double().norm(),
+                lambda first=first: first.float().pow(2).sum(),
+                lambda first=first: first.clone().abs().max(),
+                lambda first=first: first.square().mean(),
+                lambda first=first: (first * first).sum(),
+                lambda first=first: torch.linalg.vector_norm(first),
+                lambda first=first: torch.isfinite(first).all(),
+                lambda first=first: torch.isnan(first).any(),
+                lambda first=first: first.mul_(torch.tensor(0.5)),
+                lambda first=first: torch.cat([first.view(-1), first.flatten()]),
+            ]
+            for call in calls:
+                with pytest.raises(StateError, match=r"optimizer\.clip_grad_norm_"):
+                    call()
+            assert torch.equal(zero.clip_grad_norm_(1e6), norm)
+
+
+def changes_element_by_element_are_those_of_one_process() -> None:
+    """Also on ranks that own no gradient at all."""
+    for partition, make in product(PARTITIONS, (_model, _one_matrix)):
+        plain, model = make(), make()
+        sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, partition=partition, lr=0.1)
+        _backward_on_all(plain, 0)
+        _loss(model, 0).backward()
+        zero.reduce_gradients()
+        assert make is _model or partition == "even" or len(zero.local_pieces) == (dist.get_rank() == 0)
+        for module in (plain, model):
+            for p in module.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(3.0)
+                    p.grad /= 2
+            torch.nn.utils.clip_grad_value_(module.parameters(), 0.01)
+        sgd.step()
+        zero.step()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def backwards_after_averaging_add_up() -> None:
+    """As one process adds them; a step before they are averaged too is refused."""
+    for partition, set_to_none in product(PARTITIONS, (True, False)):
+        plain, model = _model(), _model()
+        adam, zero = torch.optim.AdamW(plain.parameters(), lr=0.05), _zero(model, partition)
+        for step in range(3):
+            for optimizer in (adam, zero):
+                optimizer.zero_grad(set_to_none=set_to_none)
+            for microbatch in range(3):
+                _backward_on_all(plain, 10 * step + microbatch)
+                _loss(model, 10 * step + microbatch).backward()
+                if microbatch == 1:
+                    with pytest.raises(StateError, match=r"reduce_gradients\(\) again"):
+                        zero.step()
+                    with pytest.raises(StateError, match=r"reduce_gradients\(\) again"):
+                        zero.clip_grad_norm_(1.0)
+                zero.reduce_gradients()
+            for p in model.parameters():
+                assert p.grad is None or p.grad.fresh is None
+            adam.step()
+            zero.step()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def a_gradient_that_was_not_averaged_is_named() -> None:
+    for partition in PARTITIONS:
+        model = _model()
+        zero = _zero(model, partition)
+        _loss(model, 0).backward()
+        zero.reduce_gradients()
+        model[3].unused.grad = torch.ones(3)
+        for call in (zero.step, lambda zero=zero: zero.clip_grad_norm_(1.0)):
+            with pytest.raises(StateError, match=r"parameter 5 of shape \(3,\) has a gradient of this rank alone"):
+                call()
+
+
+def module_zero_grad_drops_what_was_averaged() -> None:
+    """Nothing of it is stepped on again, nothing stays in memory."""
+    for partition in PARTITIONS:
+        model = _model()
+        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, partition=partition, lr=0.1)
+        _loss(model, 0).backward()
+        zero.reduce_gradients()
+        held = [weakref.ref(part) for p in model.parameters() if p.grad is not None for part in p.grad.parts]
+        zero.step()
+        after = [p.detach().clone() for p in model.parameters()]
+        model.zero_grad()
+        gc.collect()
+        assert [part for part in held if part() is not None] == []
+        zero.step()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), after, strict=True))
+
+
+def gradients_do_not_keep_the_optimizer() -> None:
+    model = _model()
+    zero = _zero(model, "whole")
+    _loss(model, 0).backward()
+    zero.reduce_gradients()
+    alive = weakref.ref(zero)
+    del zero
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(StateError, match="is gone"):
+        clip_grad_norm_(model.parameters(), 1.0)
+
+
+def an_owners_gradient_is_a_tensor_like_others(folder: str) -> None:
+    """Storage of its own, saved, pickled and copied; elsewhere it takes no memory and says so."""
+    model = _model()
+    zero = _zero(model, "whole")
+    _loss(model, 0).backward()
+    local = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
+    zero.reduce_gradients()
+    for index, (p, mine) in enumerate(zip(model.parameters(), local, strict=True)):
+        gradient = p.grad
+        if mine is None:
+            assert gradient is None
+            continue
+        dist.all_reduce(mine)
+        mine /= dist.get_world_size()
+        assert isinstance(gradient, OwnedGradient)
+        assert gradient.shape == p.shape
+        assert gradient.stride() == p.stride()
+        assert gradient.dtype == p.dtype
+        if not gradient.is_whole:
+            for call in (lambda g=gradient: pickle.dumps(g), lambda g=gradient: torch.save(g, io.BytesIO()), gradient.numpy):
+                with pytest.raises(StateError, match="only a part"):
+                    call()
+            copy.deepcopy(gradient)
+            continue
+        assert gradient.storage_offset() == 0
+        assert gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+        stream = io.BytesIO()
+        torch.save(gradient, stream)
+        assert stream.tell() < gradient.numel() * 4 + 4096
+        stream.seek(0)
+        for found in (torch.load(stream), pickle.loads(pickle.dumps(gradient)), torch.from_numpy(gradient.numpy())):
+            assert type(found) is torch.Tensor
+            torch.testing.assert_close(found, mine, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(gradient, mine, rtol=1e-5, atol=1e-7)
+        assert torch.equal(copy.deepcopy(gradient), gradient)
+        path = f"{folder}/{index}-{dist.get_rank()}"
+        dcp.save({"g": gradient}, checkpoint_id=path, no_dist=True)
+        blank = {"g": torch.zeros(p.shape)}
+        dcp.load(blank, checkpoint_id=path, no_dist=True)
+        assert torch.equal(blank["g"], gradient)
+        alias = gradient.data
+        p.grad.mul_(2.0)
+        assert torch.equal(alias, p.grad)
+    found: list[Any] = [None] * dist.get_world_size()
+    mine_only = {i: p.grad for i, p in enumerate(model.parameters()) if p.grad is not None and p.grad.is_whole}
+    dist.all_gather_object(found, mine_only)
+    assert sorted(index for each in found for index in each) == [0, 1, 2, 3, 4]
+
+
+def a_scaler_agrees(overflow: bool) -> None:
+    """All ranks skip a step, or none does, though the value that is not finite is with one owner."""
+    for partition, way, unscale_first in product(PARTITIONS, ("ddp", "owners"), (False, True)):
+        plain, model = _model(), _model()
+        ddp = DDP(model, find_unused_parameters=True) if way == "ddp" else model
+        adam, zero = torch.optim.AdamW(plain.parameters(), lr=0.05), _zero(model, partition)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in range(2)]
+        for step in range(NUM_STEPS):
+            for optimizer in (adam, zero):
+                optimizer.zero_grad()
+            for rank in range(dist.get_world_size()):
+                scalers[0].scale(_loss(plain, step, rank) / dist.get_world_size()).backward()
+            scalers[1].scale(_loss(ddp, step)).backward()
+            if overflow and step in (1, 2):
+                plain[2].weight.grad[0, 0] = math.inf
+                if way == "ddp" or dist.get_rank() == 0:
+                    model[2].weight.grad[0, 0] = math.inf
+            if way == "owners":
+                zero.reduce_gradients()
+            if unscale_first:
+                scalers[0].unscale_(adam)
+                scalers[1].unscale_(zero)
+                expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+                torch.testing.assert_close(zero.clip_grad_norm_(0.1), expected, rtol=1e-4, atol=1e-6)
+            for scaler, optimizer in zip(scalers, (adam, zero), strict=True):
+                scaler.step(optimizer)
+                scaler.update()
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert zero.num_steps == (NUM_STEPS - 2 if overflow else NUM_STEPS)
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def with_sharded_parameters_beside() -> None:
+    """The function takes them all: DTensors on a mesh, gradients with owners, plain ones."""
+    plain = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(3))
+    torch.manual_seed(0)
+    for p in plain.parameters():
+        torch.nn.init.normal_(p)
+    sharded, owned, replicated = copy.deepcopy(plain)
+    fully_shard(sharded)
+    zero = _zero(owned, "even")
+    everything = [*sharded.parameters(), *owned.parameters(), *replicated.parameters()]
+    for rank in range(dist.get_world_size()):
+        noise = torch.Generator().manual_seed(rank)
+        x = torch.randn(3, 6, generator=noise)
+        for module in plain:
+            (module(x).square().mean() / dist.get_world_size()).backward()
+        if rank == dist.get_rank():
+            for module in (sharded, owned, replicated):
+                module(x).square().mean().backward()
+    for p in replicated.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+    zero.reduce_gradients()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    found = clip_grad_norm_(everything, 0.1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(clip_grad_norm_(everything, 1.0), torch.tensor(0.1), rtol=1e-4, atol=1e-6)
+
+
+def overlapped_steps_cannot_be_clipped() -> None:
+    for partition, reduce in product(PARTITIONS, ("all", "owner")):
+        ddp = DDP(torch.nn.Linear(5, 4))
+        zero = _zero(ddp, partition, overlap_with_ddp=True)
+        ddp.register_comm_hook(None, hook_with_zero_step(None, ddp, zero, reduce=reduce))
+        ddp(torch.ones(2, 5) * (1 + dist.get_rank())).sum().backward()
+        with pytest.raises(StateError, match="has been made when backward returns"):
+            zero.clip_grad_norm_(1.0)
+        if reduce == "owner":
+            for clip in (torch.nn.utils.clip_grad_norm_, clip_grad_norm_):
+                with pytest.raises(StateError):
+                    clip(ddp.parameters(), 1.0)
+            with pytest.raises((StateError, RuntimeError), match="zero_grad"):
+                ddp(torch.ones(2, 5)).sum().backward()
+
+
+def in_join() -> None:
+    """Ranks that have joined clip nothing, and nobody waits for them; owners' gradients need every rank."""
+    rank = dist.get_rank()
+    for partition in PARTITIONS:
+        plain, model = DDP(torch.nn.Linear(4, 3)), DDP(torch.nn.Linear(4, 3))
+        model.module.load_state_dict(plain.module.state_dict())
+        adam, zero = torch.optim.AdamW(plain.parameters(), lr=0.05), _zero(model, partition)
+        batches = [torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * rank + i)) for i in range(1 + rank)]
+        with Join([plain]):
+            for batch in batches:
+                adam.zero_grad()
+                plain(batch).square().sum().backward()
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+                adam.step()
+        with Join([model, zero]):
+            for batch in batches:
+                zero.zero_grad()
+                model(batch).square().sum().backward()
+                zero.clip_grad_norm_(0.1)
+                zero.step()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            expected = b.detach().clone()
+            dist.broadcast(expected, src=dist.get_world_size() - 1)
+            torch.testing.assert_close(a, expected, rtol=1e-5, atol=1e-6)
+        with pytest.raises(ShardwiseError, match="in Join do not take part"), Join([zero]):
+            zero.reduce_gradients()
+
+
+def one_rank_with_other_gradients_is_named() -> None:
+    model = _model()
+    zero = _zero(model, "even")
+    _loss(model, 0).backward()
+    if dist.get_rank() == 1:
+        model[0].bias.grad = None
+    with pytest.raises(ShardwiseError, match=r"rank 1: parameter 1 of shape \(5,\) has no gradient"):
+        zero.reduce_gradients()
+
+
+CASES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+    "norm-1": (the_norm_is_that_of_one_process, {"norm_type": 1.0}),
+    "norm-2": (the_norm_is_that_of_one_process, {"norm_type": 2.0}),
+    "norm-inf": (the_norm_is_that_of_one_process, {"norm_type": math.inf}),
+    "scaler": (a_scaler_agrees, {"overflow": False}),
+    "scaler-overflow": (a_scaler_agrees, {"overflow": True}),
+} | {
+    check.__name__: (check, {})
+    for check in (
+        one_collective,
+        nothing_is_scaled_by_a_norm_that_is_not_finite,
+        large_and_half_precision_gradients_have_finite_norms,
+        plain_norms_are_refused,
+        changes_element_by_element_are_those_of_one_process,
+        backwards_after_averaging_add_up,
+        a_gradient_that_was_not_averaged_is_named,
+        module_zero_grad_drops_what_was_averaged,
+        gradients_do_not_keep_the_optimizer,
+        with_sharded_parameters_beside,
+        overlapped_steps_cannot_be_clipped,
+        in_join,
+        one_rank_with_other_gradients_is_named,
+    )
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_with_owners(pool: WorkerPool, case: str) -> None:
+    check, options = CASES[case]
+    pool.run(check, num_ranks=4, **options)
+
+
+def _all_in_one_world() -> None:
+    for check, options in CASES.values():
+        check(**options)
+
+
+def test_gradients_with_owners_on_two_ranks(pool: WorkerPool) -> None:
+    pool.run(_all_in_one_world, num_ranks=2)
+
+
+def test_an_owners_gradient_is_saved_and_copied(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(an_owners_gradient_is_a_tensor_like_others, num_ranks=2, folder=str(tmp_path))
+
+
+def one_rank_is_as_ever() -> None:
+    """Gradients stay plain where they are, so that any clip is right."""
+    for partition in PARTITIONS:
+        plain, model = _model(), _model()
+        adam, zero = torch.optim.AdamW(plain.parameters(), lr=0.05), _zero(model, partition)
+        for step in range(3):
+            for module, optimizer in ((plain, adam), (model, zero)):
+                optimizer.zero_grad()
+                for microbatch in range(2):
+                    _loss(module, 10 * step + microbatch).backward()
+                    if module is model:
+                        zero.reduce_gradients()
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+                optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        _loss(model, 9).backward()
+        expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        torch.testing.assert_close(zero.clip_grad_norm_(1e6), expected)
+
+
+def test_on_one_rank_nothing_has_an_owner(pool: WorkerPool) -> None:
+    pool.run(one_rank_is_as_ever, num_ranks=1)

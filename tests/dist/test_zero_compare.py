@@ -1,0 +1,359 @@
+"""A step on gradients that nobody has averaged is an error on every rank, and programs that are right notice nothing."""
+
+import logging
+import math
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from shardwise import DesyncError, ZeroRedundancyOptimizer
+from shardwise.api.zero_compare import digest_of
+from shardwise.comm.board import Board
+from shardwise.testing import WorkerPool
+
+PARTITIONS = ("whole", "even")
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 5))
+
+
+def _zero(model: torch.nn.Module, partition: str = "whole", **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, partition=partition, lr=0.1, **options)
+
+
+def _backward(model: torch.nn.Module, step: int = 0, rank: int | None = None) -> None:
+    noise = torch.Generator().manual_seed(100 * step + (dist.get_rank() if rank is None else rank))
+    model(torch.randn(4, 6, generator=noise)).square().mean().backward()
+
+
+class _Gathers:
+    """Counts comparisons, and keeps the warnings that they leave."""
+
+    def __enter__(self) -> "_Gathers":
+        self.whats: list[str] = []
+        self.warnings: list[str] = []
+        real = self._real = Board.gather
+
+        def counted(board: Board, what: str, text: str) -> list[str]:
+            self.whats.append(what)
+            return real(board, what, text)
+
+        Board.gather = counted  # type: ignore[method-assign]
+        self._handler = logging.Handler(logging.WARNING)
+        self._handler.emit = lambda record: self.warnings.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("shardwise").addHandler(self._handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Board.gather = self._real  # type: ignore[method-assign]
+        logging.getLogger("shardwise").removeHandler(self._handler)
+
+
+def a_step_without_averaging_is_refused() -> None:
+    for partition, bucket_view, call in product(PARTITIONS, (False, True), ("step", "clip_grad_norm_")):
+        model = _model()
+        zero = _zero(model, partition, parameters_as_bucket_view=bucket_view)
+        _backward(model)
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(DesyncError) as caught:
+            zero.step() if call == "step" else zero.clip_grad_norm_(1.0)
+        text = str(caught.value)
+        facts = ("parameter 0 of shape (40, 6)", "on rank 0", "on rank 1", "DistributedDataParallel", "reduce_gradients()")
+        assert [fact for fact in facts if fact not in text] == [], text
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+        zero.zero_grad()
+        _backward(model)
+        zero.reduce_gradients()
+        zero.step()  # as the message says
+
+
+def averaged_gradients_are_compared_once() -> None:
+    for partition in PARTITIONS:
+        ddp = DDP(_model())
+        zero = _zero(ddp, partition)
+        with _Gathers() as seen:
+            for step in range(4):
+                zero.zero_grad()
+                _backward(ddp, step)
+                zero.clip_grad_norm_(0.5)
+                zero.step()
+        assert len(seen.whats) == 1, seen.whats
+        assert seen.warnings == []
+
+
+def hooks_of_ddp_give_the_same_bits() -> None:
+    """Rings, compression, low-rank approximation: what a rank gets is what all get."""
+    hooks: list[tuple[Any, Any]] = [
+        (None, default_hooks.allreduce_hook),
+        (None, default_hooks.fp16_compress_hook),
+        (powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook),
+    ]
+    for state, hook in hooks:
+        ddp = DDP(_model())
+        ddp.register_comm_hook(state, hook)
+        zero = _zero(ddp)
+        with _Gathers() as seen:
+            for step in range(4):
+                zero.zero_grad()
+                _backward(ddp, step)
+                zero._is_compared = False
+                zero.step()
+        assert len(seen.whats) == 4
+        assert seen.warnings == []
+
+
+def nothing_is_known_before_there_are_gradients() -> None:
+    model = _model()
+    zero = _zero(model)
+    zero.step()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    zero.step()
+    _backward(model)
+    with pytest.raises(DesyncError, match="gradients differ between ranks"):
+        zero.step()
+
+
+def it_is_asked_again() -> None:
+    """When the parameters change, which of them train, or who averages."""
+
+    def add_group(zero: ZeroRedundancyOptimizer, model: torch.nn.Module) -> None:
+        zero.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+
+    def freeze(zero: ZeroRedundancyOptimizer, model: torch.nn.Module) -> None:
+        model[0].weight.requires_grad_(False)
+
+    def reduce(zero: ZeroRedundancyOptimizer, model: torch.nn.Module) -> None:
+        _backward(model)
+        zero.reduce_gradients()
+        zero.step()
+
+    for change in (add_group, freeze, reduce):
+        model = _model()
+        zero = _zero(model)
+        _backward(model, rank=0)
+        zero.step()
+        zero.zero_grad()
+        change(zero, model)
+        zero.zero_grad()
+        _backward(model)
+        with pytest.raises(DesyncError, match="gradients differ between ranks"):
+            zero.step()
+
+
+def an_owner_without_a_gradient_is_named() -> None:
+    """It would leave its share as it is."""
+    for partition in PARTITIONS:
+        model = _model()
+        zero = _zero(model, partition)
+        _backward(model, rank=0)
+        owner = zero.share.by_param[2][0].owner
+        if dist.get_rank() == owner:
+            model[2].weight.grad = None
+        with pytest.raises(DesyncError, match=rf"none on rank {owner}.*\(rank {owner} owns it\)"):
+            zero.step()
+
+
+def gradients_that_only_owners_have_are_stepped_on() -> None:
+    """Averaged to owners by hand."""
+    model = _model()
+    plain = torch.optim.SGD(_model().parameters(), lr=0.1)
+    zero = _zero(model)
+    _backward(model, rank=0)
+    for p, other in zip(model.parameters(), plain.param_groups[0]["params"], strict=True):
+        other.grad = p.grad.clone()
+    for local_index, pieces in enumerate(zero.share.by_param):
+        if pieces[0].owner != dist.get_rank():
+            zero.all_params[local_index].grad = None
+    zero.step()
+    plain.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.param_groups[0]["params"], strict=True))
+
+
+def last_bits_may_differ() -> None:
+    """Unlike processors round unlike; more than rounding is refused."""
+    for factor, is_fine in ((1 + 2e-7, True), (1.001, False), (-1.0, False), (math.nan, False)):
+        model = _model()
+        zero = _zero(model)
+        _backward(model, rank=0)
+        if dist.get_rank() == 1:
+            for p in model.parameters():
+                p.grad.mul_(factor)
+        with _Gathers() as seen:
+            if is_fine:
+                zero.step()
+                assert len(seen.warnings) == 1
+                assert "not the same to the bit" in seen.warnings[0]
+            else:
+                with pytest.raises(DesyncError, match="gradients differ between ranks"):
+                    zero.step()
+                assert seen.warnings == []
+    model = _model()
+    zero = _zero(model)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, math.nan)
+    zero.step()
+
+
+def sums_in_another_order_are_let_pass() -> None:
+    """Averaged by hand, each rank starting from its own: right, but not to the bit."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = _model()
+    zero = _zero(model)
+    _backward(model)
+    for p in model.parameters():
+        every = [torch.empty_like(p) for _ in range(size)]
+        dist.all_gather(every, p.grad)
+        p.grad = sum((every[(rank + i) % size] for i in range(1, size)), every[rank].clone()) / size
+    with _Gathers() as seen:
+        zero.step()
+    assert len(seen.warnings) == (size > 2)  # a sum of two is the same in both orders
+
+
+def other_dtypes_and_orders() -> None:
+    """Whichever bits a gradient has, and in whichever order they lie: only values count."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.complex64):
+        param = torch.nn.Parameter(torch.rand(5, 7).to(dtype))
+        zero = ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=0.1)
+        values = torch.rand(5, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+        param.grad = values if dist.get_rank() == 0 else values.t().contiguous().t()
+        with _Gathers() as seen:
+            zero.step()
+        assert len(seen.whats) == 1
+        zero._is_compared = False
+        param.grad = values * (1 + dist.get_rank())
+        with pytest.raises(DesyncError, match="gradients differ"):
+            zero.step()
+
+
+def closures_only_warn() -> None:
+    """As torch's class does, a closure's gradients are taken as they are."""
+    for partition in PARTITIONS:
+        model = _model()
+        zero = _zero(model, partition)
+
+        def closure(zero: ZeroRedundancyOptimizer = zero, model: torch.nn.Module = model) -> float:
+            zero.zero_grad()
+            _backward(model)
+            return 1.0
+
+        with _Gathers() as seen:
+            assert zero.step(closure) == 1.0
+            zero.step(closure)
+        assert len(seen.warnings) == 1
+        assert "gradients differ between ranks" in seen.warnings[0]
+
+
+def closures_may_average() -> None:
+    for partition in PARTITIONS:
+        model, plain = _model(), _model()
+        zero, sgd = _zero(model, partition), torch.optim.SGD(plain.parameters(), lr=0.1)
+
+        def closure(zero: ZeroRedundancyOptimizer = zero, model: torch.nn.Module = model) -> None:
+            zero.zero_grad()
+            _backward(model)
+            zero.reduce_gradients()
+
+        def plain_closure(sgd: torch.optim.Optimizer = sgd, plain: torch.nn.Module = plain) -> None:
+            sgd.zero_grad()
+            for rank in range(dist.get_world_size()):
+                _backward(plain, rank=rank)
+            for p in plain.parameters():
+                p.grad /= dist.get_world_size()
+
+        with _Gathers() as seen:
+            for _ in range(2):
+                zero.step(closure)
+                sgd.step(plain_closure)
+        assert seen.warnings == []
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def joined_ranks_are_left_out() -> None:
+    """Also one that has no inputs at all."""
+    rank = dist.get_rank()
+    for partition in PARTITIONS:
+        ddp = DDP(_model())
+        zero = _zero(ddp, partition)
+        with _Gathers() as seen, Join([ddp, zero]):
+            for step in range(2 * rank):
+                zero.zero_grad()
+                _backward(ddp, step)
+                zero.step()
+        assert zero.num_steps == 2 * (dist.get_world_size() - 1)
+        assert seen.warnings == []
+
+
+CASES: dict[str, Callable[[], None]] = {
+    check.__name__: check
+    for check in (
+        a_step_without_averaging_is_refused,
+        averaged_gradients_are_compared_once,
+        hooks_of_ddp_give_the_same_bits,
+        nothing_is_known_before_there_are_gradients,
+        it_is_asked_again,
+        an_owner_without_a_gradient_is_named,
+        gradients_that_only_owners_have_are_stepped_on,
+        last_bits_may_differ,
+        sums_in_another_order_are_let_pass,
+        other_dtypes_and_orders,
+        closures_only_warn,
+        closures_may_average,
+        joined_ranks_are_left_out,
+    )
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_compared(pool: WorkerPool, case: str) -> None:
+    pool.run(CASES[case], num_ranks=4)
+
+
+def _all_in_one_world() -> None:
+    for check in CASES.values():
+        check()
+
+
+def test_gradients_are_compared_on_two_ranks(pool: WorkerPool) -> None:
+    pool.run(_all_in_one_world, num_ranks=2)
+
+
+def _on_one_rank() -> None:
+    for partition in PARTITIONS:
+        model = _model()
+        zero = _zero(model, partition)
+        with _Gathers() as seen:
+            for step in range(2):
+                zero.zero_grad()
+                _backward(model, step)
+                zero.step()
+        assert seen.whats == []
+
+
+def test_one_rank_has_nothing_to_compare(pool: WorkerPool) -> None:
+    pool.run(_on_one_rank, num_ranks=1)
+
+
+def test_digests_depend_on_every_bit_and_its_place() -> None:
+    values = torch.randn(3_000_001)
+    digest = digest_of(values)
+    assert digest_of(values.clone()) == digest
+    for place in (0, 1_048_576, 3_000_000):
+        other = values.clone()
+        other[place] = torch.nextafter(other[place], torch.tensor(math.inf))
+        assert digest_of(other) != digest
+    swapped = values.clone()
+    swapped[[5, 2_000_000]] = values[[2_000_000, 5]]
+    assert digest_of(swapped) != digest
+    assert digest_of(torch.zeros(7)) == 0
+    assert digest_of(torch.zeros(0)) == 0

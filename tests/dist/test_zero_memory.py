@@ -1,0 +1,248 @@
+"""Parameters in bucket views are like any others, and memory that somebody holds is not moved: on any rank, by itself."""
+
+import copy
+import io
+import pickle
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from shardwise import ZeroRedundancyOptimizer
+from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from shardwise.comm.carve import are_neighbours
+from shardwise.comm.owners import PACK_BELOW_BYTES
+from shardwise.testing import WorkerPool
+
+PARTITIONS = ("whole", "even")
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    large = PACK_BELOW_BYTES // 4 // 64 + 3  # matrices with this many rows are sent by themselves
+    model = torch.nn.Sequential(
+        *(torch.nn.Conv2d(1, 6, 3), torch.nn.Flatten(), torch.nn.Linear(216, 64)),
+        *(torch.nn.Linear(64, large), torch.nn.Linear(large, 64), torch.nn.Linear(64, 5)),
+    )
+    model[0].to(memory_format=torch.channels_last)
+    return model
+
+
+def _backward(model: torch.nn.Module, step: int) -> None:
+    """The same batch on all ranks, so that gradients agree without DDP."""
+    noise = torch.Generator().manual_seed(step)
+    model(torch.randn(2, 1, 8, 8, generator=noise)).square().mean().backward()
+
+
+def _zero(model: torch.nn.Module, partition: str, **options: Any) -> ZeroRedundancyOptimizer:
+    options = {"parameters_as_bucket_view": True, "lr": 0.01} | options
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition=partition, **options)
+
+
+def _expected(num_steps: int) -> list[torch.Tensor]:
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        _backward(model, step)
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def _train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        _backward(model, step)
+        optimizer.step()
+
+
+def _assert_equal(model: torch.nn.Module, expected: list[torch.Tensor]) -> None:
+    assert [i for i, (a, b) in enumerate(zip(model.parameters(), expected, strict=True)) if not torch.equal(a, b)] == []
+
+
+def parameters_are_like_any(folder: str) -> None:
+    for partition in PARTITIONS:
+        model = _model()
+        _zero(model, partition)
+        for p in model.parameters():
+            assert p.storage_offset() == 0
+            assert p.untyped_storage().nbytes() == p.numel() * p.element_size()
+            stream = io.BytesIO()
+            torch.save(p.data, stream)
+            assert stream.tell() < p.numel() * 4 + 4096
+            assert torch.equal(pickle.loads(pickle.dumps(p)), p)
+            assert torch.equal(copy.deepcopy(p), p)
+        path = f"{folder}/{partition}"
+        dcp.async_save({"model": model.state_dict()}, checkpoint_id=path).result()
+        blank = {"model": {name: torch.zeros_like(p) for name, p in model.state_dict().items()}}
+        dcp.load(blank, checkpoint_id=path)
+        assert all(torch.equal(blank["model"][name], p) for name, p in model.state_dict().items())
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, model.state_dict())
+        assert all(torch.equal(found[name], p) for found in gathered for name, p in model.state_dict().items())
+
+
+def aliases_stay_live() -> None:
+    """Taken before the optimizer was made, or between any changes of what trains and where it lies."""
+    ways = (lambda p: p.data, lambda p: p.detach(), lambda p: p.detach().permute(*range(p.dim())), lambda p: p.detach().numpy())
+    for partition, way in product(PARTITIONS, ways):
+        model, plain = _model(), _model()
+        aliases = [(p, way(p)) for p in list(model.parameters())[:3]]
+        zero = _zero(model, partition)
+        adam = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        for step in range(8):
+            for module, optimizer in ((model, zero), (plain, adam)):
+                module[2].requires_grad_(step not in (2, 3))
+                if step == 5:
+                    module[3].weight.data = module[3].weight.data.clone()
+                optimizer.zero_grad()
+                _backward(module, step)
+                optimizer.step()
+            if step == 4 and not isinstance(aliases[0][1], numpy.ndarray):  # arrays do not follow, of plain tensors neither
+                torch.nn.Module.share_memory(model[0])
+            held = {id(p) for p, _ in aliases}
+            aliases += [(p, way(p)) for p in model.parameters() if step in (0, 2, 6) and id(p) not in held]
+            for p, alias in aliases:
+                if not (step >= 5 and p is model[3].weight):  # the test itself gave it other memory
+                    assert torch.equal(torch.as_tensor(alias), p), (partition, step)
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a, b), partition
+        assert model[0].weight.untyped_storage().is_shared() or isinstance(aliases[0][1], numpy.ndarray)
+
+
+def what_other_processes_see_is_not_moved() -> None:
+    for partition in PARTITIONS:
+        model = _model()
+        zero = _zero(model, partition)
+        model[3].share_memory()
+        addresses = [p.data_ptr() for p in model[3].parameters()]
+        _train(model, zero, range(2))
+        model[2].weight.data = model[2].weight.data.clone()
+        _train(model, zero, range(2, 4))
+        assert [p.data_ptr() for p in model[3].parameters()] == addresses
+        assert all(p.is_shared() for p in model[3].parameters())
+        _assert_equal(model, _expected(4))
+
+
+def what_is_held_is_not_moved_and_the_rest_is_packed() -> None:
+    for partition in PARTITIONS:
+        model = _model()
+        params = list(model.parameters())
+        addresses = [p.data_ptr() for p in params]
+        held = params[2].data
+        zero = _zero(model, partition)
+        assert params[2].data_ptr() == addresses[2]
+        assert held.data_ptr() == addresses[2]
+        moved = [p for i, p in enumerate(params) if i != 2]
+        if partition == "even":
+            assert are_neighbours([p.detach() for p in moved])
+        _train(model, zero, range(3))
+        _assert_equal(model, _expected(3))
+
+
+def ranks_may_hold_different_things() -> None:
+    """A rank that keeps a state dict sends and receives the same messages as the others."""
+    rank = dist.get_rank()
+    for partition in PARTITIONS:
+        model = _model()
+        kept = {0: model.state_dict(), 1: list(model.state_dict().values())[1:4]}.get(rank)
+        zero = _zero(model, partition)
+        sizes = [(call.owner, sum(tensor.numel() for tensor in call.tensors)) for call in zero.layout.broadcasts]
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, sizes)
+        assert all(other == sizes for other in every), every
+        _train(model, zero, range(2))
+        if rank == 1:
+            model[2].weight.data = model[2].weight.data.clone()
+        kept = model.state_dict() if rank == 1 else kept
+        _train(model, zero, range(2, 4))
+        model[3].bias.requires_grad_(False)
+        model[3].bias.requires_grad_(True)
+        _train(model, zero, range(4, 6))
+        _assert_equal(model, _expected(6))
+        for name, p in model.state_dict().items():
+            assert kept is None or not isinstance(kept, dict) or torch.equal(kept[name], p)
+
+
+def overlapped_steps_find_parameters_where_they_are() -> None:
+    for partition, make_hook, reduce in product(
+        PARTITIONS, (hook_with_zero_step, hook_with_zero_step_interleaved), ("all", "owner")
+    ):
+        model = _model()
+        kept = model.state_dict() if dist.get_rank() == 0 else None
+        ddp = DDP(model, bucket_cap_mb=0.01)
+        zero = _zero(model, partition, overlap_with_ddp=True)
+        ddp.register_comm_hook(None, make_hook(allreduce_hook, ddp, zero, reduce=reduce))
+        for step in range(4):
+            zero.zero_grad()
+            _backward(ddp, step)
+        for a, b in zip(model.parameters(), _expected(4), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        assert kept is None or all(torch.equal(kept[name], p) for name, p in model.state_dict().items())
+
+
+def frozen_parameters_with_gradients_move_on_all_ranks() -> None:
+    """A plain optimizer updates them as long as a gradient is there; owners must not do so alone."""
+    for partition, bucket_view in product(PARTITIONS, (False, True)):
+        model, plain = _model(), _model()
+        zero = _zero(model, partition, parameters_as_bucket_view=bucket_view)
+        adam = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        for module, optimizer in ((model, zero), (plain, adam)):
+            _backward(module, 0)
+            module[2].requires_grad_(False)
+            optimizer.step()
+            optimizer.step()
+            _train(module, optimizer, range(1, 3))
+        _assert_equal(model, [p.detach() for p in plain.parameters()])
+
+
+def sharded_state_is_saved_in_the_background(folder: str) -> None:
+    for partition in PARTITIONS:
+        model = _model()
+        zero = _zero(model, partition)
+        _train(model, zero, range(2))
+        names = dict(model.named_parameters())
+        path = f"{folder}/{partition}"
+        state = zero.sharded(names).state_dict()
+        dcp.async_save({"optimizer": state}, checkpoint_id=path).result()
+        for other_state in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
+            for name, values in state["state"].items():
+                for key, value in values.items():
+                    found = other_state["state"][name][key]
+                    assert type(found) is type(value)
+                    assert torch.equal(getattr(found, "local", found), getattr(value, "local", value))
+                    assert getattr(found, "local", found).data_ptr() != getattr(value, "local", value).data_ptr()
+        again = _model()
+        other = _zero(again, "whole" if partition == "even" else "even")
+        dcp.load({"optimizer": other.sharded(dict(again.named_parameters()), loading=True)}, checkpoint_id=path)
+        again.load_state_dict(model.state_dict())
+        _train(again, other, range(2, 4))
+        _assert_equal(again, _expected(4))
+
+
+CHECKS = (
+    aliases_stay_live,
+    what_other_processes_see_is_not_moved,
+    what_is_held_is_not_moved_and_the_rest_is_packed,
+    ranks_may_hold_different_things,
+    overlapped_steps_find_parameters_where_they_are,
+    frozen_parameters_with_gradients_move_on_all_ranks,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_memory_of_parameters(pool: WorkerPool, check: Any) -> None:
+    for num_ranks in (2, 4):
+        pool.run(check, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize("check", [parameters_are_like_any, sharded_state_is_saved_in_the_background])
+def test_parameters_and_state_travel(pool: WorkerPool, tmp_path: Path, check: Any) -> None:
+    pool.run(check, num_ranks=2, folder=str(tmp_path))
