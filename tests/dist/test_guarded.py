@@ -112,15 +112,10 @@ def test_a_guard_ends_a_process_that_does_wrong(
     assert text in done.stderr
 
 
-def test_guards_let_right_programs_run(libraries: dict[str, Path]) -> None:
-    program = "import torch; x = torch.arange(1000).float(); assert float((x @ x).sqrt()) > 0; print('done')"
-    done = run(program, list(libraries.values()))
-    assert done.stdout == "done\n", done.stderr
-
-
 def test_a_slice_of_the_distributed_tests_runs_guarded(libraries: dict[str, Path]) -> None:
     guard.raise_map_limit()
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", *SLICE]
-    environment = {**guard.environment(*libraries.values()), "SHARDWISE_MODES_PER_ORDER": "1"}
+    few = {"SHARDWISE_MODES_PER_ORDER": "1", "SHARDWISE_MOST_RANKS": "2"}
+    environment = {**guard.environment(*libraries.values()), **few}
     done = subprocess.run(command, env=environment, cwd=guard.ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
