@@ -16,6 +16,7 @@ from shardwise.events import Call, Event, Op
 from shardwise.plan.policy import UnitPolicy
 from shardwise.runtime.gradients import Gradients, planned_scatter_bytes, take_gradients
 from shardwise.runtime.group import ShardGroup
+from shardwise.runtime.idle import mark_full
 from shardwise.runtime.param import UnitParam
 from shardwise.runtime.precision import MixedPrecisionPolicy
 from shardwise.runtime.state import Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
@@ -461,6 +462,7 @@ class Unit:
         """Forget the gradients of an unfinished backward."""
         for param in self.params:
             if param.full is not None:
+                mark_full(param.full)  # else it would be the shard's gradient that is dropped
                 param.full.grad = None
         self.gradient_arrived.clear()
         self.open_passes.clear()
