@@ -39,7 +39,7 @@ demo: .stamp-setup
 	@echo "Go on:       $(BIN)/shardwise train --resume $(DEMO) --steps 480 --nproc 1"
 
 test: .stamp-dev
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
 
 check: .stamp-dev
 	$(BIN)/ruff format --check .

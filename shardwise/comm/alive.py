@@ -8,7 +8,6 @@ import platform
 import select
 import time
 import weakref
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from shardwise.errors import TransportError
 
 _LOOK_S = 0.5  # between two looks at the process of a rank that is late
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 1e-4, 2e-2  # between two questions to the store
 
 # Ranks that have left their note in a store: every fully_shard comes by, one note is enough.
 _announced: weakref.WeakKeyDictionary[dist.Store, set[int]] = weakref.WeakKeyDictionary()
@@ -74,22 +74,24 @@ def read_post(store: dist.Store, key: str, rank: int, timeout_s: float) -> str:
 
     Raises: TransportError as soon as that rank's process is gone or the store does not answer; TimeoutError.
     """
-    deadline = time.monotonic() + timeout_s
+    # Not by store.wait: torch writes a warning to stderr for every wait that runs out, and late ranks are nothing unusual.
+    start = time.monotonic()
+    looked, pause_s = start, _LEAST_PAUSE_S
     while True:
-        start = time.monotonic()
-        slice_s = max(min(_LOOK_S, deadline - start), 1e-3)
         try:
-            store.wait([key], timedelta(seconds=slice_s))
-            return store.get(key).decode()
+            if store.check([key]):
+                return store.get(key).decode()
         except (RuntimeError, ValueError) as error:
+            raise TransportError(f"the store of the job does not answer; its process may be gone: {error}") from error
+        now = time.monotonic()
+        if now - looked >= _LOOK_S:
+            looked = now
             if is_gone(store, rank) and not store.check([key]):
-                raise TransportError(f"rank {rank} is gone") from error
-            if time.monotonic() - start < slice_s / 2:
-                raise TransportError(
-                    f"the store of the job does not answer; its process may be gone: {error}"
-                ) from error
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"rank {rank} did not post {key} within {timeout_s:g} s") from error
+                raise TransportError(f"rank {rank} is gone")
+        if now - start >= timeout_s:
+            raise TimeoutError(f"rank {rank} did not post {key} within {timeout_s:g} s")
+        time.sleep(min(pause_s, max(start + timeout_s - now, 0.0)))
+        pause_s = min(1.5 * pause_s, _MOST_PAUSE_S)
 
 
 def _note_key(rank: int) -> str:
