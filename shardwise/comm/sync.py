@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+
+from shardwise.errors import ConfigError
 
 _MAX_BYTES = 32 * 2**20  # per broadcast: large enough for bandwidth, small enough for memory
 
 
 def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite ``tensors`` with those of the group's first rank; shapes and dtypes agree on all ranks."""
+    """Overwrite ``tensors`` with those of the group's first rank; shapes and dtypes agree on all ranks.
+
+    Of wrapper subclasses the tensors within are overwritten.
+    Raises: ConfigError for a subclass that does not show them (``__tensor_flatten__``).
+    """
     if group.size() == 1:
         return
+    tensors = [part for tensor in tensors for part in _plain(tensor)]
     source = dist.get_global_rank(group, 0)
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -25,6 +33,19 @@ def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGro
             dist.broadcast(flat, source, group=group)
             for tensor, part in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
+
+
+def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if cast(Any, type(tensor)).__torch_dispatch__ is cast(Any, torch.Tensor).__torch_dispatch__:
+        return [tensor]
+    if not hasattr(tensor, "__tensor_flatten__"):
+        raise ConfigError(
+            f"a {type(tensor).__name__} cannot be made equal on all ranks, because its class does not define "
+            "__tensor_flatten__. Give its parameter in ignored_params, or call replicate(module, mesh=mesh), which expects "
+            "equal values"
+        )
+    names, _ = cast(Any, tensor).__tensor_flatten__()
+    return [part for name in names for part in _plain(getattr(tensor, name))]
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

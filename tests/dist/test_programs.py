@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import FSDPModule, fully_shard, replicate
-from shardwise.errors import StateError
+from shardwise.errors import ConfigError, StateError
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import Block
 
@@ -539,3 +539,48 @@ def run_half_checkpointed() -> None:
 
 def test_a_layer_may_be_used_in_a_reentrant_checkpoint_and_outside_of_it(pool: WorkerPool) -> None:
     pool.run(run_half_checkpointed)
+
+
+# ---- subclasses of tensors under the older replicate ----
+
+
+class Paired(torch.Tensor):
+    """A frozen weight held as two tensors; ``shows``: torch may see them."""
+
+    @staticmethod
+    def __new__(cls, low: torch.Tensor, high: torch.Tensor) -> Paired:  # noqa: PYI034
+        return torch.Tensor._make_wrapper_subclass(cls, low.shape, dtype=low.dtype)
+
+    def __init__(self, low: torch.Tensor, high: torch.Tensor) -> None:
+        self.low, self.high = low, high
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].low, args[0].high)
+        whole = [arg.low + arg.high if isinstance(arg, Paired) else arg for arg in args]
+        return func(*whole, **(kwargs or {}))
+
+
+class Shown(Paired):
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["low", "high"], None
+
+
+def run_replicated_subclasses() -> None:
+    rank = dist.get_rank()
+    for kind in (Shown, Paired):
+        model = nn.Linear(6, 4)
+        pair = kind(torch.full((4, 6), float(rank)), torch.full((4, 6), 2.0 + rank))
+        model.weight = nn.Parameter(pair, requires_grad=False)
+        if kind is Paired:
+            with pytest.raises(ConfigError, match="does not define __tensor_flatten__"):
+                replicate(model, device_ids=None)
+        else:
+            replicate(model, device_ids=None)
+            assert model.weight.low.unique().tolist() == [0.0]
+            assert model.weight.high.unique().tolist() == [2.0]
+
+
+def test_the_older_replicate_makes_what_is_within_subclasses_equal(pool: WorkerPool) -> None:
+    pool.run(run_replicated_subclasses)
