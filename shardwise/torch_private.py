@@ -79,6 +79,17 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tenso
     return list(hooks.values()) if hooks else []
 
 
+def has_chosen_grad_dtype(parameter: torch.Tensor) -> bool:
+    """Return True if ``parameter.grad_dtype`` was assigned to; before torch 2.15 the parameter's own dtype does not show."""
+    known: bool | None = getattr(parameter, "_has_grad_dtype_override", None)
+    return parameter.grad_dtype is not parameter.dtype if known is None else known
+
+
+def reduces_in_param_dtype() -> bool:
+    """Return True where torch's FSDP2 reduces in ``param_dtype`` without a ``reduce_dtype``: since 2.15 it does not."""
+    return torch.__version__ < "2.15"
+
+
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
@@ -86,6 +97,14 @@ def make_spec(
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def spec_in(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Return ``spec`` for a tensor of ``dtype``."""
+    meta = spec.tensor_meta
+    if meta is None or meta.dtype is dtype:
+        return spec
+    return make_spec(spec.mesh, spec.placements, meta.shape, meta.stride, dtype)
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

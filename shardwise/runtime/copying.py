@@ -74,6 +74,7 @@ def _copy_group(group: ShardGroup, unit: Unit, memo: dict[Any, Any]) -> ShardGro
         sharded = slots[0].parameters[slots[0].name]
         assert sharded is not None
         copied = UnitParam(param.fqn, slots, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape)
+        copied.keeps_dtype, copied.grad_dtype = param.keeps_dtype, param.grad_dtype
         module = param.module()
         if module is not None and id(module) in memo:
             copied.module = weakref.ref(memo[id(module)])
