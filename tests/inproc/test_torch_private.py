@@ -360,3 +360,36 @@ def test_a_wrapper_subclass_has_a_shape_and_no_memory() -> None:
     assert reached == ["aten.add.Tensor"]
     with pytest.raises(RuntimeError, match="invalid python storage"):
         found.untyped_storage().data_ptr()
+
+
+def test_a_chosen_grad_dtype_is_told_from_the_default() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    assert not private.has_chosen_grad_dtype(parameter)
+    for chosen in (torch.bfloat16, None):
+        parameter.grad_dtype = chosen
+        assert private.has_chosen_grad_dtype(parameter)
+    parameter.grad_dtype = torch.float32
+    # torch says so itself where it can; before, the parameter's own dtype is no choice.
+    assert private.has_chosen_grad_dtype(parameter) is hasattr(parameter, "_has_grad_dtype_override")
+
+
+def test_the_default_dtype_of_reductions_is_that_of_the_installed_torch(fake_ranks: object) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    assert "2.15" in (MixedPrecisionPolicy.__doc__ or "") or private.reduces_in_param_dtype()
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    seen: list[torch.dtype] = []
+    model.set_all_reduce_hook(lambda reduced: seen.append(reduced.dtype))
+    model(torch.ones(2, 4)).sum().backward()
+    assert seen == [torch.bfloat16 if private.reduces_in_param_dtype() else torch.float32]
+
+
+def test_a_spec_may_be_had_for_another_dtype(fake_ranks: object) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    spec = private.make_spec(mesh, [Shard(0)], torch.Size([4, 3]), (3, 1), torch.bfloat16)
+    assert private.spec_in(spec, torch.bfloat16) is spec
+    other = private.spec_in(spec, torch.float32)
+    assert (other.mesh, other.placements) == (spec.mesh, spec.placements)
+    assert other.tensor_meta is not None
+    assert (other.tensor_meta.shape, other.tensor_meta.dtype) == (torch.Size([4, 3]), torch.float32)
