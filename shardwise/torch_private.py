@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -24,7 +25,32 @@ _Kind = TypeVar("_Kind", bound=torch.Tensor)
 
 def swap_storage(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None:
     """Exchange the memory under two storages; tensors keep their storage object and see the other's bytes."""
-    left._swap_data_ptr_(right)  # pyright: ignore[reportAttributeAccessIssue]
+    swap: Callable[[torch.UntypedStorage], None] | None = getattr(left, "_swap_data_ptr_", None)
+    if swap is not None:
+        swap(right)
+    else:
+        _swap_fields(left, right)
+
+
+# Where torch 2.11 keeps what it later swaps itself, in bytes after the start of a storage: the pointer with its context and
+# deleter, the device, and behind these 32 bytes the size.
+_POINTER, _SIZE, _END = 16, 48, 56
+
+
+def _swap_fields(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None:
+    places: list[int] = []
+    for storage in (left, right):
+        place: int = storage._cdata  # pyright: ignore[reportAttributeAccessIssue]
+        found = [ctypes.c_uint64.from_address(place + offset).value for offset in (_POINTER, _SIZE)]
+        if found != [storage.data_ptr(), storage.nbytes()]:
+            raise NotImplementedError(
+                f"torch {torch.__version__} keeps the memory of a storage elsewhere than torch 2.11 does, and has no function "
+                "to exchange it; install torch 2.13 or newer"
+            )
+        places.append(place + _POINTER)
+    kept = ctypes.string_at(places[0], _END - _POINTER)
+    ctypes.memmove(places[0], places[1], _END - _POINTER)
+    ctypes.memmove(places[1], kept, _END - _POINTER)
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:

@@ -26,15 +26,22 @@ def fake_ranks() -> object:
     dist.destroy_process_group()
 
 
-def test_swapped_storages_exchange_bytes_under_their_tensors() -> None:
+@pytest.mark.parametrize("swap", [private.swap_storage, private._swap_fields])
+def test_swapped_storages_exchange_bytes_under_their_tensors(swap: Any) -> None:
     left, right = torch.zeros(4), torch.ones(8)
     empty = torch.empty(0, dtype=torch.uint8).untyped_storage()
-    private.swap_storage(empty, right.untyped_storage())
+    swap(empty, right.untyped_storage())
     assert (empty.nbytes(), right.untyped_storage().nbytes()) == (32, 0)
-    private.swap_storage(empty, right.untyped_storage())
+    swap(empty, right.untyped_storage())
     assert right.tolist() == [1.0] * 8
-    private.swap_storage(left.untyped_storage(), torch.full((4,), 2.0).untyped_storage())
+    swap(left.untyped_storage(), torch.full((4,), 2.0).untyped_storage())
     assert left.tolist() == [2.0] * 4
+    # Memory is freed once, with the storage that has it last.
+    empty, large = torch.empty(0), torch.ones(1 << 20)
+    swap(empty.untyped_storage(), large.untyped_storage())
+    del large
+    assert empty.untyped_storage().nbytes() == 4 << 20
+    empty.untyped_storage().resize_(0)
 
 
 def test_holders_of_a_storage_are_counted() -> None:
@@ -327,7 +334,7 @@ def test_same_version_hides_a_refill_from_autograd() -> None:
 
 def test_profiling_is_seen() -> None:
     assert not private.is_profiling()
-    with torch.profiler.profile():
+    with torch.profiler.profile(acc_events=True):
         assert private.is_profiling()
 
 
