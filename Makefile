@@ -1,4 +1,4 @@
-# make demo | test | check | bench: each sets everything up first (once; `make clean` forgets it).
+# make demo | test | check | guard | bench | fuzz: each sets everything up first (once; `make clean` forgets it).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,11 +6,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO := runs/demo
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check bench fuzz clean
+.PHONY: help demo test check guard bench fuzz clean
 help:
 	@echo "make demo   train a small GPT on this machine, about three minutes; results in $(DEMO)"
 	@echo "make test   every test that needs no GPU"
 	@echo "make check  format, lint, types and the quick tests, under a minute"
+	@echo "make guard  the distributed tests under guarded memory, with every order of ends of messages; ONLY=fence|heap"
 	@echo "make bench  rewrite benchmarks/results"
 	@echo "make fuzz   train random programs beside one process, MINUTES=10 RANKS=4 SEED=0 AREA=all; scripts of failures in found"
 
@@ -45,6 +46,10 @@ check: .stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest $(wildcard tests/pure tests/inproc tests/test_*.py)
+
+guard: .stamp-dev
+	SHARDWISE_MODES_PER_ORDER=8 $(BIN)/python tests/guard/run.py $(if $(ONLY),--only $(ONLY)) --timeout 1500 \
+		--deselect tests/dist/test_guarded.py tests/dist tests/inproc
 
 bench: .stamp-dev
 	$(BIN)/python benchmarks/run.py

@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pool() -> Iterator["WorkerPool"]:  # noqa: F821, UP037
     from shardwise.testing import WorkerPool
 
-    with WorkerPool(max_ranks=4) as workers:
+    with WorkerPool(max_ranks=int(os.environ.get("SHARDWISE_MOST_RANKS", "4"))) as workers:
         yield workers
 
 

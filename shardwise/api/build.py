@@ -15,6 +15,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise import torch_private
 from shardwise.api.explain import check_optimizers
 from shardwise.api.mesh import ShardPlacementResult, smaller_axes
+from shardwise.api.take_over import (
+    axes_of_plan,
+    fits,
+    is_used_elsewhere,
+    leave,
+    managed_by_slot,
+    owner_in,
+    remember,
+    whole,
+)
 from shardwise.comm.agree import Bulletin
 from shardwise.comm.alive import announce
 from shardwise.comm.buffers import BufferPool
@@ -61,12 +71,15 @@ class Recipe:
 
 @dataclass(slots=True)
 class _Found:
-    """A parameter and the places it hangs in."""
+    """A parameter and the places it hangs in; ``owned``: what the unit of an outer module has made of it,
+    and on which mesh."""
 
     param: nn.Parameter
     fqn: str
     module: nn.Module
     slots: list[Slot] = field(default_factory=list)
+    owned: UnitParam | None = None
+    owned_on: MeshAxes | None = None
 
 
 def attachment_of(module: nn.Module) -> Attachment | None:
@@ -85,18 +98,25 @@ def build_unit(modules: Sequence[nn.Module], recipe: Recipe) -> Attachment:
     managed = _managed_modules(roots)
     _move_buffers(managed, device)
     found = _find_parameters(managed, recipe.ignored)
+    _find_owned(found)
     for item in found:
-        _move_parameter(item, device)
+        if item.owned is None:
+            _move_parameter(item, device)
     reshard = True if recipe.reshard_after_forward is None else recipe.reshard_after_forward
     unit = Unit(roots, recipe.precision, UnitPolicy(reshard_after_forward=reshard))
     unit.uses_default_reshard = recipe.reshard_after_forward is None
     own: list[_Found] = []
     for item in found:
-        lender = _manager_of(item.param)
-        if lender is None or not _lend(lender, item, unit):
+        lender = _manager_of(item.param) if item.owned is None else item.owned
+        is_taken = item.owned is not None and not is_used_elsewhere(item.owned, item.slots)
+        if is_taken or lender is None or not _lend(lender, item, unit):
             own.append(item)
+    taken = [item.owned for item in own if item.owned is not None]
+    _check_not_run(taken)
+    leave(taken)
     unit.groups = _make_groups(own, recipe, device, unit)
     unit.number_parameters()
+    remember(unit)
     attachment = Attachment(unit, resolve_engine)
     for module in roots:
         module.__dict__[ATTACHMENT] = attachment
@@ -148,6 +168,16 @@ def _find_parameters(managed: Iterable[tuple[str, nn.Module]], ignored: frozense
     return list(found.values())
 
 
+def _find_owned(found: Iterable[_Found]) -> None:
+    """Note which parameters belong to the unit of an outer module already."""
+    candidates = [item for item in found if isinstance(item.param, DTensor) or id(item.param) in _managed_plain]
+    if candidates:
+        places = managed_by_slot()
+        for item in candidates:
+            item.owned = owner_in(places, item.slots)
+            item.owned_on = None if item.owned is None else axes_of_plan(item.owned)
+
+
 def _move_buffers(managed: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
     for _, module in managed:
         for buffer in module.buffers(recurse=False):
@@ -176,9 +206,10 @@ def _lend(lender: UnitParam, item: _Found, unit: Unit) -> bool:
     owner = lender.owner()
     if owner is None:
         return False
-    lender.slots += item.slots
-    for slot in item.slots:
-        slot.put(lender.sharded)
+    if item.owned is None:
+        lender.slots += item.slots
+        for slot in item.slots:
+            slot.put(lender.sharded)
     lending = next((each for module in owner.modules if (each := attachment_of(module)) is not None), None)
     if lending is not None:
         lending.reshard_for_state_dict(item.module)
@@ -191,7 +222,8 @@ def _make_groups(found: list[_Found], recipe: Recipe, device: torch.device, unit
     by_mesh: dict[int, tuple[MeshAxes, list[UnitParam]]] = {}
     for item in found:
         axes, shard = _resolve_placement(item, recipe)
-        by_mesh.setdefault(id(axes), (axes, []))[1].append(_shard_parameter(item, axes, shard, recipe, unit))
+        make = _shard_parameter if item.owned is None else _take_over
+        by_mesh.setdefault(id(axes), (axes, []))[1].append(make(item, axes, shard, recipe, unit))
     _check_shared_groups([axes for axes, _ in by_mesh.values()])
     groups: list[ShardGroup] = []
     for axes, params in by_mesh.values():
@@ -266,6 +298,37 @@ def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, recipe: 
         result.original = weakref.ref(item.param)
         _sharded_from[item.param] = weakref.ref(result)
     return result
+
+
+def _check_not_run(params: Iterable[UnitParam]) -> None:
+    for param in params:
+        owner = param.owner()
+        attachments = [attachment_of(module) for module in owner.modules] if owner is not None else []
+        if any(each is not None and each.is_root is not None for each in attachments):
+            raise StateError(
+                f"{param.fqn} belongs to the unit of an outer module, which has run a forward already. Shard inner modules "
+                "before the first forward of the root"
+            )
+
+
+def _take_over(item: _Found, axes: MeshAxes, shard: Shard | None, recipe: Recipe, unit: Unit) -> UnitParam:
+    """Return the parameter that an outer unit has given up, cut as this unit wants it; a collective if that is otherwise."""
+    old = item.owned
+    assert old is not None
+    storage = torch.device("cpu") if isinstance(recipe.offload, CPUOffloadPolicy) else axes.device
+    device = storage if old.local.device.type != "meta" else old.local.device
+    if not recipe.keeps_plain and fits(old, item.owned_on, axes, 0 if shard is None else shard.dim, device):
+        old.fqn, old.full, old.is_hooked = item.fqn, None, False
+        old.module, old.owner = weakref.ref(item.module), weakref.ref(unit)
+        return old
+    item.param = whole(old)
+    _move_parameter(item, axes.device)
+    new = _shard_parameter(item, axes, shard, recipe, unit)
+    original = old.original()
+    if original is not None:
+        new.original = weakref.ref(original)
+        _sharded_from[original] = weakref.ref(new)
+    return new
 
 
 # ---- engines ----

@@ -6,8 +6,8 @@ user changes one import.  Source of the method: ZeRO, arXiv 1910.02054; PyTorch 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar, overload
+from collections.abc import Iterable, Sequence
+from typing import cast, overload
 
 from torch import nn
 from torch.distributed.tensor import DeviceMesh
@@ -20,12 +20,10 @@ from shardwise.runtime.axes import DataParallelMeshDims
 from shardwise.runtime.hooks import Attachment
 from shardwise.runtime.precision import MixedPrecisionPolicy, OffloadPolicy
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
 
 @overload
 def fully_shard(
-    module: ModuleT,
+    module: nn.Module,
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
@@ -34,7 +32,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
-) -> ModuleT: ...
+) -> FSDPModule: ...
 
 
 @overload
@@ -48,7 +46,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
-) -> list[nn.Module]: ...
+) -> list[FSDPModule]: ...
 
 
 def fully_shard(
@@ -61,10 +59,11 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> nn.Module | list[nn.Module]:
+) -> FSDPModule | list[FSDPModule]:
     """Shard the parameters of ``module`` that no earlier call on a submodule has sharded.
 
-    Call it bottom-up: on each block, then on the root.  Every call makes one unit: its parameters are all-gathered
+    Call it on each block and on the root, in any order before the first forward; bottom-up costs least, because what an
+    outer module has sharded already has to move.  Every call makes one unit: its parameters are all-gathered
     together before forward and backward, and its gradients are reduced together.  Parameters become DTensors cut along
     dim 0 like ``torch.chunk``; while a unit computes they are ordinary tensors.
 
@@ -83,7 +82,8 @@ def fully_shard(
     Returns: ``module``, its class mixed with :class:`FSDPModule`.
 
     Raises:
-        ValueError: a container without forward, a mesh or ``reshard_after_forward`` that does not fit, bad placements.
+        ValueError: no module, a container without forward, a mesh or ``reshard_after_forward`` that does not fit, bad
+            placements.
         AssertionError: the module was sharded before, an unnamed 2-D mesh, a shard dim that the tensor does not have.
 
     Example:
@@ -94,7 +94,7 @@ def fully_shard(
         ...     fully_shard(layer)
         >>> fully_shard(model)  # doctest: +SKIP
     """
-    modules = [module] if isinstance(module, nn.Module) else list(module)
+    modules = modules_in(module, "fully_shard")
     check_modules(modules, "fully_shard")
     mesh = mesh if mesh is not None else default_mesh()
     axes = axes_of(mesh, dp_mesh_dims)
@@ -108,7 +108,30 @@ def fully_shard(
     attachment = build_unit(modules, recipe)
     for each in attachment.unit.modules:
         mix_in(each, FSDPModule, "FSDP")
-    return module
+    return cast("FSDPModule | list[FSDPModule]", module)
+
+
+def modules_in(given: object, door: str) -> list[nn.Module]:
+    """Return what was given to ``door``, a module or several, as a list.
+
+    Raises: ConfigError if it is anything else.
+    """
+    if isinstance(given, nn.Module):
+        return [given]
+    if isinstance(given, type):
+        raise ConfigError(
+            f"{door} takes a module, found the class {given.__name__}. Make an instance and call {door} on it, or on each of "
+            f"its blocks: for block in model.modules(): if isinstance(block, {given.__name__}): {door}(block)"
+        )
+    modules = list(cast(Iterable[object], given)) if isinstance(given, Iterable) else [given]
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise ConfigError(
+                f"{door} takes a module or a list of modules, found {each!r} of type {type(each).__name__}"
+            )
+    if not modules:
+        raise ConfigError(f"{door} takes a module or a list of modules, found an empty {type(given).__name__}")
+    return cast(list[nn.Module], modules)
 
 
 def check_modules(modules: Sequence[nn.Module], door: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,13 @@ class GradientReductionHandle:
         self._engine = self._completion = None
 
 
-class FSDPModule:
+if TYPE_CHECKING:  # a mixin of modules, which type checkers may take for one
+    _Base = nn.Module
+else:
+    _Base = object
+
+
+class FSDPModule(_Base):
     """Mixed into the class of every module that ``fully_shard`` was called on.
 
     The ``set_*`` methods replace the unit's frozen policy; ``shardwise.policy`` does so for the length of a block.
@@ -88,6 +95,25 @@ class FSDPModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return copy_module(cast(nn.Module, self), self._attachment(), memo)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # What DistributedDataParallel asks of a module before all else.
+        given = self.__dict__.get("_ddp_ignored")
+        frame = inspect.currentframe()
+        asker = frame.f_back if frame is not None else None
+        if given is None and asker is not None and asker.f_globals.get("__name__") == "torch.nn.parallel.distributed":
+            raise ConfigError(
+                f"DistributedDataParallel was given a {type(self).__name__}, whose gradients are averaged already. Leave it "
+                "out; to average over more ranks, give fully_shard a 2-D mesh (replicas, shards)"
+            )
+        if given is None:
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
+        return given
+
+    @_ddp_params_and_buffers_to_ignore.setter
+    def _ddp_params_and_buffers_to_ignore(self, names: list[str]) -> None:
+        self.__dict__["_ddp_ignored"] = names
 
     # ---- parameters ----
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise import torch_private
 from shardwise.api.build import Recipe, attachment_of, build_unit
-from shardwise.api.fully_shard import check_modules
+from shardwise.api.fully_shard import check_modules, modules_in
 from shardwise.api.mesh import DDPMeshInfo, axes_of, default_mesh
 from shardwise.api.module import FSDPModule, mix_in
 from shardwise.comm.sync import broadcast_from_first
@@ -26,6 +26,34 @@ class ReplicateModule(FSDPModule):
     """Mixed into the class of every module that ``replicate`` was called on; the methods of :class:`FSDPModule`."""
 
 
+@overload
+def replicate(
+    module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None = ...,
+    *,
+    mesh: DeviceMesh | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    **ddp: Any,
+) -> ReplicateModule: ...
+
+
+@overload
+def replicate(
+    module: list[nn.Module],
+    ignored_modules: Iterable[nn.Module] | None = ...,
+    *,
+    mesh: DeviceMesh | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    **ddp: Any,
+) -> list[ReplicateModule]: ...
+
+
 def replicate(
     module: nn.Module | list[nn.Module],
     ignored_modules: Iterable[nn.Module] | None = None,
@@ -36,7 +64,7 @@ def replicate(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     **ddp: Any,
-) -> nn.Module | list[nn.Module]:
+) -> ReplicateModule | list[ReplicateModule]:
     """Average gradients over ranks that all hold the whole parameters.
 
     Parameters and gradients become DTensors with ``Replicate()`` on a 1-D mesh; every call makes one unit, whose gradients
@@ -63,7 +91,7 @@ def replicate(
         >>> from shardwise import replicate
         >>> replicate(model)  # doctest: +SKIP
     """
-    modules = [module] if isinstance(module, nn.Module) else list(module)
+    modules = modules_in(module, "replicate")
     for each in modules:
         if attachment_of(each) is not None and not isinstance(each, ReplicateModule):
             raise RuntimeError("Cannot apply `replicate()` on a Module already managed by `fully_shard`")
@@ -83,7 +111,7 @@ def replicate(
         if is_plain and ddp.get("broadcast_buffers", True):
             keep_buffers_equal(each, axes.mesh.get_group(0))
         mix_in(each, ReplicateModule, "Replicate")
-    return module
+    return cast("ReplicateModule | list[ReplicateModule]", module)
 
 
 def _mesh_axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> MeshAxes:

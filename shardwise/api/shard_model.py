@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import cast
 
 import torch.distributed as dist
 from torch import nn
@@ -14,17 +14,16 @@ from shardwise.api.build import ShardPlacementFn, attachment_of
 from shardwise.api.describe import describe_units
 from shardwise.api.fully_shard import check_modules, fully_shard
 from shardwise.api.mesh import default_mesh
+from shardwise.api.module import FSDPModule
 from shardwise.errors import ConfigError, StateError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, group_blocks
 from shardwise.runtime.axes import DataParallelMeshDims
 from shardwise.runtime.notes import say
 from shardwise.runtime.precision import MixedPrecisionPolicy, OffloadPolicy
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
 
 def shard_model(
-    model: ModuleT,
+    model: nn.Module,
     *,
     min_unit_bytes: int = DEFAULT_MIN_UNIT_BYTES,
     mesh: DeviceMesh | None = None,
@@ -34,7 +33,7 @@ def shard_model(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> ModuleT:
+) -> FSDPModule:
     """Call :func:`fully_shard` on the repeated blocks of ``model``, several small ones in one unit, and on ``model``.
 
     Blocks are the outermost children of one module that share class and parameter structure (names, shapes, dtypes), two
@@ -98,7 +97,7 @@ def shard_model(
     shard(model)
     if dist.get_rank() == 0:
         say(f"shard_model(min_unit_bytes={min_unit_bytes:,}) made of {name}:\n{describe_units(model)}")
-    return model
+    return cast("FSDPModule", model)
 
 
 def _check(model: nn.Module, min_unit_bytes: int) -> None:

@@ -66,6 +66,13 @@ class Lease:
         pool, self._pool = self._pool, None
         pool.take_back(self)
 
+    def lose(self) -> object:
+        """End the loan without giving the storage back: somebody may still write to it.  Returns what keeps it alive."""
+        if self._pool is not None:
+            pool, self._pool = self._pool, None
+            pool.write_off(self)
+        return self.slab
+
 
 class BufferPool:
     """Storages of one device that outlive their loans, so that a step allocates nothing once warm.
@@ -108,6 +115,10 @@ class BufferPool:
         self.leased_bytes -= lease.num_bytes
         if self._keeps:
             self._free.setdefault(size_class(lease.num_bytes), []).append(lease.slab)
+
+    def write_off(self, lease: Lease) -> None:
+        """End a loan whose storage does not come back; called by :meth:`Lease.lose`."""
+        self.leased_bytes -= lease.num_bytes
 
     def reset_peak(self) -> None:
         """Start a new measurement of ``peak_leased_bytes``."""

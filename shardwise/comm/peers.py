@@ -5,12 +5,11 @@ Gloo's own all-gather fills one buffer that must be copied out, and its reduce-s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
+from shardwise.comm import unfinished
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.link import SpanKind
 from shardwise.comm.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
@@ -47,8 +46,11 @@ class PeerLink:
         theirs = {peer: torch.empty_like(mine) for peer in self.peers}
         works = [self.send(mine, peer, _TAG_SPAN) for peer in self.peers]
         works += [self.recv(theirs[peer], peer, _TAG_SPAN) for peer in self.peers]
-        for work in works:
-            work.wait()
+        try:
+            unfinished.wait_all(works)
+        except BaseException:
+            unfinished.keep(self.group, works)
+            raise
         for peer, words in theirs.items():
             if not torch.equal(words[:2], mine[:2]):
                 span, is_backward = words[:2].tolist()
@@ -60,13 +62,12 @@ class PeerLink:
         return not wants_collectives
 
     def close(self) -> None:
-        sends, self._sends = self._sends, []
-        for work in sends:
-            work.wait()
+        unfinished.wait_all(self._sends)
 
     def abort(self) -> None:
-        # Messages that were not received stay with the backend, as an interrupted collective would.
-        self._sends.clear()
+        # A message that is dropped before its peer has it keeps every later one between the two from getting through.
+        unfinished.keep(self.group, self._sends)
+        self._sends = []
 
     # ---- collectives ----
 
@@ -99,7 +100,7 @@ class PeerLink:
 
     def wait_sends_at_close(self, works: list[dist.Work]) -> None:
         """Leave these sends to the end of the span: what they read does not change before."""
-        self._sends = [work for work in self._sends if not work.is_completed()] + works
+        self._sends += works
 
 
 class _Gather:
@@ -108,16 +109,20 @@ class _Gather:
     holds_input = True
 
     def __init__(self, link: PeerLink, pieces: GatherPieces) -> None:
-        self._link = link
         self._buckets: list[_GatherBucket] | None = [_GatherBucket(link, ends) for ends in pieces.buckets()]
 
     def is_done(self) -> bool:
-        return all(bucket.is_done() for bucket in self._buckets or ())
+        return not self._buckets  # gloo says of messages that they are done only to those who wait
 
     def wait(self) -> None:
         buckets, self._buckets = self._buckets, None
-        for bucket in buckets or ():
-            bucket.finish()
+        try:
+            for bucket in buckets or ():
+                bucket.finish()
+        except BaseException:
+            for bucket in buckets or ():
+                bucket.leave()
+            raise
 
     def cancel(self) -> None:
         buckets, self._buckets = self._buckets, None
@@ -133,46 +138,66 @@ class _GatherBucket:
         mine = section_parts(layout, section, link.rank)[:large]
         tail = section.narrow(0, layout.tail_start, layout.tail_numel)
         tail_bytes = layout.tail_numel * section.element_size()
-        self._leases = {peer: link.pool.lease(tail_bytes) for peer in link.peers}
+        self._tails = {peer: link.pool.lease(tail_bytes) for peer in link.peers}
+        self._strided: list[tuple[torch.Tensor, Lease]] = []
         self._sends: list[dist.Work] = []
         self._recvs: list[dist.Work] = []
         for peer in link.peers:
             for part, target in zip(mine, ends.full_parts(peer)[:large], strict=True):
                 if target.numel():
-                    self._recvs.append(_receive(link, target, peer, _TAG_GATHER))
+                    self._recvs.append(self._receive(target, peer))
                 if part.numel():
                     self._sends.append(link.send(part.reshape(-1), peer, _TAG_GATHER))
             if layout.tail_numel:
-                self._recvs.append(link.recv(self._leases[peer].tensor(section.dtype), peer, _TAG_GATHER))
+                self._recvs.append(link.recv(self._tails[peer].tensor(section.dtype), peer, _TAG_GATHER))
                 self._sends.append(link.send(tail, peer, _TAG_GATHER))
 
-    def is_done(self) -> bool:
-        return all(work.is_completed() for work in self._recvs)
+    def _receive(self, target: torch.Tensor, peer: int) -> dist.Work:
+        if target.is_contiguous():
+            return self._link.recv(target.reshape(-1), peer, _TAG_GATHER)
+        # A window with gaps: of a parameter that is not cut along dim 0.
+        lease = self._link.pool.lease(target.numel() * target.element_size())
+        self._strided.append((target, lease))
+        return self._link.recv(lease.tensor(target.dtype), peer, _TAG_GATHER)
 
     def finish(self) -> None:
         layout, link = self._ends.layout, self._link
         torch_private.copy_all(self._ends.full_parts(link.rank), section_parts(layout, self._section, link.rank))
-        for work in self._recvs:
-            work.wait()
+        unfinished.wait_all(self._recvs)
+        for target, lease in self._strided:
+            target.copy_(lease.tensor(target.dtype).view(target.shape))
         first = layout.num_large
         if layout.tail_numel:
-            for peer, lease in self._leases.items():
+            for peer, lease in self._tails.items():
                 tail = lease.tensor(self._section.dtype)
                 torch_private.copy_all(self._ends.full_parts(peer)[first:], section_parts(layout, tail, peer, first))
-        if self._section.dtype is self._ends.dtype:
-            link.wait_sends_at_close(self._sends)  # they read the shards
+        if self._section.dtype is self._ends.dtype:  # they read the shards
+            link.wait_sends_at_close(self._sends)
+            self._sends = []
         else:
-            for work in self._sends:
-                work.wait()
-        self._release()
+            unfinished.wait_all(self._sends)
+        for lease in self._take_leases():
+            lease.release()
 
     def cancel(self) -> None:
-        _let_end(self._recvs + self._sends)
-        self._release()
+        if unfinished.let_end(self._recvs) and unfinished.let_end(self._sends):
+            for lease in self._take_leases():
+                lease.release()
+        else:
+            self.leave()
 
-    def _release(self) -> None:
-        for lease in self._leases.values():
-            lease.release()
+    def leave(self) -> None:
+        """Leave what has not ended, and all that it may write to, to itself."""
+        memory = [lease.lose() for lease in self._take_leases()]
+        if self._recvs:
+            memory.append(self._ends.lose_full())
+        unfinished.keep(self._link.group, self._recvs + self._sends, memory)
+        self._recvs, self._sends = [], []
+
+    def _take_leases(self) -> list[Lease]:
+        leases = [*self._tails.values(), *(lease for _, lease in self._strided)]
+        self._tails, self._strided = {}, []
+        return leases
 
 
 class _Scatter:
@@ -206,14 +231,17 @@ class _Scatter:
                 self._works.append(link.send(tail, peer, _TAG_SCATTER))
 
     def is_done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return self._pieces is None  # gloo says of messages that they are done only to those who wait
 
     def wait(self) -> None:
         pieces, self._pieces = self._pieces, None
         if pieces is None:
             return
-        for work in self._works:
-            work.wait()
+        try:
+            unfinished.wait_all(self._works)
+        except BaseException:
+            self._leave()
+            raise
         link, layout, dtype = self._link, pieces.layout, pieces.dtype
         out = pieces.target()
         pack_parts(layout, pieces.full_parts(link.rank), out, link.rank)
@@ -225,45 +253,25 @@ class _Scatter:
     def cancel(self) -> None:
         if self._pieces is not None:
             self._pieces = None
-            _let_end(self._works)
-            self._release()
+            if unfinished.let_end(self._works):
+                self._release()
+            else:
+                self._leave()
+
+    def _leave(self) -> None:
+        memory = [lease.lose() for lease in self._take_leases()]
+        unfinished.keep(self._link.group, self._works, [*memory, *self._packed])
+        self._works, self._packed = [], []
 
     def _release(self) -> None:
         self._packed.clear()
-        for lease in (*self._received.values(), *self._tails.values()):
+        for lease in self._take_leases():
             lease.release()
 
-
-def _receive(link: PeerLink, target: torch.Tensor, peer: int, tag: int) -> Any:
-    if target.is_contiguous():
-        return link.recv(target.reshape(-1), peer, tag)
-    return _ReceiveAndCopy(link, target, peer, tag)
-
-
-class _ReceiveAndCopy:
-    """A receive into a strided window: parameters that are not cut along dim 0."""
-
-    def __init__(self, link: PeerLink, target: torch.Tensor, peer: int, tag: int) -> None:
-        self._target = target
-        self._lease: Lease = link.pool.lease(target.numel() * target.element_size())
-        self._buffer = self._lease.tensor(target.dtype)
-        self._work = link.recv(self._buffer, peer, tag)
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._target.copy_(self._buffer.view(self._target.shape))
-        self._lease.release()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-
-def _let_end(works: list[Any]) -> None:
-    for work in works:
-        try:
-            work.wait()
-        except RuntimeError:  # a peer may be gone; then the buffers are lost with it
-            return
+    def _take_leases(self) -> list[Lease]:
+        leases = [*self._received.values(), *self._tails.values()]
+        self._received, self._tails = {}, {}
+        return leases
 
 
 def _is_worth(layout: Bucket) -> bool:

@@ -34,7 +34,10 @@ class Pending(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Forget the result and give the buffers back; waits only if the backend may still write to them."""
+        """Forget the result and give the buffers back; waits only if the backend may still write to them.
+
+        Buffers of a collective that does not end are never given back.
+        """
         ...
 
 
@@ -61,6 +64,10 @@ class GatherEnds(Protocol):
 
     def full_parts(self, rank: int) -> list[torch.Tensor]:
         """Return, for every tensor of ``layout``, the window of the full parameter that ``rank``'s part goes to."""
+        ...
+
+    def lose_full(self) -> object:
+        """Take the memory of :meth:`full_parts` out of use, because somebody may still write to it; return what keeps it."""
         ...
 
 

@@ -51,8 +51,9 @@ class Segment:
             self._map[:_TOKEN_BYTES] = token
         self.token = self._map[:_TOKEN_BYTES].hex()
         self.words = memoryview(self._map)[WORDS_START:HEADER_BYTES].cast("q")
-        weakref.finalize(self._map, os.close, fd)  # not before: a forked child maps the file again
         _live[self._map] = fd
+        # Closed with the map, not before: a forked child maps the file again.  Last: before this, who fails closes.
+        weakref.finalize(self._map, os.close, fd)
 
     @classmethod
     def create(cls, num_bytes: int) -> Segment:

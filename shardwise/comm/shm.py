@@ -40,6 +40,7 @@ _SECTIONS = 7  # how often this rank has said where its sections lie; no stamp
 _LABELS = 8  # from here on: what is in each slot of the outbox
 
 NUM_SLOTS = 3  # reductions that a rank may be ahead of the slowest
+_LATE = _LABELS + NUM_SLOTS  # the epoch that this rank left because a peer was late, and, in the low bits, 1 + which
 _ALIGNMENT = 64  # bytes
 _WANTS_COLLECTIVES, _IN_BACKWARD = 1, 2  # flags of _OPEN
 _CALL_BITS, _SPAN_BITS = 20, 24
@@ -102,7 +103,7 @@ class HostLink:
 
     def __init__(self, host: Host, outbox: int, slot_bytes: int, timeout_s: float) -> None:
         assert len(host.segments) == len(host.pids)
-        assert NUM_SLOTS + _LABELS <= NUM_WORDS
+        assert _LATE < NUM_WORDS
         self.segments = host.segments
         self.rank = rank = host.rank
         self.size = len(host.segments)
@@ -350,6 +351,7 @@ class HostLink:
                 if not self._alive[peer].is_alive() and not is_there():
                     raise TransportError(f"rank {peer} is gone; rank {self.rank} waited for it at {what}")
                 if waited_s > self._timeout_s:
+                    self._mine[_LATE] = self._epoch << _CALL_BITS | peer + 1
                     raise TransportError(
                         f"rank {self.rank} waited {self._timeout_s:g} s for rank {peer} at {what}; every rank must make the "
                         "same calls in the same order"
@@ -367,6 +369,13 @@ class HostLink:
         gone = [p for p in self._peers if self._words[p][_EPOCH] <= self._epoch and not self._alive[p].is_alive()]
         if gone:  # why the other one has left
             raise TransportError(f"rank {gone[0]} is gone; rank {self.rank} was on its way to {what}")
+        for other in self._peers:
+            epoch, late = divmod(self._words[other][_LATE], 1 << _CALL_BITS)
+            if late and epoch == self._epoch < self._words[other][_EPOCH]:
+                raise TransportError(
+                    f"rank {other} waited {self._timeout_s:g} s for rank {late - 1} while rank {self.rank} was on its way to "
+                    f"{what}; every rank must make the same calls in the same order"
+                )
         raise TransportError(
             f"rank {peer} left the forward or backward by an exception while rank {self.rank} was on its way to {what}; "
             f"see the error of rank {peer}"

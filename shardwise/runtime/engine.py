@@ -198,6 +198,11 @@ class Engine:
         """True in forward, and in a backward of these units: nobody changes shards then."""
         return bool(self._stack) or (self._backward is not None and self._backward() is not None)
 
+    def expect_nested_backwards(self) -> None:
+        """Let no unit's backward end with its last gradient before one has shown which gradients are the last."""
+        for unit in self.units:
+            unit.counts_gradients = False
+
     @property
     def has_full_units(self) -> bool:
         """True when full parameters are registered."""

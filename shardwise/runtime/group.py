@@ -77,6 +77,10 @@ class _BucketEnds:
         assert group is not None
         return self._shards.full_parts(self._index, rank, group.hold_full(self._index))
 
+    def lose_full(self) -> object:
+        group = self._group_ref()
+        return None if group is None else group.lose_full(self._index)
+
 
 class ShardGroup:
     """Parameters of one unit that share a mesh.
@@ -130,6 +134,16 @@ class ShardGroup:
         self.allocates_from_process_group = False
         self._pool: BufferPool | None = None
         self._comm: GroupComm | None = None
+
+    def release(self, params: Sequence[UnitParam]) -> None:
+        """Be without those of ``params`` that are members."""
+        gone = self._members & set(params)
+        if gone:
+            self.params = [param for param in self.params if param not in gone]
+            self.by_size = [param for param in self.by_size if param not in gone]
+            self._members -= gone
+            if self.params:
+                self._pack()
 
     # ---- flat memory ----
 
@@ -334,6 +348,10 @@ class ShardGroup:
     def hold_full(self, number: int) -> torch.Tensor:
         """Return the 1-D full buffer of bucket ``number``, with memory under it."""
         return self._fulls[number].hold(self.pool)
+
+    def lose_full(self, number: int) -> object:
+        """Take the memory under the full buffer of bucket ``number`` out of use; return what keeps it alive."""
+        return self._fulls[number].lose()
 
     def hold_fulls(self) -> list[torch.Tensor]:
         """Return the 1-D full buffers of the buckets that travel, with memory under them."""

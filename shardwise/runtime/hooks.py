@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -67,6 +67,7 @@ class Attachment:
         self.is_root: bool | None = None
         self.resolve = resolve
         self.forward_methods: list[str] = []
+        self._has_looked = False
         self._pass: _Pass | None = None  # that the modules of a unit share
         self._passes: list[_Pass | None] = []  # of the forwards that have begun
 
@@ -121,6 +122,10 @@ class Attachment:
                 return None
         if torch.is_grad_enabled():
             self._watch_outputs(output, through)
+            if self.is_root and not self._has_looked:
+                self._has_looked = True
+                if has_nested_backward(tensors_in(output)):
+                    engine.expect_nested_backwards()
         dtype = self.unit.precision.output_dtype
         return output if dtype is None else cast_floating(output, dtype)
 
@@ -225,6 +230,21 @@ def _count_writes(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     written = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
     if written:
         torch.autograd.graph.increment_version(written)
+
+
+def has_nested_backward(outputs: Iterable[torch.Tensor]) -> bool:
+    """Return True if a reentrant checkpoint is part of the graph of ``outputs``."""
+    todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return True
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                todo.append(before)
+    return False
 
 
 def keep_buffers_equal(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -254,6 +254,14 @@ class FullBuffer:
             torch_private.swap_storage(self._storage, lease.storage)
             lease.release()
 
+    def lose(self) -> object:
+        """Do as :meth:`drop` does, but keep the memory from its pool: somebody may still write to it.  Returns its keeper."""
+        if self._lease is None:
+            return None
+        lease, self._lease = self._lease, None
+        torch_private.swap_storage(self._storage, lease.storage)
+        return lease.lose()
+
 
 def make_full_parameter(memory: torch.Tensor, offset: int, param: UnitParam) -> nn.Parameter:
     """Return the parameter that modules compute with: a window of ``memory`` with a version counter of its own."""

@@ -16,6 +16,7 @@ from shardwise.events import Call, Event, Op
 from shardwise.plan.policy import UnitPolicy
 from shardwise.runtime.gradients import Gradients, planned_scatter_bytes, take_gradients
 from shardwise.runtime.group import ShardGroup
+from shardwise.runtime.idle import mark_full
 from shardwise.runtime.param import UnitParam
 from shardwise.runtime.precision import MixedPrecisionPolicy
 from shardwise.runtime.state import Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
@@ -35,8 +36,8 @@ class Unit:
         name: paths of its modules in the root, from the first forward on.
         backward_task: the autograd task in which its backward has begun.
         open_passes: passes through its modules that backward has come to and not left.
-        counts_gradients: the last gradient ends a backward.  Not before a first one has shown that none comes from a backward
-            within, in which a checkpoint may use the parameters again.
+        counts_gradients: the last gradient ends a backward.  Where checkpoints run backwards of their own, which may use the
+            parameters again, that is so once a first backward has shown that they do not.
         is_nested: gradients have come from a backward within that: they tell nothing of what is still to come.
         gradient_arrived: ordinals of the parameters whose gradient has come in the running backward.
         held: gradients of earlier backwards without sync, per parameter, in the reduce dtype.
@@ -64,7 +65,8 @@ class Unit:
         self.in_backward = False
         self.backward_task = -1
         self.open_passes: set[object] = set()
-        self.counts_gradients = self.is_nested = False
+        self.counts_gradients = True
+        self.is_nested = False
         self.gradient_arrived: set[int] = set()
         self.num_expected = 0
         self.num_frozen = 0
@@ -115,6 +117,11 @@ class Unit:
     def is_full(self) -> bool:
         """True when the full parameters are registered."""
         return isinstance(self.state, Unsharded)
+
+    @property
+    def is_sharded(self) -> bool:
+        """True when this rank holds its shards alone."""
+        return isinstance(self.state, Sharded)
 
     @property
     def is_gathering(self) -> bool:
@@ -175,6 +182,14 @@ class Unit:
         """Give every parameter its ordinal."""
         for ordinal, param in enumerate(self.params):
             param.ordinal = ordinal
+
+    def release(self, params: Sequence[UnitParam]) -> None:
+        """Be without ``params``, which another unit is to manage."""
+        self.reshard()
+        for group in self.groups:
+            group.release(params)
+        self.groups = [group for group in self.groups if group.params]
+        self.number_parameters()
 
     def _enter(self, new: UnitState) -> None:
         check_move(self.name, self.state, new)
@@ -466,6 +481,7 @@ class Unit:
         """Forget the gradients of an unfinished backward."""
         for param in self.params:
             if param.full is not None:
+                mark_full(param.full)  # else it would be the shard's gradient that is dropped
                 param.full.grad = None
         self.gradient_arrived.clear()
         self.open_passes.clear()

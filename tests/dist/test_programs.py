@@ -510,3 +510,32 @@ def run_dtype_between_forward_and_backward(door: str) -> None:
 @pytest.mark.parametrize("door", ["fully_shard", "replicate", "older way"])
 def test_parameters_that_change_their_dtype_before_backward(pool: WorkerPool, door: str) -> None:
     pool.run(run_dtype_between_forward_and_backward, door=door)
+
+
+class HalfCheckpointed(nn.Module):
+    """A layer that is used twice, once in a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layer = Block(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.layer, self.first(x), use_reentrant=True)
+        return self.layer(x)
+
+
+def run_half_checkpointed() -> None:
+    for units in ([], ["layer"], ["first"]):
+        torch.manual_seed(0)
+        model = nn.Sequential(HalfCheckpointed(), nn.Linear(6, 6))
+        plain = copy.deepcopy(model)
+        for name in units:
+            fully_shard(model[0].get_submodule(name))
+        fully_shard(model[0])
+        fully_shard(model)
+        assert_trains_alike(model, plain)
+
+
+def test_a_layer_may_be_used_in_a_reentrant_checkpoint_and_outside_of_it(pool: WorkerPool) -> None:
+    pool.run(run_half_checkpointed)

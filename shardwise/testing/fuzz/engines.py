@@ -90,6 +90,8 @@ class EngineSide(Side):
         shards = self.settings.mesh != "tensor" and seat.num_ranks > 1  # else full parameters may be DTensors too
         self._is_counted = self._maker.is_ours and self._maker.reshards and shards
         self.watch = Watch(self.net) if self._is_counted else None
+        # Of parameters that stay what they are every rank's own gradients show until they are averaged, as under DDP.
+        self._shows_unsynced = contender.door == "replicate_older"
         self.remake_optimizer()
 
     def _sharded(self, model: nn.Module) -> nn.Module:
@@ -167,6 +169,9 @@ class EngineSide(Side):
     def record(self, moment: str | tuple[str, torch.Tensor]) -> Record:
         if self.watch is not None:
             self.watch.listen()
+        if self._shows_unsynced:
+            units = cast(Any, self.model)._attachment().live_engine().units
+            self.hidden = frozenset({"grad"}) if any(unit.unsynced for unit in units) else frozenset()
         return super().record(moment)
 
     def notes(self) -> list[str]:

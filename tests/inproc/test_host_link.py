@@ -1,0 +1,137 @@
+"""One rank's side of a link through shared memory, the other rank's words being written by the test."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from shardwise.comm import shm
+from shardwise.comm.link import SpanKind
+from shardwise.comm.segment import HEADER_BYTES, Segment
+from shardwise.comm.shm import Host, HostLink
+from shardwise.errors import TransportError
+
+FORWARD, BACKWARD = 0, shm._IN_BACKWARD
+
+
+def make_links(num_ranks: int = 2) -> list[HostLink]:
+    segments = tuple(Segment.create(HEADER_BYTES + 4096) for _ in range(num_ranks))
+    pids = (os.getpid(),) * num_ranks
+    hosts = [Host(segments, pids, rank, lambda rank, number: []) for rank in range(num_ranks)]
+    return [HostLink(host, HEADER_BYTES, 64, timeout_s=5.0) for host in hosts]
+
+
+class Script:
+    """Words of a rank that change after a number of looks at them: ``(looks, words)``, the last ones for ever."""
+
+    def __init__(self, *scenes: tuple[int, dict[int, int]]) -> None:
+        self._scenes = list(scenes)
+
+    def __getitem__(self, word: int) -> int:
+        looks, words = self._scenes[0]
+        if len(self._scenes) > 1:
+            self._scenes[0] = looks - 1, words
+            if looks <= 1:
+                del self._scenes[0]
+        return words.get(word, 0)
+
+
+def link_beside(*scenes: tuple[int, dict[int, int]]) -> HostLink:
+    """Return the link of rank 1; rank 0 is a script."""
+    link = make_links()[1]
+    link._words = (Script(*scenes), link._words[1])  # type: ignore[assignment]
+    return link
+
+
+def open_all(links: Sequence[HostLink], kind: SpanKind) -> list[bool]:
+    with ThreadPoolExecutor(len(links)) as threads:
+        return list(threads.map(lambda link: link.open(kind, False), links))
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "_YIELDS", 1)
+
+
+# What rank 0 shows when its backward, the first span, raised as soon as all had come; then its next forward waits.
+LEFT = {shm._EPOCH: 1, shm._OPEN: shm._stamp(0, 1) | BACKWARD, shm._LEFT: shm._stamp(0, 1)}
+STARTS_AGAIN = {**LEFT, shm._OPEN: shm._stamp(1, 1) | FORWARD}
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("later", [0, 1, 2, 3])
+@pytest.mark.parametrize("looks", range(1, 12))
+def test_a_peer_that_left_a_span_and_starts_again_is_no_desync(looks: int, later: int) -> None:
+    """However this rank's looks fall between what the other does: it goes on, or hears that the other has left."""
+    link = link_beside((looks, {}), (later, LEFT), (1, STARTS_AGAIN))
+    found: TransportError | None = None
+    try:
+        link.open("backward", False)
+        link.abort()  # by the same exception
+    except TransportError as error:
+        found = error
+    assert found is None or "rank 0 left the forward or backward by an exception" in str(found)
+    assert link.open("forward", False)
+
+
+def test_a_span_that_a_peer_has_left_already_is_entered_all_the_same() -> None:
+    """This rank may come to the same exception: it must not be told of the other's first."""
+    link = link_beside((1, {}), (1, STARTS_AGAIN))
+    assert link.open("backward", False)
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("looks", range(1, 8))
+def test_a_peer_that_has_not_noticed_an_abort_is_waited_for(looks: int) -> None:
+    goes_on = {shm._OPEN: shm._stamp(0, 2) | BACKWARD}
+    has_noticed = {**goes_on, shm._EPOCH: 1, shm._LEFT: shm._stamp(0, 2)}
+    meets = {**has_noticed, shm._OPEN: shm._stamp(1, 1) | FORWARD}
+    link = link_beside((2, goes_on), (looks, goes_on), (looks, has_noticed), (1, meets))
+    link._span = 1
+    link.abort()
+    assert link.open("forward", False)
+
+
+def test_a_peer_in_another_kind_of_span_is_a_desync() -> None:
+    link = link_beside((1, {}), (1, {shm._OPEN: shm._stamp(0, 1) | FORWARD}))
+    with pytest.raises(TransportError, match="rank 0 starts a forward where rank 1 starts a backward"):
+        link.open("backward", False)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("times", [(1, 1, 1), (3, 1, 1), (1, 2, 3)], ids=str)
+def test_ranks_that_leave_by_exceptions_meet_again(num_ranks: int, times: tuple[int, ...]) -> None:
+    """Also when one has left, tried again and left again before another has noticed."""
+    links = make_links(num_ranks)
+    assert open_all(links, "backward") == [True] * num_ranks
+    for link, number in zip(links, times, strict=False):
+        for _ in range(number):
+            link.abort()
+    newest = max(link._epoch for link in links)
+    for link in links:
+        if link._epoch < newest:
+            with pytest.raises(TransportError, match="left the forward or backward by an exception"):
+                link.open("forward", False)  # once, however often the others have left
+    assert open_all(links, "forward") == [True] * num_ranks
+
+
+@pytest.mark.usefixtures("_quick")
+def test_every_rank_names_the_one_that_was_late_not_the_one_that_gave_up() -> None:
+    links = make_links(3)
+    links[0]._timeout_s = 0.3  # of 5: it gives up first
+
+    def open_link(link: HostLink) -> str:
+        with pytest.raises(TransportError) as info:
+            link.open("forward", False)
+        return str(info.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(open_link, links[:2])
+    assert "rank 0 waited 0.3 s for rank 2 at the start of a forward" in first
+    assert re.search("rank 0 waited .* s for rank 2 while rank 1 was on its way to the start of a forward", second)
+    assert re.search("rank 0 waited .* s for rank 2 while rank 2 was on its way", open_link(links[2]))
+    assert open_all(links, "forward") == [True] * 3
