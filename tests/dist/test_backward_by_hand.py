@@ -116,6 +116,7 @@ def run_every_backward_syncs(door: str, is_hybrid: bool) -> None:
                 model.set_requires_all_reduce(number == 1)
             for each in (model, reference):
                 loss_of(each, 10 * step + number).backward()
+            assert door == "older" or all(param.grad is None for param in model.parameters())
         model.finalize_backward()
         step_alike(model, reference)
 
