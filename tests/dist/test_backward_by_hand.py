@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, init_device_mesh
 
 from shardwise import FSDPModule, StateError, fully_shard, replicate
-from shardwise.events import Call, Event
+from shardwise.events import Call, Event, Op
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import batch_for, build
 
@@ -128,6 +128,32 @@ def test_backwards_may_all_sync_before_one_call(pool: WorkerPool, door: str) -> 
 
 def test_sums_over_shards_alone_wait_for_the_replicas(pool: WorkerPool) -> None:
     pool.run(run_every_backward_syncs, num_ranks=4, door="fully_shard", is_hybrid=True)
+
+
+def run_one_unit_is_late(is_async: bool) -> None:
+    model, reference = build("plain"), build("plain")
+    for child in model.children():
+        older_unit(child)
+    model: Any = older_unit(model)
+    model.set_manual_backward_finalization(True)
+    for step in range(2):
+        for number in range(2):
+            model[0].set_requires_gradient_sync(number == 1)
+            for each in (model, reference):
+                loss_of(each, 10 * step + number).backward()
+            handle = model.finalize_backward(async_op=is_async)
+            if handle is not None:
+                handle.wait()
+        step_alike(model, reference)
+
+
+def older_unit(model: nn.Module) -> Any:
+    return replicate(model, device_ids=None)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_unit_without_sync_keeps_its_gradients_for_a_later_call(pool: WorkerPool, is_async: bool) -> None:
+    pool.run(run_one_unit_is_late, is_async=is_async)
 
 
 class Heads(nn.Module):
@@ -342,6 +368,9 @@ def run_kept_values() -> None:
     engine.journal.instruments.append(Hears(calls))
     loss_of(model, 3).backward()
     assert tuple(calls) == engine.journal.plan.calls
+    moved = [call for call in calls if call.op in (Op.WAIT, Op.RESHARD)]
+    assert moved
+    assert not any(call.num_bytes for call in moved), "memory that stays was counted as coming and going"
     leased = engine.pool.leased_bytes
     model.double()
     model(part(4).double()).sum().backward()
