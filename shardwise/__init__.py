@@ -6,6 +6,7 @@ from shardwise.api.fully_shard import fully_shard
 from shardwise.api.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from shardwise.api.module import (
     FSDPModule,
+    GradientReductionHandle,
     UnshardHandle,
     get_cls_to_fsdp_cls,
     register_fsdp_forward_method,
@@ -31,6 +32,7 @@ __all__ = [
     "DesyncError",
     "FSDPMeshInfo",
     "FSDPModule",
+    "GradientReductionHandle",
     "HSDPMeshInfo",
     "LayoutError",
     "MixedPrecisionPolicy",

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -24,7 +25,32 @@ _Kind = TypeVar("_Kind", bound=torch.Tensor)
 
 def swap_storage(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None:
     """Exchange the memory under two storages; tensors keep their storage object and see the other's bytes."""
-    left._swap_data_ptr_(right)  # pyright: ignore[reportAttributeAccessIssue]
+    swap: Callable[[torch.UntypedStorage], None] | None = getattr(left, "_swap_data_ptr_", None)
+    if swap is not None:
+        swap(right)
+    else:
+        _swap_fields(left, right)
+
+
+# Where torch 2.11 keeps what it later swaps itself, in bytes after the start of a storage: the pointer with its context and
+# deleter, the device, and behind these 32 bytes the size.
+_POINTER, _SIZE, _END = 16, 48, 56
+
+
+def _swap_fields(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None:
+    places: list[int] = []
+    for storage in (left, right):
+        place: int = storage._cdata  # pyright: ignore[reportAttributeAccessIssue]
+        found = [ctypes.c_uint64.from_address(place + offset).value for offset in (_POINTER, _SIZE)]
+        if found != [storage.data_ptr(), storage.nbytes()]:
+            raise NotImplementedError(
+                f"torch {torch.__version__} keeps the memory of a storage elsewhere than torch 2.11 does, and has no function "
+                "to exchange it; install torch 2.13 or newer"
+            )
+        places.append(place + _POINTER)
+    kept = ctypes.string_at(places[0], _END - _POINTER)
+    ctypes.memmove(places[0], places[1], _END - _POINTER)
+    ctypes.memmove(places[1], kept, _END - _POINTER)
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
@@ -79,6 +105,17 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tenso
     return list(hooks.values()) if hooks else []
 
 
+def has_chosen_grad_dtype(parameter: torch.Tensor) -> bool:
+    """Return True if ``parameter.grad_dtype`` was assigned to; before torch 2.15 the parameter's own dtype does not show."""
+    known: bool | None = getattr(parameter, "_has_grad_dtype_override", None)
+    return parameter.grad_dtype is not parameter.dtype if known is None else known
+
+
+def reduces_in_param_dtype() -> bool:
+    """Return True where torch's FSDP2 reduces in ``param_dtype`` without a ``reduce_dtype``: since 2.15 it does not."""
+    return torch.__version__ < "2.15"
+
+
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
@@ -86,6 +123,14 @@ def make_spec(
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def spec_in(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Return ``spec`` for a tensor of ``dtype``."""
+    meta = spec.tensor_meta
+    if meta is None or meta.dtype is dtype:
+        return spec
+    return make_spec(spec.mesh, spec.placements, meta.shape, meta.stride, dtype)
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

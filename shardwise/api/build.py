@@ -43,7 +43,7 @@ from shardwise.runtime.hooks import Attachment, watch_optimizers
 from shardwise.runtime.links import GroupLink, can_link
 from shardwise.runtime.param import Slot, UnitParam
 from shardwise.runtime.placement import cut_shard, place
-from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.runtime.precision import CPUOffloadPolicy, GradDtype, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.runtime.unit import Unit
 
 ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
@@ -287,6 +287,10 @@ def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, recipe: 
     result = UnitParam(item.fqn, item.slots, cut, placed.spec, placed.inner_spec, sharded, shape, recipe.keeps_plain)
     result.module = weakref.ref(item.module)
     result.owner = weakref.ref(unit)
+    result.keeps_dtype = recipe.precision.keeps_dtype(item.param, item.fqn)
+    if torch_private.has_chosen_grad_dtype(item.param):
+        result.grad_dtype = GradDtype(item.param.grad_dtype)
+        result.follow_grad_dtype()
     result.register(sharded)
     if recipe.keeps_plain:
         _managed_plain[id(item.param)] = result
@@ -370,6 +374,11 @@ def _become_root(attachment: Attachment) -> Engine:
     engine = _new_engine([each.unit for each in attachments])
     for inner in attachments:
         if inner.engine is not None:
+            if inner.engine.is_manual and inner is not attachment:
+                raise StateError(
+                    "set_manual_backward_finalization must be called on the root FSDP module; it was called on "
+                    f"{inner.unit.name or _path_in(root, inner)}"
+                )
             _inherit(engine, inner.engine)
         inner.is_root, inner.engine = False, None
     attachment.is_root, attachment.engine = True, engine
@@ -378,6 +387,7 @@ def _become_root(attachment: Attachment) -> Engine:
 
 def _inherit(engine: Engine, old: Engine) -> None:
     engine.is_last_backward = engine.is_last_backward and old.is_last_backward
+    engine.is_manual = engine.is_manual or old.is_manual
     engine.post_optim_event = engine.post_optim_event or old.post_optim_event
     heard = engine.journal.instruments
     heard += [each for each in old.journal.instruments if each not in heard]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,12 @@ from shardwise.api.build import attachment_of, bind_units, provisional_engine
 from shardwise.api.explain import explained_methods
 from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
 from shardwise.comm.link import Transport, check_transport
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StateError
 from shardwise.runtime.copying import copy_module
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.group import ShardGroup
 from shardwise.runtime.hooks import Attachment, wrap_forward_method
+from shardwise.runtime.param import UnitParam
 from shardwise.runtime.unit import Unit
 
 # Mixed classes by original class and mixin, so that equal modules have equal classes; filled by mix_in alone.
@@ -54,6 +56,22 @@ class UnshardHandle:
         unit, self._unit = self._unit, None
         if unit is not None:
             unit.wait()
+
+
+class GradientReductionHandle:
+    """Launched reductions whose gradients are not set yet."""
+
+    def __init__(self, engine: Engine | None = None, completion: object | None = None) -> None:
+        self._engine, self._completion = engine, completion
+
+    def wait(self) -> None:
+        """Wait for the reductions and set the gradients; a second call does nothing.
+
+        Raises: StateError if ``reset_iter_state`` has dropped them.
+        """
+        if self._engine is not None and self._completion is not None:
+            self._engine.complete(self._completion)
+        self._engine = self._completion = None
 
 
 if TYPE_CHECKING:  # a mixin of modules, which type checkers may take for one
@@ -160,6 +178,48 @@ class FSDPModule(_Base):
         """Say whether the next backward ends the step; only then pending reductions are waited for."""
         self._engine().is_last_backward = is_last_backward
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Say whether :meth:`finalize_backward` sets gradients, after any number of backwards, or every backward by itself.
+
+        To be called on the root.  With it, ``.grad`` shows nothing of a backward before ``finalize_backward``,
+        ``is_last_backward`` counts for nothing, and a step of an optimizer in between is an error.  A backward that raises
+        leaves what has come from the ones before it.
+
+        Raises: StateError if this is not the root module, or once a backward has begun that has not been finalized.
+        """
+        self._root_engine("set_manual_backward_finalization").set_manual(enabled)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what backwards have left and set the gradients of all of them; on every rank, after the last backward.
+
+        Units reduce within a backward when their gradients are complete, as always; gradients that came only in part, or
+        without sync, are reduced here if ``requires_gradient_sync`` is True now.  Does nothing before the first forward, or
+        if no backward has reached these parameters.
+
+        Args:
+            async_op: return a handle; its ``wait()`` must come before gradients are used and before the next forward.
+
+        Raises: StateError if this is not the root, without :meth:`set_manual_backward_finalization`, during a backward, or if
+            the handle of an earlier call has not been waited for.
+        """
+        if self._attachment().is_root is None:
+            return GradientReductionHandle() if async_op else None
+        engine = self._root_engine("finalize_backward")
+        handle = GradientReductionHandle(engine, engine.launch_rest())
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Say whether backward reduces gradients; False holds them, unsharded, for a later backward."""
         self._replace_policies(recurse, sync=requires_gradient_sync, syncs_replicas=requires_gradient_sync)
@@ -179,6 +239,17 @@ class FSDPModule(_Base):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Say whether full parameters are given back after backward."""
         self._replace_policies(recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Say whether the memory of full parameters stays when they are given back, at the same address: for CUDA graphs.
+
+        The full parameters themselves must still not be used until the next unshard; ``False`` frees the memory at once if
+        nobody uses it.
+        """
+        self._replace_policies(recurse, keeps_full_memory=keep)
+        if not keep:
+            for unit in self._units(recurse):
+                unit.let_go()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward of this module reads its parameters; an embedding's does not."""
@@ -308,6 +379,11 @@ class FSDPModule(_Base):
     def _engine(self) -> Engine:
         return provisional_engine(self._attachment())
 
+    def _root_engine(self, method: str) -> Engine:
+        if self._attachment().is_root is False:
+            raise StateError(f"{method} must be called on the root FSDP module; this is '{self._unit().name}'")
+        return self._engine()
+
     def _units(self, recurse: bool) -> Iterator[Unit]:
         modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
         seen: set[int] = set()
@@ -333,7 +409,28 @@ class FSDPModule(_Base):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # Module.to and its kin must meet the shards; flat memory is rebuilt at the next unshard.
         self.reshard()
-        return super()._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        with _own_grad_dtypes(list(self._unit().params)):
+            return super()._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def _own_grad_dtypes(params: Sequence[UnitParam]) -> Generator[None, None, None]:
+    """Keep ``grad_dtype`` over a conversion: torch puts parameters without it in place, and converts gradients with them."""
+    kept: list[tuple[UnitParam, torch.Tensor | None]] = []
+    for param in params:
+        param.adopt_registered()
+        param.follow_grad_dtype()
+        if param.grad_dtype is not None:
+            kept.append((param, param.sharded.grad))
+            param.sharded.grad = None
+    try:
+        yield
+    finally:
+        for param, gradient in kept:
+            param.adopt_registered()
+            param.follow_grad_dtype()
+            if gradient is not None:
+                param.sharded.grad = gradient.to(param.sharded.device)
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:

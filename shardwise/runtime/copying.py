@@ -27,8 +27,16 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
     pending: list[tuple[Attachment, Attachment]] = memo.setdefault(_PENDING, [])
     result = object.__new__(type(module))
     memo[id(module)] = result
-    for key, value in module.__dict__.items():
-        result.__dict__[key] = copy.deepcopy(value, memo)
+    # torch copies gradients of DTensors with them, and fails where these have another dtype.
+    apart = [(each.sharded, each.sharded.grad) for each in attachment.unit.params if each.grad_dtype is not None]
+    for sharded, _ in apart:
+        sharded.grad = None
+    try:
+        for key, value in module.__dict__.items():
+            result.__dict__[key] = copy.deepcopy(value, memo)
+    finally:
+        for sharded, gradient in apart:
+            sharded.grad = gradient
     if is_outermost:
         # Only now every module that may share a parameter has been copied.
         del memo[_PENDING]
@@ -74,6 +82,8 @@ def _copy_group(group: ShardGroup, unit: Unit, memo: dict[Any, Any]) -> ShardGro
         sharded = slots[0].parameters[slots[0].name]
         assert sharded is not None
         copied = UnitParam(param.fqn, slots, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape)
+        copied.keeps_dtype, copied.grad_dtype = param.keeps_dtype, param.grad_dtype
+        copied.follow_grad_dtype()
         module = param.module()
         if module is not None and id(module) in memo:
             copied.module = weakref.ref(memo[id(module)])

@@ -16,7 +16,7 @@ from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.lanes import Lane
 from shardwise.comm.link import SpanKind, Spans, Transport
-from shardwise.errors import TransportError
+from shardwise.errors import StateError, TransportError
 from shardwise.events import Op
 from shardwise.plan.order import Edge
 from shardwise.runtime.gradients import (
@@ -101,6 +101,7 @@ class Engine:
         transport: which links this rank wants.
         journal: the order of the running step, and the plan made from an earlier one.
         is_last_backward: False defers waiting for reductions to a later backward.
+        is_manual: gradients are set by :meth:`complete`, after any number of backwards, not at the end of one.
         max_reductions: reduce-scatter inputs that may live at once.
     """
 
@@ -114,6 +115,7 @@ class Engine:
         self.links: dict[str, GroupLink] = {}
         self.transport: Transport = "auto"
         self.is_last_backward = True
+        self.is_manual = False
         self.max_reductions = 1
         self.post_optim_event: torch.Event | None = None
         self._stack: list[_Frame] = []
@@ -124,6 +126,8 @@ class Engine:
         self._fresh_held: list[tuple[Unit, Gradients]] = []
         self._late: list[Unit] = []
         self._is_graphless = False
+        self._is_open = self._was_open = False  # a backward has begun, by hand, whose gradients are not complete
+        self._completion: object | None = None  # launched, not waited for
         live_engines.add(self)
 
     def adopt(self, units: Iterable[Unit]) -> None:
@@ -225,6 +229,7 @@ class Engine:
         return True
 
     def _begin_forward(self) -> None:
+        self._check_completed("a forward")
         if self._backward is not None and self._backward() is None:
             self._abort_backward()
         note("root_pre_forward")
@@ -332,7 +337,7 @@ class Engine:
         if unit.in_backward and not unit.open_passes and (unit.gradient_arrived or not unit.num_expected):
             self.after_backward(unit)
 
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: Unit, reduces: bool = True) -> None:
         """Give the full parameters back and reduce, or hold, the gradients that have come."""
         self._begin_backward()
         note("post_backward", unit.name)
@@ -341,11 +346,12 @@ class Engine:
         unit.open_passes.clear()
         if unit.policy.reshard_after_backward:
             self._reshard(unit)
-        if not unit.policy.sync:
+        if not (unit.policy.sync and reduces):
             if gradients:
                 self._fresh_held.append((unit, gradients))
                 unit.note(Op.HOLD)
-            self.journal.visit(unit, Edge.EXIT_BACKWARD if gradients else Edge.RELEASE_BACKWARD)
+            is_as_planned = gradients and not unit.policy.sync
+            self.journal.visit(unit, Edge.EXIT_BACKWARD if is_as_planned else Edge.RELEASE_BACKWARD)
             return
         if gradients or unit.held:
             self.journal.visit(unit, Edge.EXIT_BACKWARD)
@@ -403,6 +409,8 @@ class Engine:
             if self._backward() is not None:
                 return
             self._abort_backward()
+        self._check_completed("a backward")
+        self._was_open, self._is_open = self._is_open, self.is_manual
         end = _BackwardEnd(self)
         ref = weakref.ref(self)
 
@@ -423,17 +431,17 @@ class Engine:
         try:
             for unit in reversed(self.units):
                 # Gradients held from earlier backwards must go out with this one, even if this one brought none.
-                is_due = unit.policy.sync and (unit.held or unit.policy.reduces_unused) and not self._was_reduced(unit)
+                is_due = not self.is_manual and self._is_due(unit)
                 if unit.gradient_arrived or unit.in_backward or is_due:
                     unit.ended_late = unit.ended_late or unit.counts_gradients
-                    self.after_backward(unit)
+                    self.after_backward(unit, reduces=not self.is_manual)
                 elif unit.is_gathering:  # ahead, but backward went another way
                     unit.discard()
                 elif unit.policy.reshard_after_backward and unit.is_full and not unit.holders:
                     self._reshard(unit)
                     self.journal.visit(unit, Edge.RELEASE_BACKWARD)
             self._backward = None
-            if self.is_last_backward:
+            if self.is_last_backward and not self.is_manual:
                 params = self._commit()
             else:
                 params = self._defer()
@@ -444,8 +452,114 @@ class Engine:
         # Last: when one raises, all gradients are there, and the ranks have agreed on the plan.
         run_gradient_hooks(params)
 
-    def _was_reduced(self, unit: Unit) -> bool:
-        return any(launch.unit is unit for launch in self._launched)
+    def _is_due(self, unit: Unit) -> bool:
+        since = [*self._deferred, *self._launched] if self.is_manual else self._launched
+        is_reduced = any(launch.unit is unit for launch in since)
+        if self.is_manual and unit.held and unit.policy.sync:
+            return True
+        return unit.policy.sync and bool(unit.held or unit.policy.reduces_unused) and not is_reduced
+
+    # ---- backward whose end the user says ----
+
+    @property
+    def awaits_completion(self) -> bool:
+        """True when gradients of a backward wait for :meth:`launch_rest` or :meth:`complete`."""
+        return self._is_open or self._completion is not None
+
+    def set_manual(self, is_manual: bool) -> None:
+        """Let :meth:`complete` set gradients, or the end of every backward.
+
+        Raises: StateError if that would change while gradients of a backward are on their way.
+        """
+        if is_manual == self.is_manual:
+            return
+        if self._is_backward_running or is_in_backward():
+            raise StateError("set_manual_backward_finalization cannot change mode during backward; call it before")
+        if self.awaits_completion or self._deferred:
+            raise StateError(
+                "set_manual_backward_finalization cannot change mode after backward starts: gradients of an earlier backward "
+                f"wait for {'finalize_backward()' if self.is_manual else 'a last backward'}; let them be set first"
+            )
+        self.is_manual = is_manual
+
+    def launch_rest(self) -> object | None:
+        """Reduce what backwards have left; return what :meth:`complete` takes, None if no backward has come.
+
+        Raises: StateError in a backward, without manual finalization, or before an earlier call has been completed.
+        """
+        if self._is_backward_running or is_in_backward():
+            raise StateError(
+                "finalize_backward must be called after backward completes; call it after the last backward()"
+            )
+        if self._completion is not None:
+            raise StateError(
+                "The previous gradient reduction must be waited on before finalizing backward again; call wait() on its handle"
+            )
+        if not self.is_manual:
+            raise StateError(
+                "finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) on the "
+                "root before forward"
+            )
+        if self._backward is not None:
+            self._abort_backward()
+        if not self._is_open:
+            return None
+        self._was_open = True
+        for unit in self.units:
+            unit.hide_gradients()
+        self._enter_span("backward")
+        try:
+            for unit in reversed(self.units):
+                if self._is_due(unit):
+                    self._reduce(unit, unit.take_gradients())
+            self._defer()
+        except BaseException:
+            self._abort_backward()
+            raise
+        self._completion = object()
+        return self._completion
+
+    def complete(self, completion: object) -> None:
+        """Wait for reductions and set gradients.  Raises: StateError if ``completion`` has been forgotten."""
+        if completion is not self._completion:
+            raise StateError(
+                "This gradient reduction handle was invalidated by reset_iter_state(); its gradients are gone"
+            )
+        for unit in self.units:
+            unit.hide_gradients()
+        try:
+            params = self._commit()
+        except BaseException:
+            self._show_gradients()
+            raise
+        self._is_open, self._completion = False, None
+        run_gradient_hooks(params)
+
+    @property
+    def _is_backward_running(self) -> bool:
+        return self._backward is not None and self._backward() is not None
+
+    def _check_completed(self, what: str) -> None:
+        if self._completion is not None:
+            raise StateError(
+                f"The previous gradient reduction must be waited on before {what}: call wait() on the handle that "
+                "finalize_backward(async_op=True) has returned"
+            )
+
+    def check_step(self, stepped: set[int]) -> None:
+        """Raise StateError if gradients are not complete of a parameter with an id in ``stepped``."""
+        if not self.awaits_completion:
+            return
+        for unit in self.units:
+            for param in unit.params:
+                if id(param.sharded) in stepped:
+                    missing = (
+                        "call finalize_backward()" if self._completion is None else "wait() for finalize_backward()"
+                    )
+                    raise StateError(
+                        f"an optimizer steps on {param.fqn} (unit '{unit.name}') before the gradients of its last backward "
+                        f"are complete, in manual backward finalization; {missing} on the root module first"
+                    )
 
     def _keep_held(self) -> None:
         for unit, gradients in self._fresh_held:
@@ -504,6 +618,7 @@ class Engine:
     def _abort_backward(self) -> None:
         """Forget a backward that raised: its gradients, its reductions, its full parameters."""
         self._backward = None
+        self._is_open = self._was_open
         self._fresh_held.clear()
         self.spans.abort()
         launched, self._launched = self._launched, []
@@ -533,6 +648,8 @@ class Engine:
         """Bring every unit back to its shards and drop all gradients that have not reached ``.grad``."""
         self._abort_backward()
         self._deferred = []
+        self._is_open = self._was_open = False
+        self._completion = None
         self.reset()
         for unit in self.units:
             unit.held, unit.partial = {}, {}

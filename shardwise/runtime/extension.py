@@ -139,7 +139,7 @@ class ExtensionParams:
                 "so its bytes cannot be gathered; define both on the type"
             )
         function: Callable[..., Any] = local.fsdp_post_all_gather  # pyright: ignore[reportAttributeAccessIssue]
-        dtype = self._group.precision.dtype_of_full(entry.param.dtype)
+        dtype = self._group.dtype_of_full(entry.param)
         outputs = tuple(gathered)
         with torch.no_grad():
             if entry.param.full is not None:
@@ -180,8 +180,10 @@ class ExtensionParams:
                     output.tensor.set_(storage, 0, shape, stride)
         return [output.tensor for output in entry.outputs]
 
-    def drop(self) -> None:
-        """Give the memory of the gathered tensors back."""
+    def drop(self, keeps_memory: bool = False) -> None:
+        """Give the memory of the gathered tensors back, unless ``keeps_memory``."""
+        if keeps_memory:
+            return
         for entry in self._entries:
             for output in entry.outputs:
                 if output.lease is not None:

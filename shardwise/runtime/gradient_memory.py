@@ -100,4 +100,5 @@ def as_gradient(param: UnitParam, window: torch.Tensor) -> torch.Tensor:
     """Return ``window`` as users see the gradient of ``param``: a DTensor if the parameter is one."""
     if not isinstance(param.sharded, DTensor):
         return window
-    return torch_private.dtensor_from_local(window, torch_private.spec_of(param.sharded))
+    spec = torch_private.spec_in(torch_private.spec_of(param.sharded), window.dtype)
+    return torch_private.dtensor_from_local(window, spec)

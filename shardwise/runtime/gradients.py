@@ -43,7 +43,7 @@ def take_gradients(group: ShardGroup) -> Gradients:
             continue  # frozen since forward
         if type(gradient) is not torch.Tensor:
             gradient = _local_gradient(gradient, param, group)
-        dtype = group.precision.dtype_of_reduction(param.dtype)
+        dtype = group.dtype_of_reduction(param, gradient.dtype)
         taken[param] = gradient if gradient.dtype is dtype else gradient.to(dtype)
     return taken
 
@@ -232,7 +232,7 @@ class Reduction:
         self._pending: Pending | None = None
         self._is_scattered = False
         is_final = not self.is_partial and group.storage_device == group.device
-        is_final = is_final and all(param.dtype is dtype for param in params)
+        is_final = is_final and all(param.dtype_of_gradient in (dtype, None) for param in params)
         self._packing = _Packing(self._layout, gradients, dtype, group.device, is_final)
 
     # ---- launching ----
@@ -311,7 +311,9 @@ class Reduction:
             existing = param.sharded.grad
             if existing is None:
                 param.sharded.grad = (
-                    gradient if not param.is_strided else torch.empty_like(param.sharded).copy_(gradient)
+                    gradient
+                    if not param.is_strided
+                    else torch.empty_like(param.sharded, dtype=gradient.dtype).copy_(gradient)
                 )
             else:
                 olds.append(torch_private.local_of(existing))
@@ -324,12 +326,13 @@ class Reduction:
         packing = self._packing
         if packing.result is not None:
             return packing.result.gradients
-        group, section, dtypes = self.group, packing.target(), {param.dtype for param in self.params}
+        group, section = self.group, packing.target()
+        dtypes = {param.dtype_of_gradient or packing.dtype for param in self.params}
         if dtypes == {packing.dtype} and section.device == group.storage_device:
             return GradientSection(self._layout.places, section).gradients
         if len(dtypes) > 1:
             return [
-                as_gradient(param, window.to(group.storage_device, param.dtype, copy=True))
+                as_gradient(param, window.to(group.storage_device, param.dtype_of_gradient or packing.dtype, copy=True))
                 for param, window in self.windows().items()
             ]
         pins = isinstance(group.offload, CPUOffloadPolicy) and group.offload.can_pin
@@ -385,7 +388,8 @@ def launch_reductions(
     """
     launched: list[Reduction] = []
     may_stay = group.comm.reduce is None and group.comm.replicas is not None and group.device.type == "cpu"
-    for dtype, params in _by_reduce_dtype(group, gradients):
+    gradients = {param: _widened(gradient, partial.get(param)) for param, gradient in gradients.items()}
+    for dtype, params in _by_reduce_dtype(group, {param: gradient.dtype for param, gradient in gradients.items()}):
         stays = {p for p in params if may_stay and terms.hook is None and p not in kept and _is_worth(p, gradients[p])}
         packed = [param for param in params if param not in stays]
         for chosen in [*([param] for param in params if param in stays), *([packed] if packed else [])]:
@@ -399,6 +403,13 @@ def launch_reductions(
     return launched
 
 
+def _widened(gradient: torch.Tensor, partial: torch.Tensor | None) -> torch.Tensor:
+    # Of a parameter that takes gradients of any dtype, the partial sum of an earlier backward may be wider.
+    if partial is None or partial.dtype is gradient.dtype:
+        return gradient
+    return gradient.to(torch.promote_types(gradient.dtype, partial.dtype))
+
+
 def _is_worth(param: UnitParam, gradient: torch.Tensor) -> bool:
     return param.shard.numel >= layout_bucket.LARGE_NUMEL and is_own(gradient)
 
@@ -407,7 +418,7 @@ def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
     """Return the bytes that the reduction of all trainable parameters stages."""
     if not group.is_collective:
         return 0
-    trainable = {param for param in group.params if param.sharded.requires_grad}
+    trainable = {param: group.dtype_of_reduction(param) for param in group.params if param.sharded.requires_grad}
     total = 0
     for dtype, params in _by_reduce_dtype(group, trainable):
         packing = _Packing(_layout_of(group, params, dtype), [], dtype, group.device)
@@ -424,11 +435,13 @@ def _staging(group: ShardGroup, packing: _Packing, scale: Scale) -> int:
     return packing.section_numel * group.axes.num_shards * itemsize
 
 
-def _by_reduce_dtype(group: ShardGroup, chosen: Collection[UnitParam]) -> list[tuple[torch.dtype, list[UnitParam]]]:
+def _by_reduce_dtype(
+    group: ShardGroup, dtypes: Mapping[UnitParam, torch.dtype]
+) -> list[tuple[torch.dtype, list[UnitParam]]]:
     by_dtype: dict[torch.dtype, list[UnitParam]] = {}
     for param in group.by_size:
-        if param in chosen:
-            by_dtype.setdefault(group.precision.dtype_of_reduction(param.dtype), []).append(param)
+        if param in dtypes:
+            by_dtype.setdefault(dtypes[param], []).append(param)
     return list(by_dtype.items())
 
 

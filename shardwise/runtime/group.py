@@ -22,7 +22,7 @@ from shardwise.layout.bucket import build_bucket, by_size
 from shardwise.layout.shard import ChunkShard
 from shardwise.runtime.axes import MeshAxes
 from shardwise.runtime.extension import ExtensionParams
-from shardwise.runtime.idle import mark_freed, mark_full, mark_kept, may_be_written
+from shardwise.runtime.idle import FreedParameter, mark_freed, mark_full, mark_kept, may_be_written
 from shardwise.runtime.param import UnitParam
 from shardwise.runtime.placement import sub_parameter
 from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -205,9 +205,27 @@ class ShardGroup:
         """Return (elements of a section, bytes of an element) of the reduction of all parameters, per reduce dtype."""
         by_dtype: dict[torch.dtype, int] = {}
         for param in self.params:
-            dtype = self.precision.dtype_of_reduction(param.dtype)
+            dtype = self.dtype_of_reduction(param)
             by_dtype[dtype] = by_dtype.get(dtype, 0) + param.shard.section_numel
         return [(numel, dtype.itemsize) for dtype, numel in by_dtype.items()]
+
+    def dtype_of_full(self, param: UnitParam) -> torch.dtype:
+        """Return the dtype in which ``param`` is all-gathered and used."""
+        return param.dtype if param.keeps_dtype else self.precision.dtype_of_full(param.dtype)
+
+    def dtype_of_reduction(self, param: UnitParam, found: torch.dtype | None = None) -> torch.dtype:
+        """Return the dtype in which gradients of ``param`` are reduced and held.
+
+        ``found``: of the gradient that has come; it counts where the parameter takes any.
+        """
+        full = self.dtype_of_full(param)
+        if param.grad_dtype is None or self.precision.reduce_dtype is not None:
+            return self.precision.dtype_of_reduction(param.dtype, full)
+        return param.grad_dtype.dtype or found or full
+
+    def takes_any_gradient(self, param: UnitParam) -> bool:
+        """Return True if gradients of ``param`` are reduced in whatever dtype they come."""
+        return self.precision.reduce_dtype is None and param.dtype_of_gradient is None
 
     def ensure_packed(self) -> None:
         """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype."""
@@ -216,6 +234,8 @@ class ShardGroup:
         for bucket in self._buckets:
             self.num_packs += bucket.num_replaced
             bucket.num_replaced = 0
+        for param in (*self.in_place, *self.extended.params):
+            param.follow_grad_dtype()
         for param in self.in_place:
             param.adopt_registered()
             if not self._is_in_place(param):
@@ -231,14 +251,18 @@ class ShardGroup:
 
     def _pack(self) -> None:
         self.num_packs += 1
+        for bucket, buffer in zip(self._buckets, self._fulls, strict=True):
+            if all(type(param.full) is FreedParameter for param in bucket.params):  # kept while nobody uses it
+                buffer.drop()
         for param in self.params:
             param.adopt_registered()
+            param.follow_grad_dtype()
         self.extended.adopt([param for param in self.params if self.extended.wants(param)])
         self.in_place = [param for param in self.params if self._is_in_place(param)]
         apart = {*self.extended.params, *self.in_place}
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[UnitParam]] = {}
         for param in (each for each in self.by_size if each not in apart):
-            by_dtype.setdefault((param.dtype, self.precision.dtype_of_full(param.dtype)), []).append(param)
+            by_dtype.setdefault((param.dtype, self.dtype_of_full(param)), []).append(param)
         self._buckets = [self._make_bucket(params, full_dtype) for (_, full_dtype), params in by_dtype.items()]
         self._fulls = [FullBuffer(b.layout, b.full_dtype, self.device, is_shared=not b.travels) for b in self._buckets]
         # What has no elements does not travel; nor, without collectives, what is its own full parameter.
@@ -254,8 +278,9 @@ class ShardGroup:
     def _is_in_place(self, param: UnitParam) -> bool:
         if not self.keeps_plain or param.inner_spec is not None or param.local.device != self.device:
             return False
-        dtype = param.dtype
-        return dtype is self.precision.dtype_of_full(dtype) and dtype is self.precision.dtype_of_reduction(dtype)
+        if param.dtype is not self.dtype_of_full(param):
+            return False
+        return self.takes_any_gradient(param) or param.dtype_of_gradient is self.dtype_of_reduction(param)
 
     def _make_bucket(self, params: list[UnitParam], full_dtype: torch.dtype) -> FlatBucket:
         dtype = params[0].dtype
@@ -351,6 +376,8 @@ class ShardGroup:
                     # The same parameter, with its memory where the shard is now: a graph may hold it already.
                     torch_private.set_data(full, self._make_full(number, index).detach())
                 mark_full(full)
+                if param.grad_dtype is not None:
+                    self._choose_grad_dtype(param, full)
                 param.full_version, param.full_address = full._version, full.data_ptr()
                 wanted = param.sharded.requires_grad
                 if not (wanted and param.is_hooked and full.requires_grad):
@@ -368,10 +395,17 @@ class ShardGroup:
         for param in self.extended.params:
             full = param.full
             assert full is not None
+            self._choose_grad_dtype(param, full)
             self._sync_requires_grad(param, full, on_gradient)
             num_trainable += param.sharded.requires_grad
             param.register(full)
         return num_trainable
+
+    def _choose_grad_dtype(self, param: UnitParam, full: nn.Parameter) -> None:
+        if param.grad_dtype is not None:
+            wanted = None if self.takes_any_gradient(param) else self.dtype_of_reduction(param)
+            if full.grad_dtype is not wanted:
+                full.grad_dtype = wanted
 
     def _show_writes(self) -> None:
         """Let autograd count what was written to shards as writes to the full forms, as it would on one process."""
@@ -498,25 +532,26 @@ class ShardGroup:
                 if param.full is not None:
                     mark_full(param.full)
 
-    def register_sharded(self) -> None:
-        """Hang the sharded parameters on the modules and give the full memory back."""
+    def register_sharded(self, keeps_memory: bool = False) -> None:
+        """Hang the sharded parameters on the modules and give the full memory back, unless ``keeps_memory``."""
         for param in self.params:
             sharded = param.sharded
             for slot in param.slots:
                 slot.parameters[slot.name] = sharded
                 if slot.follower is not None:
                     slot.tell(sharded)
-        self.drop()
+        self.drop(keeps_memory)
 
-    def drop(self) -> None:
-        """Give the memory of the full parameters back."""
+    def drop(self, keeps_memory: bool = False) -> None:
+        """Let nobody use the full parameters, and give their memory back unless ``keeps_memory``."""
         if self._main is not None:
             for bucket, buffer in zip(self._buckets, self._fulls, strict=True):
-                buffer.drop()
-                if not buffer.is_held:
+                if not keeps_memory:
+                    buffer.drop()
+                if not buffer.is_shared:
                     for param in bucket.params:
-                        mark_freed(param.full, param.fqn)
-        self.extended.drop()
+                        mark_freed(param.full, param.fqn, has_memory=buffer.is_held)
+        self.extended.drop(keeps_memory)
 
     def drop_sub(self) -> None:
         """Give the shards of the smaller mesh back."""
@@ -524,8 +559,8 @@ class ShardGroup:
         for param in self.params:
             param.subsharded = None
 
-    def cut_to_sub(self) -> None:
-        """Keep this rank's shard on the smaller mesh, hang it on the modules, give the full memory back."""
+    def cut_to_sub(self, keeps_memory: bool = False) -> None:
+        """Keep this rank's shard on the smaller mesh, hang it on the modules, give the full memory back as :meth:`drop`."""
         assert self._main is not None
         assert self.sub_axes is not None
         num_shards, rank = self.sub_axes.num_shards, self.sub_axes.shard_rank
@@ -545,4 +580,4 @@ class ShardGroup:
                 param.subsharded = sub_parameter(param, cut, window, self.sub_axes)
                 param.register(param.subsharded)
         self._sub = Shards(buckets, num_shards, self.device)
-        self.drop()
+        self.drop(keeps_memory)

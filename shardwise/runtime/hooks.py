@@ -213,12 +213,16 @@ def _reshard_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Before a step, let what has been written to full parameters that stay registered go to the shards, and free those.
 
     They would be older than the shards after the step, and gathered again in any case.
+
+    Raises: StateError if gradients of these parameters wait for ``finalize_backward``.
     """
-    engines = [engine for engine in live_engines if not engine.is_in_step and engine.has_full_units]
+    engines = [engine for engine in live_engines if engine.awaits_completion or engine.has_full_units]
     if engines:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for engine in engines:
-            engine.reshard_stepped(stepped)
+            engine.check_step(stepped)
+            if not engine.is_in_step:
+                engine.reshard_stepped(stepped)
 
 
 def _count_writes(optimizer: torch.optim.Optimizer, *_: Any) -> None:

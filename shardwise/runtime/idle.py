@@ -54,11 +54,13 @@ class FreedParameter(nn.Parameter):
     """
 
     fqn: str
+    has_memory: bool
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let attributes be read and set, refuse everything that may touch memory."""
-        if getattr(func, "__name__", "") in _ATTRIBUTES:
+        """Let attributes be read and set, refuse everything that may touch memory; where it lies if it is kept may be asked."""
+        name = getattr(func, "__name__", "")
+        if name in _ATTRIBUTES or (name in _FACTS and isinstance(args[0], cls) and args[0].has_memory):
             with torch_private.without_torch_function():
                 return func(*args, **(kwargs or {}))
         names = sorted({tensor.fqn for tensor in _idle_in(FreedParameter, (args, list((kwargs or {}).values())))})
@@ -214,11 +216,12 @@ def _idle_in(kind: type[Any], args: Any) -> list[Any]:
     return found
 
 
-def mark_freed(parameter: nn.Parameter | None, fqn: str) -> None:
-    """Refuse the use of ``parameter`` until :func:`mark_full`."""
-    if parameter is not None and type(parameter) in (nn.Parameter, KeptParameter):
+def mark_freed(parameter: nn.Parameter | None, fqn: str, has_memory: bool = False) -> None:
+    """Refuse the use of ``parameter`` until :func:`mark_full`; ``has_memory``: that stays until then."""
+    if parameter is not None and type(parameter) in (nn.Parameter, KeptParameter, FreedParameter):
         parameter.__class__ = FreedParameter
         parameter.fqn = fqn  # pyright: ignore[reportAttributeAccessIssue]  of FreedParameter
+        parameter.has_memory = has_memory  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def mark_kept(param: UnitParam, take: Callable[[UnitParam], None]) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.layout.shard import ChunkShard
+from shardwise.runtime.precision import GradDtype
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -74,6 +75,8 @@ class UnitParam:
         seen_version: what torch had counted of writes to the sharded form when the full form was last gathered from it.
         ordinal: its index among the parameters of its unit.
         is_hooked: the full parameter reports its gradients.
+        keeps_dtype: it is used in its own dtype whatever the precision of its unit.
+        grad_dtype: what was assigned to ``grad_dtype`` of the sharded parameter, or of the one it was made from; None: nothing.
         module: weak reference to the module of the first slot.
         owner: weak reference to its unit.
         original: weak reference to the parameter it was made from, while someone holds that.
@@ -94,6 +97,8 @@ class UnitParam:
     seen_version: int = -1
     ordinal: int = 0
     is_hooked: bool = False
+    keeps_dtype: bool = False
+    grad_dtype: GradDtype | None = None
     module: Callable[[], nn.Module | None] = field(default=_nothing)
     owner: Callable[[], Unit | None] = field(default=_nothing)
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
@@ -103,6 +108,11 @@ class UnitParam:
     def dtype(self) -> torch.dtype:
         """The parameter's own dtype."""
         return torch_private.local_of(self.sharded).dtype
+
+    @property
+    def dtype_of_gradient(self) -> torch.dtype | None:
+        """The dtype of ``.grad``; None: that of whatever arrives."""
+        return self.dtype if self.grad_dtype is None else self.grad_dtype.dtype
 
     @property
     def local(self) -> torch.Tensor:
@@ -146,3 +156,11 @@ class UnitParam:
         current = self.slots[0].parameters[self.slots[0].name]
         if current is not None and current is not self.full and current is not self.subsharded:
             self.sharded = current
+            self.follow_grad_dtype()
+
+    def follow_grad_dtype(self) -> None:
+        """Note what was assigned to ``grad_dtype``; hand it on to a parameter that conversions or loading have put in place."""
+        if torch_private.has_chosen_grad_dtype(self.sharded):
+            self.grad_dtype = GradDtype(self.sharded.grad_dtype)
+        elif self.grad_dtype is not None:
+            self.sharded.grad_dtype = self.grad_dtype.dtype

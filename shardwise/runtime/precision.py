@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
+from torch import nn
 
+from shardwise import torch_private
 from shardwise.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class GradDtype:
+    """What was assigned to ``parameter.grad_dtype``: the dtype of its gradients; None: that of whatever arrives."""
+
+    dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -15,11 +25,15 @@ class MixedPrecisionPolicy:
 
     Attributes:
         param_dtype: dtype of the all-gather and of forward and backward; None: the parameter's own.
-        reduce_dtype: dtype of the gradient reduction and of gradients held back; None: ``param_dtype``.
+        reduce_dtype: dtype of the gradient reduction and of gradients held back; None: the parameter's ``grad_dtype`` if that
+            was assigned to, else what torch's FSDP2 of the installed version takes: ``param_dtype`` up to torch 2.14, the
+            parameter's own dtype from 2.15 on.
         output_dtype: dtype that floating-point outputs of forward are cast to; None: no cast.
         cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``.
+        param_dtype_override_fn: called once for each parameter; one for which it returns the parameter's own dtype keeps it
+            in forward and backward, None or ``param_dtype`` changes nothing.
 
-    Sharded parameters, their gradients and optimizer states keep the parameter's own dtype.
+    Sharded parameters and optimizer states keep the parameter's own dtype; so do gradients without a ``grad_dtype``.
     Source: torch.distributed.fsdp.MixedPrecisionPolicy.
 
     Example:
@@ -31,6 +45,7 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
 
     @classmethod
     def of(cls, policy: object) -> MixedPrecisionPolicy:
@@ -38,9 +53,27 @@ class MixedPrecisionPolicy:
         if isinstance(policy, cls):
             return policy
         names = [each.name for each in fields(cls)]
-        if not all(hasattr(policy, name) for name in names):
+        found = [name for name in names if hasattr(policy, name)]
+        if not {*names} - {*found} <= {"param_dtype_override_fn"}:  # torch has that from 2.15 on
             raise ConfigError(f"mp_policy is {policy!r}; expected a MixedPrecisionPolicy with {names}")
-        return cls(**{name: getattr(policy, name) for name in names})
+        return cls(**{name: getattr(policy, name) for name in found})
+
+    def keeps_dtype(self, param: nn.Parameter, fqn: str) -> bool:
+        """Return True if ``param_dtype_override_fn`` wants ``param`` used in its own dtype.
+
+        Raises: ConfigError if it wants another one.
+        """
+        if self.param_dtype_override_fn is None:
+            return False
+        wanted = self.param_dtype_override_fn(param)
+        if wanted is None or wanted is self.param_dtype:
+            return False
+        if wanted is not param.dtype:
+            raise ConfigError(
+                f"param_dtype_override_fn returned {wanted} for {fqn}; expected None, param_dtype ({self.param_dtype}) or "
+                f"the parameter's own dtype ({param.dtype})"
+            )
+        return True
 
     def dtype_of_full(self, original: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter of dtype ``original`` is all-gathered and used."""
@@ -48,9 +81,11 @@ class MixedPrecisionPolicy:
             return original
         return self.param_dtype
 
-    def dtype_of_reduction(self, original: torch.dtype) -> torch.dtype:
-        """Return the dtype in which its gradients are reduced."""
-        return self.reduce_dtype if self.reduce_dtype is not None else self.dtype_of_full(original)
+    def dtype_of_reduction(self, original: torch.dtype, full: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients are reduced of a parameter that has no ``grad_dtype``; ``full``: of its use."""
+        if self.reduce_dtype is not None:
+            return self.reduce_dtype
+        return full if torch_private.reduces_in_param_dtype() else original
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,8 @@ class FlatBucket:
             local = torch_private.local_of(sharded)
             if local.dtype is not dtype or local.device != device:
                 return False
+            if sharded.grad_dtype is not (dtype if param.grad_dtype is None else param.grad_dtype.dtype):
+                param.follow_grad_dtype()
             if address is not None and self.travels and local.data_ptr() != address:
                 away.append(index)
         self._loose = [index for index in away if not self._come_home(index)] if away else away

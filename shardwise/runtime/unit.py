@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.comm.link import Transport
-from shardwise.errors import StateError, TransportError
+from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.events import Call, Event, Op
 from shardwise.plan.policy import UnitPolicy
 from shardwise.runtime.gradients import Gradients, planned_scatter_bytes, take_gradients
@@ -156,7 +156,7 @@ class Unit:
     def gather_staging(self) -> tuple[int, bool]:
         """Bytes that a launched unshard holds, and whether (all of) the full parameters are among them."""
         stagings = [group.gather_staging for group in self.groups]
-        if all(is_in_place for _, is_in_place in stagings):
+        if not self.policy.keeps_full_memory and all(is_in_place for _, is_in_place in stagings):
             return sum(num_bytes for num_bytes, _ in stagings), bool(stagings)
         # Of groups that do not agree, the full parameters count when they are waited for.
         held = sum(
@@ -171,8 +171,8 @@ class Unit:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the full parameters beyond the shards."""
-        return sum(group.full_bytes for group in self.groups)
+        """Bytes of the full parameters beyond the shards; 0 if they stay, as what does not move in a step."""
+        return 0 if self.policy.keeps_full_memory else sum(group.full_bytes for group in self.groups)
 
     def module_ids(self) -> set[int]:
         """Return the ids of its modules."""
@@ -271,7 +271,7 @@ class Unit:
                 return False
             self._write_back(written)
         for group in self.groups:
-            group.register_sharded()
+            group.register_sharded(self.policy.keeps_full_memory)
             group.drop_sub()
         self._enter(Sharded())
         if was_full:
@@ -283,9 +283,17 @@ class Unit:
         assert isinstance(self.state, Gathering)
         for pending in self.state.pending:
             pending.cancel()
-        for group in self.groups:
-            group.drop()
+        self._drop()
         self._enter(Sharded())
+
+    def _drop(self) -> None:
+        for group in self.groups:
+            group.drop(self.policy.keeps_full_memory)
+
+    def let_go(self) -> None:
+        """Give memory back that is kept for no use any more."""
+        if isinstance(self.state, (Sharded, Subsharded)):
+            self._drop()
 
     def abandon(self) -> None:
         """Reshard after a failure: an all-gather that cannot end any more is forgotten."""
@@ -293,7 +301,7 @@ class Unit:
             for pending in self.state.pending:
                 pending.cancel()
         for group in self.groups:
-            group.register_sharded()
+            group.register_sharded(self.policy.keeps_full_memory)
             group.drop_sub()
         self.state = Sharded()
 
@@ -309,7 +317,7 @@ class Unit:
             return False
         source = self.state.source
         for group in self.groups:
-            group.cut_to_sub()
+            group.cut_to_sub(self.policy.keeps_full_memory)
         self._enter(Subsharded(source))
         self.note(Op.RESHARD, self.full_bytes)
         return True
@@ -418,16 +426,27 @@ class Unit:
         for group in self.groups:
             gradients = take_gradients(group)
             if self.policy.reduces_unused:
-                for param in group.params:
-                    if param.sharded.requires_grad and param not in gradients:
-                        dtype = group.precision.dtype_of_reduction(param.dtype)
-                        gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
+                self._add_zeros(group, gradients)
             taken.update(gradients)
         if self.gradient_arrived:
             self.counts_gradients = not self.is_nested
         self.gradient_arrived.clear()
         self.is_nested = False
         return taken
+
+    def _add_zeros(self, group: ShardGroup, gradients: Gradients) -> None:
+        for param in group.params:
+            if not param.sharded.requires_grad:
+                continue
+            if group.takes_any_gradient(param):  # whether its gradient has come or not: so every rank finds it
+                raise ConfigError(
+                    f"{param.fqn} (unit '{self.name}') has grad_dtype None, so a rank that does not use it cannot know the "
+                    "dtype of the zeros that set_reduce_scatter_unused_params sends; give reduce_dtype in mp_policy, or a "
+                    "dtype to grad_dtype"
+                )
+            if param not in gradients:
+                dtype = group.dtype_of_reduction(param)
+                gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
 
     def hide_gradients(self) -> None:
         """Take the gradients of parameters that stay registered from where backward is about to accumulate new ones."""

@@ -707,7 +707,7 @@ def run_logs() -> None:
     logger.setLevel(logging.DEBUG)
     model = shard_all(build("plain"))
     try:
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             model(mine()).sum().backward()
     finally:
         logger.removeHandler(handler)

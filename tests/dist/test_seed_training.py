@@ -57,19 +57,25 @@ def same_losses(losses: list[torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def delayed(name: str, is_on: bool) -> Iterator[None]:
-    original = getattr(dist, name)
+def delayed(names: tuple[str, ...], is_on: bool) -> Iterator[None]:
+    """Delay those collectives of ``names`` that the installed torch has."""
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    assert originals
 
-    def slow(*args: object, **kwargs: object) -> object:
-        time.sleep(0.002)
-        return original(*args, **kwargs)
+    def slowed(original: Callable[..., object]) -> Callable[..., object]:
+        def slow(*args: object, **kwargs: object) -> object:
+            time.sleep(0.002)
+            return original(*args, **kwargs)
 
-    if is_on:
-        setattr(dist, name, slow)
+        return slow
+
+    for name, original in originals.items():
+        setattr(dist, name, slowed(original) if is_on else original)
     try:
         yield
     finally:
-        setattr(dist, name, original)
+        for name, original in originals.items():
+            setattr(dist, name, original)
 
 
 def run_to_float64_after_init() -> None:
@@ -154,8 +160,8 @@ def run_multi_group(reshards: list[Reshard], offloads: list[OffloadPolicy], comp
             torch.manual_seed(42 + dist.get_rank() + 1)
             after_forward, before_gather, before_reduce, before_optim = delays
             with (
-                delayed("all_gather_single", before_gather and dist.get_rank() == 0),
-                delayed("reduce_scatter_single", before_reduce and dist.get_rank() == 1),
+                delayed(("all_gather_single", "all_gather_into_tensor"), before_gather and dist.get_rank() == 0),
+                delayed(("reduce_scatter_single", "reduce_scatter_tensor"), before_reduce and dist.get_rank() == 1),
             ):
                 for iter_idx in range(3):
                     inp = torch.randn((8, 16))

@@ -26,15 +26,22 @@ def fake_ranks() -> object:
     dist.destroy_process_group()
 
 
-def test_swapped_storages_exchange_bytes_under_their_tensors() -> None:
+@pytest.mark.parametrize("swap", [private.swap_storage, private._swap_fields])
+def test_swapped_storages_exchange_bytes_under_their_tensors(swap: Any) -> None:
     left, right = torch.zeros(4), torch.ones(8)
     empty = torch.empty(0, dtype=torch.uint8).untyped_storage()
-    private.swap_storage(empty, right.untyped_storage())
+    swap(empty, right.untyped_storage())
     assert (empty.nbytes(), right.untyped_storage().nbytes()) == (32, 0)
-    private.swap_storage(empty, right.untyped_storage())
+    swap(empty, right.untyped_storage())
     assert right.tolist() == [1.0] * 8
-    private.swap_storage(left.untyped_storage(), torch.full((4,), 2.0).untyped_storage())
+    swap(left.untyped_storage(), torch.full((4,), 2.0).untyped_storage())
     assert left.tolist() == [2.0] * 4
+    # Memory is freed once, with the storage that has it last.
+    empty, large = torch.empty(0), torch.ones(1 << 20)
+    swap(empty.untyped_storage(), large.untyped_storage())
+    del large
+    assert empty.untyped_storage().nbytes() == 4 << 20
+    empty.untyped_storage().resize_(0)
 
 
 def test_holders_of_a_storage_are_counted() -> None:
@@ -327,7 +334,7 @@ def test_same_version_hides_a_refill_from_autograd() -> None:
 
 def test_profiling_is_seen() -> None:
     assert not private.is_profiling()
-    with torch.profiler.profile():
+    with torch.profiler.profile(acc_events=True):
         assert private.is_profiling()
 
 
@@ -360,3 +367,36 @@ def test_a_wrapper_subclass_has_a_shape_and_no_memory() -> None:
     assert reached == ["aten.add.Tensor"]
     with pytest.raises(RuntimeError, match="invalid python storage"):
         found.untyped_storage().data_ptr()
+
+
+def test_a_chosen_grad_dtype_is_told_from_the_default() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    assert not private.has_chosen_grad_dtype(parameter)
+    for chosen in (torch.bfloat16, None):
+        parameter.grad_dtype = chosen
+        assert private.has_chosen_grad_dtype(parameter)
+    parameter.grad_dtype = torch.float32
+    # torch says so itself where it can; before, the parameter's own dtype is no choice.
+    assert private.has_chosen_grad_dtype(parameter) is hasattr(parameter, "_has_grad_dtype_override")
+
+
+def test_the_default_dtype_of_reductions_is_that_of_the_installed_torch(fake_ranks: object) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    assert "2.15" in (MixedPrecisionPolicy.__doc__ or "") or private.reduces_in_param_dtype()
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    seen: list[torch.dtype] = []
+    model.set_all_reduce_hook(lambda reduced: seen.append(reduced.dtype))
+    model(torch.ones(2, 4)).sum().backward()
+    assert seen == [torch.bfloat16 if private.reduces_in_param_dtype() else torch.float32]
+
+
+def test_a_spec_may_be_had_for_another_dtype(fake_ranks: object) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    spec = private.make_spec(mesh, [Shard(0)], torch.Size([4, 3]), (3, 1), torch.bfloat16)
+    assert private.spec_in(spec, torch.bfloat16) is spec
+    other = private.spec_in(spec, torch.float32)
+    assert (other.mesh, other.placements) == (spec.mesh, spec.placements)
+    assert other.tensor_meta is not None
+    assert (other.tensor_meta.shape, other.tensor_meta.dtype) == (torch.Size([4, 3]), torch.float32)

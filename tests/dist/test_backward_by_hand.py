@@ -1,0 +1,381 @@
+"""Backwards whose end the user says, and full parameters whose memory stays: ours and, where it has them, torch's own class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from inside import engine_of
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, init_device_mesh
+
+from shardwise import FSDPModule, StateError, fully_shard, replicate
+from shardwise.events import Call, Event, Op
+from shardwise.testing import WorkerPool
+from shardwise.testing.models import batch_for, build
+
+
+def older(model: nn.Module, **_: Any) -> nn.Module:
+    """Shard nothing: parameters stay plain tensors, their gradients are averaged."""
+    return replicate(model, device_ids=None) if isinstance(model, nn.Sequential) else model
+
+
+DOORS: dict[str, Callable[..., Any]] = {"fully_shard": fully_shard, "replicate": replicate, "older": older}
+BY_HAND = {**DOORS, **({"torch": torch_fully_shard} if hasattr(TorchModule, "finalize_backward") else {})}
+KEEPS = {"fully_shard": fully_shard}
+if hasattr(TorchModule, "set_keep_unsharded_storage"):
+    KEEPS["torch"] = torch_fully_shard
+
+
+def sharded(door: str, model: nn.Module, is_hybrid: bool = False) -> Any:
+    size = dist.get_world_size()
+    arguments: dict[str, Any] = {}
+    if is_hybrid:
+        arguments["mesh"] = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards"))
+    for child in model.children():
+        BY_HAND[door](child, **arguments)
+    return BY_HAND[door](model, **arguments)
+
+
+def by_hand(door: str, model: nn.Module, is_hybrid: bool = False) -> Any:
+    model = sharded(door, model, is_hybrid)
+    model.set_manual_backward_finalization(True)  # pyright: ignore[reportCallIssue]
+    return model
+
+
+def part(number: int) -> torch.Tensor:
+    size = dist.get_world_size()
+    return batch_for("plain", number, 4 * size).chunk(size)[dist.get_rank()]
+
+
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    return model(part(number)).square().mean()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def step_alike(model: nn.Module, reference: nn.Module) -> None:
+    """Compare gradients with the mean of the ranks' references; step both."""
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            dist.all_reduce(other.grad, op=dist.ReduceOp.AVG)
+            torch.testing.assert_close(full(param.grad), other.grad, msg=lambda text, name=name: name + text)
+    for each in (model, reference):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+        each.zero_grad()
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param), other)
+
+
+def run_accumulation(door: str, is_hybrid: bool, is_async: bool, syncs_last: bool) -> None:
+    model, reference = by_hand(door, build("plain"), is_hybrid), build("plain")
+    assert model.finalize_backward() is None, "nothing has run yet"
+    for step in range(3):
+        for number in range(3):
+            model.set_requires_gradient_sync(syncs_last and number == 2)
+            loss_of(model, 10 * step + number).backward()
+            loss_of(reference, 10 * step + number).backward()
+            if door in ("fully_shard", "replicate"):
+                assert all(param.grad is None for param in model.parameters()), "gradients show before they are complete"
+        model.set_requires_gradient_sync(True)
+        handle = model.finalize_backward(async_op=is_async)
+        assert (handle is not None) is is_async
+        if handle is not None:
+            handle.wait()
+            handle.wait()
+        if isinstance(model, FSDPModule):
+            assert not engine_of(model).has_full_units
+        step_alike(model, reference)
+
+
+@pytest.mark.parametrize("door", BY_HAND)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_several_backwards_are_reduced_by_one_call(pool: WorkerPool, door: str, is_async: bool) -> None:
+    pool.run(run_accumulation, door=door, is_hybrid=False, is_async=is_async, syncs_last=False)
+
+
+@pytest.mark.parametrize("door", sorted({"fully_shard", "torch"} & {*BY_HAND}))
+def test_several_backwards_are_reduced_by_one_call_over_replicas(pool: WorkerPool, door: str) -> None:
+    pool.run(run_accumulation, num_ranks=4, door=door, is_hybrid=True, is_async=True, syncs_last=True)
+
+
+def run_every_backward_syncs(door: str, is_hybrid: bool) -> None:
+    model, reference = by_hand(door, build("plain"), is_hybrid), build("plain")
+    model.set_is_last_backward(True)
+    for step in range(2):
+        for number in range(2):
+            if is_hybrid:
+                model.set_requires_all_reduce(number == 1)
+            for each in (model, reference):
+                loss_of(each, 10 * step + number).backward()
+            assert door == "older" or all(param.grad is None for param in model.parameters())
+        model.finalize_backward()
+        step_alike(model, reference)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_backwards_may_all_sync_before_one_call(pool: WorkerPool, door: str) -> None:
+    pool.run(run_every_backward_syncs, door=door, is_hybrid=False)
+
+
+def test_sums_over_shards_alone_wait_for_the_replicas(pool: WorkerPool) -> None:
+    pool.run(run_every_backward_syncs, num_ranks=4, door="fully_shard", is_hybrid=True)
+
+
+def run_one_unit_is_late(is_async: bool) -> None:
+    model, reference = build("plain"), build("plain")
+    for child in model.children():
+        older_unit(child)
+    model: Any = older_unit(model)
+    model.set_manual_backward_finalization(True)
+    for step in range(2):
+        for number in range(2):
+            model[0].set_requires_gradient_sync(number == 1)
+            for each in (model, reference):
+                loss_of(each, 10 * step + number).backward()
+            handle = model.finalize_backward(async_op=is_async)
+            if handle is not None:
+                handle.wait()
+        step_alike(model, reference)
+
+
+def older_unit(model: nn.Module) -> Any:
+    return replicate(model, device_ids=None)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_unit_without_sync_keeps_its_gradients_for_a_later_call(pool: WorkerPool, is_async: bool) -> None:
+    pool.run(run_one_unit_is_late, is_async=is_async)
+
+
+class Heads(nn.Module):
+    """Two losses, each of which needs half of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(7, 3), nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(x).square().mean(), self.right(x).square().mean()
+
+
+def run_in_parts() -> None:
+    torch.manual_seed(0)
+    model, reference = Heads(), Heads()
+    reference.load_state_dict(model.state_dict())
+    fully_shard(model)
+    model.set_manual_backward_finalization(True)
+    calls: list[Call] = []
+    for number in range(3):
+        for each in (model, reference):
+            left, right = each(part(number))
+            if number == 0 and each is model:
+                engine_of(model).journal.instruments.append(Hears(calls))
+            left.backward()
+            right.backward()
+        assert model.left.weight.grad is None
+        model.finalize_backward()
+        step_alike(model, reference)
+    assert sum(call.op.value == "reduce" for call in calls) == 3, "the halves were reduced apart"
+
+
+class Hears:
+    def __init__(self, calls: list[Call]) -> None:
+        self.calls = calls
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, Call):
+            self.calls.append(event)
+
+
+def test_gradients_that_come_in_parts_are_reduced_together(pool: WorkerPool) -> None:
+    pool.run(run_in_parts)
+
+
+class Chosen(nn.Module):
+    """Rank 0 uses one layer, the others another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[min(dist.get_rank(), 1)](x)
+
+
+def run_unused() -> None:
+    torch.manual_seed(0)
+    model, reference = Chosen(), Chosen()
+    reference.load_state_dict(model.state_dict())
+    fully_shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    model.set_manual_backward_finalization(True)
+    for number in range(2):
+        for each in (model, reference):
+            loss_of(each, number).backward()
+        model.finalize_backward()
+        for param in reference.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        step_alike(model, reference)
+
+
+def test_what_a_rank_does_not_use_is_reduced_by_the_call(pool: WorkerPool) -> None:
+    pool.run(run_unused)
+
+
+def run_wrong_order() -> None:
+    model = sharded("fully_shard", build("plain"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, 0).backward()
+    optimizer.zero_grad()
+    with pytest.raises(StateError, match="requires manual backward finalization"):
+        model.finalize_backward()
+    model.set_manual_backward_finalization(True)
+    for call in (model[1].finalize_backward, lambda: model[1].set_manual_backward_finalization(True)):
+        with pytest.raises(StateError, match="must be called on the root FSDP module; this is '1'"):
+            call()
+    model.finalize_backward()
+    inside = part(0).requires_grad_()
+    for call in (model.finalize_backward, lambda: model.set_manual_backward_finalization(False)):
+        handle = inside.register_hook(lambda _, call=call: call())
+        with pytest.raises(StateError, match=r"after backward completes|cannot change mode during backward"):
+            model(inside).sum().backward()
+        handle.remove()
+    optimizer.step()  # a backward that has raised leaves nothing to be completed
+    loss_of(model, 0).backward()
+    with pytest.raises(StateError, match=r"steps on 0\.\S+ \(unit '0'\) .* call finalize_backward\(\)"):
+        optimizer.step()
+    with pytest.raises(StateError, match="cannot change mode after backward starts"):
+        model.set_manual_backward_finalization(False)
+    handle = model.finalize_backward(async_op=True)
+    for call in (model.finalize_backward, optimizer.step, lambda: loss_of(model, 1)):
+        with pytest.raises(StateError, match=r"wait\(\)"):
+            call()
+    handle.wait()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    handle = model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    with pytest.raises(StateError, match="invalidated"):
+        handle.wait()
+    assert all(param.grad is None for param in model.parameters())
+    model.set_manual_backward_finalization(False)
+    loss_of(model, 2).backward()
+    optimizer.step()
+
+
+def run_inner_mode() -> None:
+    model = build("plain")
+    for child in model.children():
+        fully_shard(child)
+    model[1].set_manual_backward_finalization(True)
+    fully_shard(model)
+    with pytest.raises(StateError, match="must be called on the root FSDP module; it was called on 1"):
+        model(part(0))
+
+
+def test_a_wrong_order_is_an_error_on_every_rank(pool: WorkerPool) -> None:
+    pool.run(run_wrong_order)
+    pool.run(run_inner_mode)
+
+
+def run_failing_backward() -> None:
+    model, reference = by_hand("fully_shard", build("plain")), build("plain")
+    for step in range(2):
+        for each in (model, reference):
+            loss_of(each, step).backward()
+        x = part(7).requires_grad_()
+        x.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x).sum().backward()
+        model.finalize_backward()
+        step_alike(model, reference)
+
+
+def test_a_backward_that_raises_leaves_the_ones_before_it(pool: WorkerPool) -> None:
+    pool.run(run_failing_backward)
+
+
+# ---- memory that stays ----
+
+
+def run_kept_memory(door: str) -> None:
+    model = build("plain")
+    for child in model.children():
+        KEEPS[door](child)
+    KEEPS[door](model)
+    reference = build("plain")
+    seen: list[tuple[int, ...]] = []
+
+    def note(module: nn.Module, _: Any) -> None:
+        seen.append(tuple(param.data_ptr() for param in module.parameters()))
+
+    model[1].register_forward_pre_hook(note)
+    model.set_keep_unsharded_storage(True)
+    fulls: list[nn.Parameter] = []
+    for number in range(3):
+        for each in (model, reference):
+            loss_of(each, number).backward()
+        fulls = fulls or take_full(model[1])
+        storages = [param.untyped_storage() for param in fulls]
+        assert all(storage.size() for storage in storages), "memory was given back"
+        step_alike(model, reference)
+    assert len(set(seen)) == 1
+    assert seen[0] == tuple(param.data_ptr() for param in fulls)
+    model.set_keep_unsharded_storage(False)
+    for each in (model, reference):
+        loss_of(each, 3).backward()
+    assert not any(storage.size() for storage in storages)
+    step_alike(model, reference)
+
+
+def take_full(module: Any) -> list[nn.Parameter]:
+    module.unshard()
+    found = list(module.parameters())
+    module.reshard()
+    return found
+
+
+@pytest.mark.parametrize("door", KEEPS)
+def test_kept_memory_stays_where_it_is(pool: WorkerPool, door: str) -> None:
+    pool.run(run_kept_memory, door=door)
+
+
+def run_kept_values() -> None:
+    model = sharded("fully_shard", build("plain"))
+    model.set_keep_unsharded_storage(True)
+    fulls = take_full(model[0])
+    with pytest.raises(StateError, match="was given back"):
+        fulls[0].sum()
+    assert fulls[0].untyped_storage().size() > 0
+    model.set_keep_unsharded_storage(False)
+    with pytest.raises(StateError, match="was given back"):
+        fulls[0].untyped_storage()
+    model.set_keep_unsharded_storage(True)
+    calls: list[Call] = []
+    for number in range(3):
+        loss_of(model, number).backward()
+    engine = engine_of(model)
+    engine.journal.instruments.append(Hears(calls))
+    loss_of(model, 3).backward()
+    assert tuple(calls) == engine.journal.plan.calls
+    moved = [call for call in calls if call.op in (Op.WAIT, Op.RESHARD)]
+    assert moved
+    assert not any(call.num_bytes for call in moved), "memory that stays was counted as coming and going"
+    leased = engine.pool.leased_bytes
+    model.double()
+    model(part(4).double()).sum().backward()
+    assert engine.pool.leased_bytes == 2 * leased, "memory of the parameters before the conversion stays too"
+
+
+def test_kept_memory_shows_nothing_stale_and_is_planned(pool: WorkerPool) -> None:
+    pool.run(run_kept_values)
