@@ -45,9 +45,9 @@ def test_drawn_programs_train_as_in_one_process(runner: Runner, area: str) -> No
         assert not failures, f"{failures}\n{render(case)}"
 
 
-@pytest.mark.parametrize("fault", ["gathers are stale", "buffers are not synced"])
-def test_planted_faults_are_found(fault: str) -> None:
-    assert find(fault, 5, 2, print)
+def test_a_planted_fault_is_found() -> None:
+    """One of them: ``python -m shardwise.testing.fuzz --self-test`` plants them all."""
+    assert find("gathers are stale", 5, 2, print)
 
 
 def count_full_parameters() -> None:

@@ -92,8 +92,8 @@ def run_all_transports(large_numel: int, halves: bool) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "large_numel"),
-    [(2, 1), (2, 12), (2, 16_384), (3, 12), (4, 1), (4, 16_384)],
-    ids=["2-large", "2-mixed", "2-small", "3-mixed", "4-large", "4-small"],
+    [(2, 1), (2, 12), (2, 16_384), (3, 12), (4, 1)],
+    ids=["2-large", "2-mixed", "2-small", "3-mixed", "4-large"],
 )
 def test_transports_agree_to_the_bit(pool: WorkerPool, num_ranks: int, large_numel: int) -> None:
     pool.run(run_all_transports, num_ranks=num_ranks, large_numel=large_numel, halves=False)
