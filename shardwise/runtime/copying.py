@@ -27,8 +27,8 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
     pending: list[tuple[Attachment, Attachment]] = memo.setdefault(_PENDING, [])
     result = object.__new__(type(module))
     memo[id(module)] = result
-    # torch copies gradients of DTensors with them, and fails where these have another dtype.
-    apart = [(each.sharded, each.sharded.grad) for each in attachment.unit.params if each.grad_dtype is not None]
+    # torch copies gradients of DTensors with them, unlike those of other parameters.
+    apart = [(each.sharded, each.sharded.grad) for each in attachment.unit.params]
     for sharded, _ in apart:
         sharded.grad = None
     try:

@@ -258,6 +258,8 @@ def check_async_save(model: nn.Module) -> None:
 def check_model_copy(model: nn.Module) -> None:
     model(batch_for("plain", dist.get_rank(), 4)).backward()
     twin = copy.deepcopy(model)
+    assert any(param.grad is not None for param in model.parameters())
+    assert all(param.grad is None for param in twin.parameters()), "as copies of plain modules have none"
     optimizers = [torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (model, twin)]
     for each, optimizer in zip((model, twin), optimizers, strict=True):
         optimizer.zero_grad()
