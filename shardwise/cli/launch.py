@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import elastic_launch
 
+from shardwise import torch_private
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, LAUNCHER_VARIABLE
 from shardwise.cli.train_args import TrainRequest
 from shardwise.errors import ConfigError
@@ -99,7 +100,8 @@ def launch_ranks(nproc: int, port: int, device_type: str, words: Sequence[str]) 
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     logging.disable(logging.ERROR)  # the agent's own report of a failed rank would bury the message of that rank
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        config = LaunchConfig(
+        config = torch_private.launch_config(
+            SHUTDOWN_S,
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=nproc,
@@ -109,7 +111,6 @@ def launch_ranks(nproc: int, port: int, device_type: str, words: Sequence[str]) 
             local_addr="localhost",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "ranks")),
-            shutdown_timeout=SHUTDOWN_S,
         )
         try:
             elastic_launch(config, sys.executable)("-m", "shardwise.cli.main", *words)
