@@ -94,6 +94,7 @@ def check_port(port: int) -> None:
 def launch_ranks(nproc: int, port: int, device_type: str, words: Sequence[str]) -> int:
     """Start ``nproc`` processes with the same arguments through torch's elastic launcher; return the exit code."""
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d's stack traces would bury the one line that says why
     if device_type == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         if sys.platform == "linux":  # a host name that does not resolve must not matter on one host

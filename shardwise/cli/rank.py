@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -26,7 +27,15 @@ from shardwise.recipes.train import train
 
 TIMEOUT = timedelta(minutes=10)
 _CLAIM = "shardwise/failure"
-_LOST_PEER = ("connection closed by peer", "connection reset", "broken pipe", "connection refused", "socket timeout")
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h: the signal that this process gets when its parent ends
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "socket timeout",
+    " is gone",
+)
 
 
 def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, str]) -> int:
@@ -123,8 +132,10 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _end_with(launcher: int) -> None:
-    """End this process at once on Ctrl-C, and when the launcher is gone: no rank outlives it."""
+    """End this process at once on Ctrl-C, and when the launcher is gone: no rank outlives it, or has a last word."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":  # all ranks at one moment: none is left that could report the others' end as a failure
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def watch() -> None:
         while os.getppid() == launcher:
