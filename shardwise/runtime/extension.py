@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DeviceMesh
 
 from shardwise import torch_private
 from shardwise.comm.buffers import Lease
+from shardwise.comm.groups import mesh_of_one
 from shardwise.comm.protocol import GatherEnds, GatherPieces, Pending
 from shardwise.errors import LayoutError
 from shardwise.layout.bucket import align
 from shardwise.layout.shard import row_major
+from shardwise.runtime.axes import MeshAxes
 from shardwise.runtime.param import UnitParam
 
 if TYPE_CHECKING:
@@ -55,6 +58,13 @@ def has_extension(param: UnitParam) -> bool:
             f"{'fsdp_pre_all_gather' if before else 'fsdp_post_all_gather'} alone; define both or neither"
         )
     return before
+
+
+def _shard_mesh(axes: MeshAxes) -> DeviceMesh:
+    """Return the mesh of the ranks among which a parameter is cut: this rank alone where parameters stay whole."""
+    if axes.shard_mesh_dim is None:
+        return mesh_of_one(axes.mesh.device_type)
+    return axes.mesh if axes.mesh.ndim == 1 else axes.mesh[(axes.mesh.mesh_dim_names or ())[axes.shard_mesh_dim]]
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -118,9 +128,7 @@ class ExtensionParams:
         if not hasattr(local, "fsdp_pre_all_gather"):
             return [local], None
         function: Callable[..., Any] = local.fsdp_pre_all_gather  # pyright: ignore[reportAttributeAccessIssue]
-        mesh = self._group.axes.mesh
-        axis = self._group.axes.shard_mesh_dim
-        shard_mesh = mesh if mesh.ndim == 1 or axis is None else mesh[(mesh.mesh_dim_names or ())[axis]]
+        shard_mesh = _shard_mesh(self._group.axes)
         with torch.no_grad():
             if len(inspect.signature(function).parameters) == 1:
                 tensors, extra = function(shard_mesh)

@@ -367,15 +367,15 @@ class Padding(torch.Tensor):
         return gathered, outputs
 
 
-def run_padding_extension(rows: int) -> None:
+def run_padding_extension(rows: int, door: Callable[[nn.Module], Any]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, rows), nn.Linear(rows, 6))
     plain = copy.deepcopy(model)
     model[0].weight = nn.Parameter(Padding(model[0].weight.detach().clone()), requires_grad=False)
     plain[0].weight.requires_grad_(False)
     for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+        door(layer)
+    door(model)
     optimizers = [torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (model, plain)]
     for number in range(3):
         assert torch.allclose(model(batch(number)), plain(batch(number)))
@@ -387,9 +387,9 @@ def run_padding_extension(rows: int) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("rows", [3, 5, 8])
-def test_extensions_may_pad_uneven_shards(pool: WorkerPool, rows: int) -> None:
-    pool.run(run_padding_extension, rows=rows, num_ranks=4)
+@pytest.mark.parametrize(("rows", "door"), [(3, fully_shard), (5, fully_shard), (8, fully_shard), (5, replicate)])
+def test_extensions_may_pad_uneven_shards(pool: WorkerPool, rows: int, door: Callable[[nn.Module], Any]) -> None:
+    pool.run(run_padding_extension, rows=rows, door=door, num_ranks=4)
 
 
 # ---- hooks on streams, compilation ----

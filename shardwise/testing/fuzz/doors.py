@@ -105,7 +105,7 @@ def _torch_can(case: Case, contender: Contender) -> bool:
 def _means_the_same(case: Case, contender: Contender) -> bool:
     """Doors with whole parameters show held gradients in ``.grad``, have no units, and DDP wants its turns."""
     if is_engines(contender):
-        return True
+        return contender.door != "replicate_older" or not _uses_held(case.actions)
     if _rows_of_codes(case.model.root) or not _suits_whole(case.actions):
         return False
     return (
@@ -134,19 +134,28 @@ def _names_a_unit(action: do.Action) -> bool:
 
 def _suits_whole(actions: Sequence[do.Action]) -> bool:
     """True for doors without units: nothing asks for one, nor for gradients that are only held or lie elsewhere."""
-    holds = pending = False
     for action in actions:
         if action.is_engines or isinstance(action, do.ChangeKept):
             return False
         if isinstance(action, (do.Take, do.Copy)) and action.what in ("optim", "grads"):
             return False
-        if isinstance(action, do.Set):
-            holds = not action.value
+    return not _uses_held(actions)
+
+
+def _uses_held(actions: Sequence[do.Action]) -> bool:
+    """True if something is done with gradients that are held back: DDP, ``replicate``'s older call and ZeRO-2 have them
+    in ``.grad``, each rank its own, where units of the engine show none.
+    """
+    holds = pending = False
+    for action in actions:
+        if isinstance(action, do.Set) and action.method == "requires_gradient_sync":
+            is_whole = action.unit == -1 and action.recurse
+            holds = not action.value or (holds and not is_whole)
         elif isinstance(action, do.Backward):
             pending = holds
         elif pending and not isinstance(action, (do.Forward, do.Rate)):
-            return False  # DDP and ZeRO-2 show held gradients in ``.grad``
-    return not holds
+            return True
+    return holds
 
 
 def _suits_owners(actions: Sequence[do.Action]) -> bool:
