@@ -90,7 +90,10 @@ def test_no_door_without_units_is_asked_for_methods_of_units() -> None:
     assert all(suits(plain, Contender(door)) for door in ("fully_shard", "shard_model", "zero1", "zero2", "overlap"))
     held = small(do.Set("requires_gradient_sync", 0.0), *STEP)
     assert suits(held, Contender("fully_shard"))
-    assert not suits(held, Contender("zero1"))  # there, .grad shows what is held
+    synced = small(do.Set("requires_gradient_sync", 0.0), *STEP[:2], do.Set("requires_gradient_sync", 1.0), *STEP)
+    for door in ("zero1", "replicate_older"):  # there, .grad shows what is held
+        assert not suits(held, Contender(door))
+        assert suits(synced, Contender(door))
 
 
 def test_a_unit_of_a_case_holds_places_of_its_model() -> None:

@@ -160,3 +160,17 @@ def test_of_a_whole_parameter_and_its_shards_one_may_lag_behind() -> None:
         assert (verdict.kind, verdict.what) == ("numbers", "full")
     verdict = judge(reference, tales(record(1.0, 0.0), record(3.0, 3.0), ranks=1), None, 0.0)
     assert (verdict.kind, verdict.what) == ("numbers", "param")  # the later one, but what counts
+
+
+def test_writes_that_torch_does_not_count_show_after_the_next_forward_or_step() -> None:
+    def told(*moments: tuple[str, float, float]) -> list[Tale]:
+        shown = [{"param:w": part([shard]), "full:w": part([full], dtype="")} for _, shard, full in moments]
+        return [Tale([Record(label, names, {}) for (label, _, _), names in zip(moments, shown, strict=True)])]
+
+    reference = told(("change data_copy", 2.0, 2.0), ("backward", 2.0, 2.0), ("step", 3.0, 3.0))
+    late = told(("change data_copy", 1.0, 2.0), ("backward", 1.0, 2.0), ("step", 3.0, 3.0))
+    never = told(("change data_copy", 1.0, 2.0), ("backward", 1.0, 2.0), ("step", 2.0, 3.0))
+    assert judge(reference, late, None, 0.0).kind == "equal"
+    assert judge(reference, never, None, 0.0).what == "full"
+    counted = [told(("change copy", 2.0, 2.0)), told(("change copy", 1.0, 2.0))]
+    assert judge(*counted, None, 0.0).what == "full"
