@@ -63,15 +63,20 @@ def tensor_use_count(tensor: torch.Tensor) -> int:
     return tensor._use_count() - 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def tensor_use_counts(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return :func:`tensor_use_count` of each."""
+    uses = map(torch.Tensor._use_count, tensors)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+    return [count - 1 for count in uses]  # pyright: ignore[reportUnknownVariableType]
+
+
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target in one call; shapes match pairwise, dtypes may differ."""
     if targets:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportArgumentType]
 
 
-def graph_task_id() -> int:
-    """Return the id of the running backward, -1 outside of one; a nested (reentrant) backward has its own."""
-    return torch._C._current_graph_task_id()
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the id of the running backward, -1 outside of one; a nested (reentrant) backward has its own."""
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -111,6 +116,7 @@ def has_chosen_grad_dtype(parameter: torch.Tensor) -> bool:
     return parameter.grad_dtype is not parameter.dtype if known is None else known
 
 
+@functools.cache
 def reduces_in_param_dtype() -> bool:
     """Return True where torch's FSDP2 reduces in ``param_dtype`` without a ``reduce_dtype``: since 2.15 it does not."""
     return torch.__version__ < "2.15"
@@ -138,9 +144,9 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
-def spec_if_any(tensor: torch.Tensor) -> DTensorSpec | None:
-    """Return the description of a DTensor, None for other tensors."""
-    return tensor._spec if isinstance(tensor, DTensor) else None
+def specs_of(tensors: Sequence[torch.Tensor]) -> list[DTensorSpec | None]:
+    """Return the descriptions of DTensors, None for other tensors."""
+    return [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
 
 
 def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
@@ -168,6 +174,11 @@ def parameter_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor itself (``to_local`` makes a new one through autograd); else ``tensor``."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return :func:`local_of` of each."""
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:

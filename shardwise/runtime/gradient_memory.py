@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from shardwise.runtime.param import UnitParam
 # arithmetic.  Large ones come from the allocator, so that the memory of dropped gradients serves the next forward.
 _KEPT_BYTES = 1 << 20
 _MAX_KEPT = 2
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class GradientSection:
         self.gradients = [as_gradient(param, window) for param, window in zip(places.params, self.windows, strict=True)]
         self._storages = [window.untyped_storage() for window in self.windows]
         self._addresses = [window.data_ptr() for window in self.windows]
-        self._specs = [torch_private.spec_if_any(param.sharded) for param in places.params]
+        self._specs = torch_private.specs_of([param.sharded for param in places.params])
         self._is_taken = True
         self._unheld = self._holders()
 
@@ -59,21 +61,20 @@ class GradientSection:
         return True
 
     def _holders(self) -> list[int]:
-        counts: list[int] = []
-        for gradient, window, storage in zip(self.gradients, self.windows, self._storages, strict=True):
-            counts.append(sys.getrefcount(gradient) + sys.getrefcount(window) + sys.getrefcount(storage))
-            counts.append(torch_private.tensor_use_count(gradient) + torch_private.tensor_use_count(window))
-            counts.append(torch_private.storage_use_count(storage))
-        return counts
+        tensors = self.gradients + self.windows
+        return [
+            *map(sys.getrefcount, tensors),
+            *map(sys.getrefcount, self._storages),
+            *torch_private.tensor_use_counts(tensors),
+            *map(torch_private.storage_use_count, self._storages),
+        ]
 
     def _is_as_made(self) -> bool:
-        rows = zip(self._params, self.gradients, self.windows, self._addresses, self._specs, strict=True)
-        return all(
-            torch_private.local_of(gradient) is window
-            and window.data_ptr() == address
-            and torch_private.spec_if_any(param.sharded) is spec
-            and not gradient.requires_grad
-            for param, gradient, window, address, spec in rows
+        return (
+            all(map(operator.is_, torch_private.locals_of(self.gradients), self.windows))
+            and [*map(torch.Tensor.data_ptr, self.windows)] == self._addresses
+            and all(map(operator.is_, torch_private.specs_of([param.sharded for param in self._params]), self._specs))
+            and not any(map(_REQUIRES_GRAD, self.gradients))
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -34,7 +35,8 @@ def take_gradients(group: ShardGroup) -> Gradients:
         full = param.full
         if full is None:
             continue
-        mark_full(full)  # a unit whose backward reads no parameter is not waited for
+        if type(full) is not nn.Parameter:
+            mark_full(full)  # a unit whose backward reads no parameter is not waited for
         gradient = full.grad
         if gradient is None:
             continue
@@ -388,7 +390,8 @@ def launch_reductions(
     """
     launched: list[Reduction] = []
     may_stay = group.comm.reduce is None and group.comm.replicas is not None and group.device.type == "cpu"
-    gradients = {param: _widened(gradient, partial.get(param)) for param, gradient in gradients.items()}
+    if partial:
+        gradients = {param: _widened(gradient, partial.get(param)) for param, gradient in gradients.items()}
     for dtype, params in _by_reduce_dtype(group, {param: gradient.dtype for param, gradient in gradients.items()}):
         stays = {p for p in params if may_stay and terms.hook is None and p not in kept and _is_worth(p, gradients[p])}
         packed = [param for param in params if param not in stays]

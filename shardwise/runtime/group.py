@@ -109,6 +109,7 @@ class ShardGroup:
         self.axes = axes
         self.sub_axes: MeshAxes | None = None
         self.precision = precision
+        self._reduce_dtypes: dict[torch.dtype, torch.dtype] = {}  # by that of the parameter
         self.offload = offload
         self.device = device
         # Beside tensor parallelism the collectives of a shard axis of one rank are issued too, as torch's tests count
@@ -218,10 +219,16 @@ class ShardGroup:
 
         ``found``: of the gradient that has come; it counts where the parameter takes any.
         """
+        dtype = param.dtype
+        if param.grad_dtype is None and dtype in self._reduce_dtypes and not param.keeps_dtype:
+            return self._reduce_dtypes[dtype]
         full = self.dtype_of_full(param)
-        if param.grad_dtype is None or self.precision.reduce_dtype is not None:
-            return self.precision.dtype_of_reduction(param.dtype, full)
-        return param.grad_dtype.dtype or found or full
+        if param.grad_dtype is not None and self.precision.reduce_dtype is None:
+            return param.grad_dtype.dtype or found or full
+        wanted = self.precision.dtype_of_reduction(dtype, full)
+        if not param.keeps_dtype:
+            self._reduce_dtypes[dtype] = wanted
+        return wanted
 
     def takes_any_gradient(self, param: UnitParam) -> bool:
         """Return True if gradients of ``param`` are reduced in whatever dtype they come."""
@@ -229,7 +236,7 @@ class ShardGroup:
 
     def ensure_packed(self) -> None:
         """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype."""
-        if self._main is None or self._has_new_extensions() or not all(bucket.settle() for bucket in self._buckets):
+        if self._main is None or not self._settle() or self._has_new_extensions():
             self._pack()
         for bucket in self._buckets:
             self.num_packs += bucket.num_replaced
@@ -244,9 +251,15 @@ class ShardGroup:
         for bucket in self._buckets:
             bucket.stage()
 
+    def _settle(self) -> bool:
+        return all(bucket.settle() for bucket in self._buckets)
+
     def _has_new_extensions(self) -> bool:
-        if not self.extended.params and not any(torch_private.local_of(p.sharded).__dict__ for p in self.params):
-            return False  # extensions are patched on
+        may_be_new = self.extended.params or any(
+            bucket.has_attributes for bucket in self._buckets
+        )  # they are patched on
+        if not may_be_new and not any(param.local.__dict__ for param in self.in_place):
+            return False
         return not self.extended.is_current(self.params)
 
     def _pack(self) -> None:
@@ -375,7 +388,8 @@ class ShardGroup:
                 elif is_shared and full.data_ptr() != param.local.data_ptr():
                     # The same parameter, with its memory where the shard is now: a graph may hold it already.
                     torch_private.set_data(full, self._make_full(number, index).detach())
-                mark_full(full)
+                if type(full) is not nn.Parameter:
+                    mark_full(full)
                 if param.grad_dtype is not None:
                     self._choose_grad_dtype(param, full)
                 param.full_version, param.full_address = full._version, full.data_ptr()
@@ -442,8 +456,9 @@ class ShardGroup:
     def version(self) -> int:
         """Return a number that changes whenever a shard is written to, as far as torch counts writes."""
         version = 0
-        for param in self.params:
-            version += param.version
+        for param in self.params:  # UnitParam.version, without its calls
+            sharded = param.sharded
+            version += sharded._version + torch_private.local_of(sharded)._version + param.version_base
         return version
 
     def written(self) -> list[UnitParam]:
@@ -456,10 +471,10 @@ class ShardGroup:
                 full = param.full
                 if full is None:
                     continue
-                if (
-                    full._version != param.full_version
-                    or full.data_ptr() != param.full_address
-                    or (may_be_written(full) and not (param.local.numel() and self._has_same_rows(param, full)))
+                if full._version != param.full_version or full.data_ptr() != param.full_address or (
+                    type(full) is not nn.Parameter
+                    and may_be_written(full)
+                    and not (param.local.numel() and self._has_same_rows(param, full))
                 ):
                     found.append(param)
         return found

@@ -102,7 +102,7 @@ class UnitParam:
     module: Callable[[], nn.Module | None] = field(default=_nothing)
     owner: Callable[[], Unit | None] = field(default=_nothing)
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
-    _version_base: int = 0
+    version_base: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,13 +132,13 @@ class UnitParam:
     @property
     def version(self) -> int:
         """A number that changes whenever the shard is written to, as far as torch counts writes."""
-        return self.sharded._version + self.local._version + self._version_base
+        return self.sharded._version + self.local._version + self.version_base
 
     def replace_local(self, local: torch.Tensor) -> None:
         """Make ``local``, of the same values, the memory of the shard; that is no write."""
         before = self.version
         torch_private.set_local(self.sharded, local)
-        self._version_base += before - self.version
+        self.version_base += before - self.version
 
     def register(self, parameter: nn.Parameter) -> None:
         """Hang ``parameter`` in every slot."""

@@ -114,6 +114,7 @@ class FlatBucket:
         self.byte_offset = 0
         self.number: int | None = None
         self.num_replaced = 0
+        self.has_attributes = False
         self._allocate = allocate
         self._take_memory()
 
@@ -143,6 +144,7 @@ class FlatBucket:
         Returns: False if a parameter has another dtype or device than the bucket was made for.
         """
         dtype, device = self.dtype, self.local.device
+        self.has_attributes = False
         away: list[int] = []
         for index, (param, slot, address) in enumerate(self._places):
             sharded = param.sharded
@@ -153,6 +155,8 @@ class FlatBucket:
             local = torch_private.local_of(sharded)
             if local.dtype is not dtype or local.device != device:
                 return False
+            if local.__dict__:
+                self.has_attributes = True
             if sharded.grad_dtype is not (dtype if param.grad_dtype is None else param.grad_dtype.dtype):
                 param.follow_grad_dtype()
             if address is not None and self.travels and local.data_ptr() != address:

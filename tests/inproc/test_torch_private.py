@@ -65,6 +65,7 @@ def test_holders_of_a_tensor_beside_python_are_counted() -> None:
     assert private.tensor_use_count(gradient) == 0
     parameter.grad = gradient
     assert private.tensor_use_count(names[0]) == 1
+    assert private.tensor_use_counts([parameter, gradient]) == [0, 1]
     parameter.grad = None
     assert private.tensor_use_count(gradient) == 0
 
@@ -264,8 +265,8 @@ def test_dtensors(fake_ranks: object) -> None:
     assert tuple(tensor.shape) == (6, 2)
     assert private.local_of(tensor) is local
     assert private.local_of(local) is local
-    assert private.spec_of(tensor) is private.spec_if_any(tensor) is spec
-    assert private.spec_if_any(local) is None
+    assert private.specs_of([tensor, local]) == [spec, None]
+    assert private.locals_of([tensor, local]) == [local, local]
     other = torch.zeros(3, 2)
     private.set_local(tensor, other)
     assert tensor.to_local().data_ptr() == other.data_ptr()
