@@ -471,10 +471,14 @@ class ShardGroup:
                 full = param.full
                 if full is None:
                     continue
-                if full._version != param.full_version or full.data_ptr() != param.full_address or (
-                    type(full) is not nn.Parameter
-                    and may_be_written(full)
-                    and not (param.local.numel() and self._has_same_rows(param, full))
+                if (
+                    full._version != param.full_version
+                    or full.data_ptr() != param.full_address
+                    or (
+                        type(full) is not nn.Parameter
+                        and may_be_written(full)
+                        and not (param.local.numel() and self._has_same_rows(param, full))
+                    )
                 ):
                     found.append(param)
         return found

@@ -138,6 +138,9 @@ class Attachment:
         for tensor in tensors_in(output):
             if not tensor.requires_grad:
                 continue
+            _ = (
+                tensor.grad_fn
+            )  # brings the history of a view up to date: where it is not, torch's register_hook crashes
             tensor.register_hook(pre_backward)
             # An in-place op on a view puts a new history in place of the view's and would lose the hook above; the
             # history of the tensor under it stays.

@@ -392,6 +392,42 @@ def test_extensions_may_pad_uneven_shards(pool: WorkerPool, rows: int, door: Cal
     pool.run(run_padding_extension, rows=rows, door=door, num_ranks=4)
 
 
+# ---- outputs that are views ----
+
+
+class ChangedThroughAView(nn.Module):
+    """Returns a view that was written to through another view: its history is made anew when somebody asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        y = y.reshape(-1).view(y.shape)
+        y.view(-1).add_(1)
+        return y
+
+
+def run_changed_through_a_view(door: Callable[[nn.Module], Any]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(ChangedThroughAView(), ChangedThroughAView())
+    model = copy.deepcopy(plain)
+    for block in model:
+        door(block)
+    door(model)
+    for each in (model, plain):
+        each(batch(0)).square().mean().backward()
+    average(plain)
+    for left, right in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(right.grad), left.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("door", [fully_shard, replicate])
+def test_outputs_may_be_views_written_to_through_others(pool: WorkerPool, door: Callable[[nn.Module], Any]) -> None:
+    pool.run(run_changed_through_a_view, door=door)
+
+
 # ---- hooks on streams, compilation ----
 
 

@@ -74,6 +74,7 @@ def _sharded(net: nn.Module, optimizer: Optimizer, loading: bool) -> dict[str, A
     if isinstance(optimizer, ShardedOptimizer):
         state = optimizer.blank_state_dict() if loading else optimizer.state_dict()
         return {"model": get_model_state_dict(net), "optimizer": state}
+    _make_state(net, optimizer)
     model, optim = get_state_dict(net, optimizer)
     return {"model": model, "optimizer": optim}
 
@@ -85,6 +86,7 @@ def _full(net: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         optimizer.consolidate_state_dict(to=0)
         state = optimizer.state_dict() if dist.get_rank() == 0 else None
         return {"model": net.state_dict(), "optimizer": state and _by_name(state, _names(net, optimizer))}
+    _make_state(net, optimizer)
     model, optim = get_state_dict(net, optimizer, options=FULL)
     return {"model": model, "optimizer": optim}
 
@@ -96,7 +98,22 @@ def _load_full(net: nn.Module, optimizer: Optimizer, found: dict[str, Any]) -> N
         state = found["optimizer"] if is_sharded else _by_index(found["optimizer"], _names(net, optimizer))
         optimizer.load_state_dict(state)
         return
+    _make_state(net, optimizer)
     set_state_dict(net, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"], options=FULL)
+
+
+def _make_state(net: nn.Module, optimizer: Optimizer) -> None:
+    """Let torch make the state of an optimizer that has none: zeros.
+
+    It does so by a step on gradients of zero, in which weight decay would go into momentum.
+    """
+    if not optimizer.state:
+        decays = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        get_state_dict(net, optimizer)
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
 
 
 def _names(net: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -21,6 +21,7 @@ from shardwise.testing.fuzz.case import Settings
 from shardwise.testing.fuzz.record import Array, Part, Raised, Record, Tale
 
 Kind = Literal["equal", "refused", "excused", "as torch", "numbers", "raw error", "some ranks", "gone", "memory"]
+_PAST_THE_PARAMETER = ("change data_", "change detach", "change local", "change through")  # labels of writes to aliases
 FAILURES: tuple[Kind, ...] = ("numbers", "raw error", "some ranks", "gone", "memory")
 
 
@@ -72,7 +73,7 @@ def first_difference(theirs: Sequence[Tale], ours: Sequence[Tale], bound: float)
 
     While a unit is unsharded its parameters are registered whole, and the optimizer has the shards.  One of the two may
     show old values for a time and training be right, so such a difference comes last, as kind "full".  What is written
-    through ``.data``, which torch does not count, need not show in the other of the two before the next forward or step.
+    to an alias of one of them (``.data``, ``.detach()``) need not show in the other before the next forward or step.
 
     Args:
         theirs: of the reference, one per rank with batches of its own.  ours: one per rank.
@@ -96,8 +97,8 @@ def first_difference(theirs: Sequence[Tale], ours: Sequence[Tale], bound: float)
 
 
 def _waits(label: str, waited: bool) -> bool:
-    """Return whether a write that nobody could notice has been made and no forward or step has come since."""
-    if label.startswith(("change data_", "change through data")):
+    """Return whether an alias has been written to and no forward or step has come since."""
+    if label.startswith(_PAST_THE_PARAMETER):
         return True
     return waited and not label.startswith(("forward", "step"))
 

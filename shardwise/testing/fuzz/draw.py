@@ -51,7 +51,7 @@ def draw(seed: int, area: str, max_ranks: int = 4) -> Case:
     actions = _Program(random, weights, settings, num_ranks).draw()
     if area == "resume":
         actions = _with_restart(random, actions, max_ranks)
-    case = Case(seed, area, num_ranks, model, settings, tuple(actions), ())
+    case = _with_able_doors(Case(seed, area, num_ranks, model, settings, tuple(actions), ()))
     if not any(suits(case, each) for each in OURS):  # nobody joins or syncs buffers and has the rest
         actions = [action for action in actions if not isinstance(action, do.JoinLoop)]
         case = replace(case, settings=replace(settings, sync_buffers=False), actions=tuple(actions))
@@ -222,6 +222,17 @@ def _with_restart(random: Random, actions: list[do.Action], max_ranks: int) -> l
     restart = do.Restart(random.randint(1, max_ranks), random.choice(("full", "dcp")), door, update)
     more: list[do.Action] = [do.Forward(), do.Backward(), do.Step(), do.ZeroGrad()]
     return [*actions[:place], restart, *more, *actions[place:]]
+
+
+def _with_able_doors(case: Case) -> Case:
+    """Let cases go on behind the door that began where the drawn one could not carry out the rest."""
+    actions = list(case.actions)
+    for number, action in enumerate(actions):
+        if isinstance(action, do.Restart) and action.door:
+            rest = replace(case, num_ranks=action.num_ranks, actions=tuple(actions[number + 1 :]))
+            if not suits(rest, Contender(action.door, update=action.update)):
+                actions[number] = replace(action, door="", update="")
+    return replace(case, actions=tuple(actions))
 
 
 def _draw_contenders(random: Random, weights: Weights, case: Case) -> tuple[Contender, ...]:
