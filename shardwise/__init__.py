@@ -3,7 +3,6 @@
 from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from shardwise.api.describe import describe_units
 from shardwise.api.fully_shard import fully_shard
-from shardwise.api.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from shardwise.api.module import (
     FSDPModule,
     GradientReductionHandle,
@@ -12,17 +11,17 @@ from shardwise.api.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from shardwise.api.policy import policy
 from shardwise.api.replicate import ReplicateModule, replicate
 from shardwise.api.shard_model import shard_model
 from shardwise.api.sharded_optimizer import ShardedOptimizer
+from shardwise.api.temporary import policy
 from shardwise.api.zero import ZeroRedundancyOptimizer
-from shardwise.comm.link import set_default_transport
+from shardwise.comm.links.link import set_default_transport
 from shardwise.errors import ConfigError, DesyncError, LayoutError, ShardwiseError, StateError, TransportError
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.table import UnitRow, UnitTable
-from shardwise.runtime.axes import DataParallelMeshDims
-from shardwise.runtime.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.units.axes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from shardwise.units.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
-from shardwise.api.build import attachment_of
 from shardwise.api.module import FSDPModule
+from shardwise.engine.build import attachment_of
 from shardwise.plan.grouping import Child, repeated_blocks
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

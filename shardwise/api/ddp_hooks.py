@@ -17,11 +17,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.api.zero import ZeroRedundancyOptimizer
-from shardwise.api.zero_gradients import mark_spent, piece_gradient
-from shardwise.api.zero_pieces import LocalPiece, gradient_for, is_dense
-from shardwise.comm.owners import Owned, PendingBroadcast, PendingReduce, launch_broadcasts, reduce_to_owners
+from shardwise.comm.owned import Owned, PendingBroadcast, PendingReduce, launch_broadcasts, reduce_to_owners
 from shardwise.errors import ConfigError
 from shardwise.torch_private import call_after_backward, graph_task_id
+from shardwise.zero.gradients import mark_spent, piece_gradient
+from shardwise.zero.pieces import LocalPiece, gradient_for, is_dense
 
 DDPHook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
 Reduce = Literal["all", "owner"]

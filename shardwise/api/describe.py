@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardwise.api.build import attachment_of
+from shardwise.engine.build import attachment_of
 from shardwise.errors import ConfigError
 from shardwise.plan.naming import compress_paths
 from shardwise.plan.table import UnitRow, UnitTable
-from shardwise.runtime.unit import Unit
+from shardwise.units.unit import Unit
 
 
 def describe_units(model: nn.Module) -> UnitTable:

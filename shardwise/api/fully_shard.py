@@ -12,13 +12,13 @@ from typing import cast, overload
 from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
-from shardwise.api.build import Recipe, ShardPlacementFn, attachment_of, build_unit
 from shardwise.api.mesh import axes_of, default_mesh, resolve_reshard
 from shardwise.api.module import FSDPModule, mix_in
+from shardwise.engine.build import Recipe, ShardPlacementFn, attachment_of, build_unit
+from shardwise.engine.hooks import Attachment
 from shardwise.errors import ConfigError
-from shardwise.runtime.axes import DataParallelMeshDims
-from shardwise.runtime.hooks import Attachment
-from shardwise.runtime.precision import MixedPrecisionPolicy, OffloadPolicy
+from shardwise.units.axes import DataParallelMeshDims
+from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy
 
 
 @overload

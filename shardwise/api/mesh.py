@@ -4,59 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DeviceMesh, Shard, init_device_mesh
+from torch.distributed.tensor import DeviceMesh, init_device_mesh
 
 from shardwise import torch_private
 from shardwise.errors import ConfigError
-from shardwise.runtime.axes import DataParallelMeshDims, MeshAxes
+from shardwise.units.axes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, MeshAxes
 
 logger = logging.getLogger("shardwise")
-
-
-@dataclass(frozen=True, eq=False)
-class ShardPlacementResult:
-    """Where ``shard_placement_fn`` wants one parameter.
-
-    Attributes:
-        placement: the dim to cut; None: dim 0.
-        mesh_info: the data-parallel mesh, as :class:`FSDPMeshInfo` or :class:`HSDPMeshInfo`; parameters on one mesh must
-            share one object.
-
-    Source: torch.distributed.fsdp.ShardPlacementResult.
-    """
-
-    placement: Shard | None
-    mesh_info: MeshAxes
-
-
-class FSDPMeshInfo(MeshAxes):
-    """A mesh with an axis that shards.  Raises: AssertionError without ``shard_mesh_dim``."""
-
-    def __post_init__(self) -> None:
-        if self.shard_mesh_dim is None:
-            raise AssertionError("Expects non-None shard_mesh_dim")
-
-
-class HSDPMeshInfo(FSDPMeshInfo):
-    """A mesh with an axis that shards and one that replicates."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.replicate_mesh_dim is None:
-            raise AssertionError("Expects non-None replicate_mesh_dim")
-
-
-class DDPMeshInfo(MeshAxes):
-    """A mesh with an axis that replicates and none that shards."""
-
-    def __post_init__(self) -> None:
-        if self.replicate_mesh_dim is None:
-            raise AssertionError("Expects non-None replicate_mesh_dim")
 
 
 def default_mesh(dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
@@ -140,9 +97,3 @@ def resolve_reshard(value: Any, num_shards: int) -> bool | int:
         )
         return False
     return True if value == num_shards else value
-
-
-def smaller_axes(axes: MeshAxes, size: int) -> MeshAxes:
-    """Return a mesh whose shard axis has ``size`` ranks, neighbours on the shard axis of ``axes``; makes process groups."""
-    ranks: torch.Tensor = axes.mesh.mesh.view(-1, size)
-    return HSDPMeshInfo(DeviceMesh(axes.mesh.device_type, ranks), shard_mesh_dim=1, replicate_mesh_dim=0)

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.api.build import attachment_of, bind_units, provisional_engine
 from shardwise.api.explain import explained_methods
 from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
-from shardwise.comm.link import Transport, check_transport
+from shardwise.comm.links.link import Transport, check_transport
+from shardwise.engine.build import attachment_of, bind_units, provisional_engine
+from shardwise.engine.copying import copy_module
+from shardwise.engine.engine import Engine
+from shardwise.engine.hooks import Attachment, wrap_forward_method
 from shardwise.errors import ConfigError, StateError
-from shardwise.runtime.copying import copy_module
-from shardwise.runtime.engine import Engine
-from shardwise.runtime.group import ShardGroup
-from shardwise.runtime.hooks import Attachment, wrap_forward_method
-from shardwise.runtime.param import UnitParam
-from shardwise.runtime.unit import Unit
+from shardwise.units.group import ShardGroup
+from shardwise.units.param import UnitParam
+from shardwise.units.unit import Unit
 
 # Mixed classes by original class and mixin, so that equal modules have equal classes; filled by mix_in alone.
 _mixed_classes: dict[tuple[type, type], type] = {}

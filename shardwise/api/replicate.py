@@ -11,15 +11,15 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise import torch_private
-from shardwise.api.build import Recipe, attachment_of, build_unit
 from shardwise.api.fully_shard import check_modules, modules_in
 from shardwise.api.mesh import DDPMeshInfo, axes_of, default_mesh
 from shardwise.api.module import FSDPModule, mix_in
 from shardwise.comm.sync import broadcast_from_first
+from shardwise.engine.build import Recipe, attachment_of, build_unit
+from shardwise.engine.hooks import Attachment, keep_buffers_equal
 from shardwise.errors import ConfigError
-from shardwise.runtime.axes import DataParallelMeshDims, MeshAxes
-from shardwise.runtime.hooks import Attachment, keep_buffers_equal
-from shardwise.runtime.precision import MixedPrecisionPolicy, OffloadPolicy
+from shardwise.units.axes import DataParallelMeshDims, MeshAxes
+from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy
 
 
 class ReplicateModule(FSDPModule):

@@ -10,16 +10,16 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
 from shardwise.api.blocks import families_of
-from shardwise.api.build import ShardPlacementFn, attachment_of
 from shardwise.api.describe import describe_units
 from shardwise.api.fully_shard import check_modules, fully_shard
 from shardwise.api.mesh import default_mesh
 from shardwise.api.module import FSDPModule
+from shardwise.engine.build import ShardPlacementFn, attachment_of
+from shardwise.engine.notes import say
 from shardwise.errors import ConfigError, StateError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, group_blocks
-from shardwise.runtime.axes import DataParallelMeshDims
-from shardwise.runtime.notes import say
-from shardwise.runtime.precision import MixedPrecisionPolicy, OffloadPolicy
+from shardwise.units.axes import DataParallelMeshDims
+from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy
 
 
 def shard_model(

@@ -18,8 +18,17 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from shardwise.api.join import ZeroJoinHook, share_gradients
-from shardwise.api.zero_checks import (
+from shardwise.comm.board import open_board
+from shardwise.comm.buffers import BufferPool
+from shardwise.comm.matrices import sum_of
+from shardwise.comm.owned import broadcast_object as _broadcast_object
+from shardwise.comm.owned import launch_broadcasts
+from shardwise.errors import ConfigError, DesyncError, StateError
+from shardwise.layout.owners import Piece
+from shardwise.optim.checkpointed import Checkpoint
+from shardwise.optim.owned import OwnedGradient
+from shardwise.zero.checkpoint import ShardedState
+from shardwise.zero.checks import (
     Partition,
     check_dense,
     check_elementwise,
@@ -28,9 +37,9 @@ from shardwise.api.zero_checks import (
     describe_params,
     flatten_groups,
 )
-from shardwise.api.zero_clip import clip_gradients
-from shardwise.api.zero_compare import are_same
-from shardwise.api.zero_gradients import (
+from shardwise.zero.clip import clip_gradients
+from shardwise.zero.compare import are_same
+from shardwise.zero.gradients import (
     Reduction,
     attached,
     check_averaged,
@@ -38,19 +47,10 @@ from shardwise.api.zero_gradients import (
     presence_of,
     reduce_to_pieces,
 )
-from shardwise.api.zero_pieces import LocalPiece, copy_options, narrowed
-from shardwise.api.zero_sharded import ShardedState
-from shardwise.api.zero_share import Layout, addresses_of, make_layout, make_share, moving_of, trainable_of
-from shardwise.api.zero_state import Consolidated, consolidate, load_local
-from shardwise.comm.board import open_board
-from shardwise.comm.buffers import BufferPool
-from shardwise.comm.matrices import sum_of
-from shardwise.comm.owners import broadcast_object as _broadcast_object
-from shardwise.comm.owners import launch_broadcasts
-from shardwise.errors import ConfigError, DesyncError, StateError
-from shardwise.layout.owners import Piece
-from shardwise.optim.checkpointed import Checkpoint
-from shardwise.optim.owned import OwnedGradient
+from shardwise.zero.join import ZeroJoinHook, share_gradients
+from shardwise.zero.pieces import LocalPiece, copy_options, narrowed
+from shardwise.zero.share import Layout, addresses_of, make_layout, make_share, moving_of, trainable_of
+from shardwise.zero.state import Consolidated, consolidate, load_local
 
 __all__ = ["ZeroRedundancyOptimizer", "_broadcast_object"]
 

@@ -12,15 +12,15 @@ import torch
 from shardwise.cli.bench_args import BenchRequest
 from shardwise.cli.exits import EXIT_FAILED
 from shardwise.cli.launch import check_extras
-from shardwise.recipes.bench.config import SHAPES, BenchConfig
 from shardwise.recipes.bench.contenders import CONTENDERS
 from shardwise.recipes.bench.figures import RankMemory, make_rows
 from shardwise.recipes.bench.fit import check_fit
 from shardwise.recipes.bench.machine import describe_machine
-from shardwise.recipes.bench.memory import measure_memory
+from shardwise.recipes.bench.peaks import measure_memory
 from shardwise.recipes.bench.probe import available_bytes
-from shardwise.recipes.bench.report import format_table, title_of, write_json
+from shardwise.recipes.bench.request import SHAPES, BenchConfig
 from shardwise.recipes.bench.setup import count_parameters
+from shardwise.recipes.bench.tables import format_table, title_of, write_json
 from shardwise.recipes.bench.timing import RankTimes, time_steps
 from shardwise.testing import RankFailure, WorkerPool
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.recipes.bench.config import BACKENDS, SHAPES, BenchConfig, settle_ranks
 from shardwise.recipes.bench.contenders import CONTENDERS, choose_names
+from shardwise.recipes.bench.request import BACKENDS, SHAPES, BenchConfig, settle_ranks
 
 _COUNTS = (
     ("batch", 2, "sequences per rank and step"),

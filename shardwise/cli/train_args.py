@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.comm.link import TRANSPORTS
+from shardwise.comm.links.link import TRANSPORTS
 from shardwise.errors import ConfigError
 from shardwise.recipes.config import DTYPES, PRESETS, SHARDS, TrainConfig, check_config
 from shardwise.recipes.doors import DOORS

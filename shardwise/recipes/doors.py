@@ -28,7 +28,7 @@ from shardwise import (
     replicate,
     shard_model,
 )
-from shardwise.comm.link import check_transport
+from shardwise.comm.links.link import check_transport
 from shardwise.recipes.config import TrainConfig
 from shardwise.recipes.gpt import GPT
 

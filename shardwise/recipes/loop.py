@@ -13,11 +13,11 @@ from shardwise.recipes.checkpoints import Progress, load_checkpoint, save_checkp
 from shardwise.recipes.config import TrainConfig, learning_rate
 from shardwise.recipes.doors import DOORS, Door, local_optimizer
 from shardwise.recipes.gpt import build_gpt, next_byte_loss
-from shardwise.recipes.journal import Journal, TrainedStep
 from shardwise.recipes.memory import HeldBytes, measure_held, peak_bytes
 from shardwise.recipes.parallel import build_meshes, compile_blocks, split_heads, why_not_compiled
 from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.run_folder import Run
+from shardwise.recipes.run_log import Journal, TrainedStep
 from shardwise.recipes.text import Windows, microbatch_numbers, open_windows, validation_part, windows_of
 
 

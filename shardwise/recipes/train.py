@@ -12,12 +12,12 @@ from shardwise import describe_units
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks
 from shardwise.recipes.doors import DOORS
 from shardwise.recipes.gpt import generate
-from shardwise.recipes.journal import Journal, RunJournal, SilentJournal, open_lines
 from shardwise.recipes.loop import Finished, Trainer, build_trainer, train_steps
 from shardwise.recipes.memory import unsharded_bytes
 from shardwise.recipes.progress import ProgressDisplay, memory_table
 from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.run_folder import Run, Start, lock_run, prepare_run, read_metrics, write_config
+from shardwise.recipes.run_log import Journal, RunJournal, SilentJournal, open_lines
 
 
 def train(start: Start, config: TrainConfig, ranks: Ranks) -> None:

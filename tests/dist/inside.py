@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 from torch import nn
 
-import shardwise.comm.peers
+import shardwise.comm.links.send_recv
 import shardwise.layout.bucket
 from shardwise import set_default_transport
-from shardwise.api.build import attachment_of
-from shardwise.comm.link import Transport
-from shardwise.runtime.engine import Engine
+from shardwise.engine.build import attachment_of
+from shardwise.comm.links.link import Transport
+from shardwise.engine.engine import Engine
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -26,12 +26,12 @@ def engine_of(model: nn.Module) -> Engine:
 @contextmanager
 def parts_from(large_numel: int) -> Iterator[None]:
     """Let tensors of ``large_numel`` elements or more take the ways of large ones, and units of any make use messages."""
-    kept = shardwise.comm.peers.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL
-    shardwise.comm.peers.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL = 0.0, large_numel
+    kept = shardwise.comm.links.send_recv.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL
+    shardwise.comm.links.send_recv.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL = 0.0, large_numel
     try:
         yield
     finally:
-        shardwise.comm.peers.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL = kept
+        shardwise.comm.links.send_recv.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL = kept
 
 
 @contextmanager

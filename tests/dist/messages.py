@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.comm.buffers import BufferPool
-from shardwise.comm.peers import PeerLink
+from shardwise.comm.links.send_recv import PeerLink
 from shardwise.layout.bucket import Bucket, build_bucket
 from shardwise.layout.shard import ChunkShard
-from shardwise.runtime.shards import FullBuffer, full_window
+from shardwise.units.shards import FullBuffer, full_window
 
 # A large parameter cut along its rows, one cut along its columns (its parts have gaps), and a small one.
 SHAPES = (((12, 5), 0), ((5, 8), 1), ((3,), 0))

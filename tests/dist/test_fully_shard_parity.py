@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import fully_shard
-from shardwise.comm.link import Transport
+from shardwise.comm.links.link import Transport
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import MODELS, batch_for, build, units_of
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise import FSDPModule, StateError, fully_shard, set_default_transport
-from shardwise.comm.link import Transport
+from shardwise.comm.links.link import Transport
 from shardwise.events import Call, Event, Op, OrderChanged
 from shardwise.plan.memory import peak_bytes
 from shardwise.testing import WorkerPool

@@ -20,8 +20,8 @@ from messages import Ends, Gradients, make_link
 from torch import nn
 
 from shardwise import DesyncError, fully_shard
-from shardwise.comm import unfinished
-from shardwise.comm.peers import PeerLink
+from shardwise.comm.links import unfinished
+from shardwise.comm.links.send_recv import PeerLink
 from shardwise.comm.protocol import Pending, Scale
 from shardwise.testing import WorkerPool
 

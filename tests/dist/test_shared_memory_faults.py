@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import fully_shard
-from shardwise.comm.segment import Segment, SegmentAddress
-from shardwise.comm.shm import HostLink
+from shardwise.comm.links.segment import Segment, SegmentAddress
+from shardwise.comm.links.host import HostLink
 from shardwise.testing.models import batch_for, build, units_of
 
 LIMIT_S = 30.0  # for survivors to end with an error, where a collective waits 60 s

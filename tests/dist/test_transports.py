@@ -24,7 +24,7 @@ from shardwise import (
     replicate,
     set_default_transport,
 )
-from shardwise.comm.link import TRANSPORTS, Transport
+from shardwise.comm.links.link import TRANSPORTS, Transport
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import MODELS, batch_for, build, units_of
 

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise import DesyncError, ZeroRedundancyOptimizer
-from shardwise.api.zero_compare import digest_of
+from shardwise.zero.compare import digest_of
 from shardwise.comm.board import Board
 from shardwise.testing import WorkerPool
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from shardwise import ZeroRedundancyOptimizer
 from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from shardwise.comm.carve import are_neighbours
-from shardwise.comm.owners import PACK_BELOW_BYTES
+from shardwise.comm.owned import PACK_BELOW_BYTES
 from shardwise.testing import WorkerPool
 
 PARTITIONS = ("whole", "even")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from shardwise.api.build import attachment_of
+from shardwise.engine.build import attachment_of
 from shardwise.plan.memory import peak_bytes
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import Block

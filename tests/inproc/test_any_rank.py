@@ -12,10 +12,10 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise import fully_shard
-from shardwise.api.build import attachment_of
+from shardwise.engine.build import attachment_of
+from shardwise.engine.engine import Engine
 from shardwise.events import Event
 from shardwise.plan.memory import peak_bytes
-from shardwise.runtime.engine import Engine
 from shardwise.testing.models import Block, build, units_of
 
 

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardwise.comm import shm
-from shardwise.comm.link import SpanKind
-from shardwise.comm.segment import HEADER_BYTES, Segment
-from shardwise.comm.shm import Host, HostLink
+from shardwise.comm.links import host as shm
+from shardwise.comm.links.host import Host, HostLink
+from shardwise.comm.links.link import SpanKind
+from shardwise.comm.links.segment import HEADER_BYTES, Segment
 from shardwise.errors import TransportError
 
 FORWARD, BACKWARD = 0, shm._IN_BACKWARD

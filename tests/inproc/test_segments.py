@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.alive import Liveness, announce, is_gone, read_post
-from shardwise.comm.segment import HEADER_BYTES, NUM_WORDS, Segment
-from shardwise.comm.shm import Host, HostLink
+from shardwise.comm.links.host import Host, HostLink
+from shardwise.comm.links.segment import HEADER_BYTES, NUM_WORDS, Segment
 from shardwise.errors import TransportError
 
 NUM_BYTES = HEADER_BYTES + 4096

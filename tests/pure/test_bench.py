@@ -22,7 +22,6 @@ from shardwise.cli.bench_args import BenchRequest, read_bench_request
 from shardwise.cli.main import build_parser, main
 from shardwise.errors import ConfigError
 from shardwise.recipes.bench.chart import COLORS, draw_chart
-from shardwise.recipes.bench.config import SHAPES, BenchConfig, settle_ranks
 from shardwise.recipes.bench.contenders import CONTENDERS, choose_names
 from shardwise.recipes.bench.figures import LOSS_TOLERANCE, RankMemory, Row, find_wrong_losses, largest, make_rows
 from shardwise.recipes.bench.fit import check_fit, held_bytes
@@ -34,8 +33,9 @@ from shardwise.recipes.bench.probe import (
     peak_rss_bytes,
     resident,
 )
-from shardwise.recipes.bench.report import format_table, title_of, write_json
+from shardwise.recipes.bench.request import SHAPES, BenchConfig, settle_ranks
 from shardwise.recipes.bench.setup import count_parameters
+from shardwise.recipes.bench.tables import format_table, title_of, write_json
 from shardwise.recipes.bench.timing import RankTimes
 from shardwise.recipes.config import ModelShape
 from shardwise.recipes.gpt import build_gpt

@@ -16,7 +16,7 @@ from shardwise.plan.memory import peak_bytes, unsharded_bytes
 from shardwise.plan.order import Edge, Order, Visit
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.prefetch import UnitFacts, plan_step
-from shardwise.runtime.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, Unsharded, check_move
+from shardwise.units.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, Unsharded, check_move
 
 
 def nested_order(num_blocks: int, with_backward: bool = True) -> Order:

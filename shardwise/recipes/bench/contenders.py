@@ -23,7 +23,7 @@ from shardwise import (
     shard_model,
 )
 from shardwise.errors import ConfigError
-from shardwise.recipes.bench import peers
+from shardwise.recipes.bench import torchs_own as peers
 from shardwise.recipes.bench.setup import LR, Setup, adamw, fused_adamw
 from shardwise.recipes.gpt import GPT
 

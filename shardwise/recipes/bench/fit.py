@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardwise.errors import ConfigError
-from shardwise.recipes.bench.config import BenchConfig
 from shardwise.recipes.bench.contenders import CONTENDERS, Contender
+from shardwise.recipes.bench.request import BenchConfig
 
 _STATE_BYTES, _OTHER_BYTES = 8, 8  # per element, fp32: the two averages of AdamW; the parameter and its gradient
 

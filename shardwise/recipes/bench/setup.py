@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, init_device_mesh
 from torch.optim import AdamW, Optimizer
 
-from shardwise.recipes.bench.config import SHAPES, BenchConfig, BenchShape
+from shardwise.recipes.bench.request import SHAPES, BenchConfig, BenchShape
 from shardwise.recipes.config import ModelShape
 from shardwise.recipes.gpt import GPT, NUM_BYTES, build_gpt
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.recipes.bench.config import BenchConfig
 from shardwise.recipes.bench.contenders import CONTENDERS, Contender, Trained, build_trained
 from shardwise.recipes.bench.figures import find_wrong_losses
+from shardwise.recipes.bench.request import BenchConfig
 from shardwise.recipes.bench.setup import Setup, adamw, make_setup
 from shardwise.recipes.gpt import next_byte_loss
 from shardwise.recipes.ranks import Ranks

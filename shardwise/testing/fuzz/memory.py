@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.api.build import attachment_of
+from shardwise.engine.build import attachment_of
+from shardwise.engine.engine import Engine
 from shardwise.events import Call, Event, Op
 from shardwise.plan.prefetch import StepPlan
-from shardwise.runtime.engine import Engine
 
 
 def most_full(calls: Iterable[Call]) -> int:

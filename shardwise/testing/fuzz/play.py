@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import shardwise
-import shardwise.comm.peers
+import shardwise.comm.links.send_recv
 import shardwise.layout.bucket
 from shardwise.testing.fuzz.case import Contender
 from shardwise.testing.fuzz.checkpoint import read, write
@@ -102,7 +102,7 @@ def _run(play: Play, contender: Contender, number: int, folder: str) -> Tale:
 def _parts_from(large_numel: int) -> Generator[None, None, None]:
     """Let tensors of ``large_numel`` elements or more take the ways of large ones; 0 changes nothing."""
     places: tuple[tuple[Any, str, Any], ...] = (
-        (shardwise.comm.peers, "MIN_LARGE_SHARE", 0.0),
+        (shardwise.comm.links.send_recv, "MIN_LARGE_SHARE", 0.0),
         (shardwise.layout.bucket, "LARGE_NUMEL", large_numel),
     )
     kept = [getattr(module, name) for module, name, _ in places]

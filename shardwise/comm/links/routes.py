@@ -1,0 +1,54 @@
+"""The communicator that the runtime talks to: the group's link where it serves, the backend's collectives elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.comm.c10d import C10dCommunicator
+from shardwise.comm.links.link import Link, Spans
+from shardwise.comm.protocol import GatherPieces, Pending, Scale, ScatterPieces
+
+
+class RoutedCommunicator:
+    """One group of ranks along a mesh axis, with all the ways between them.
+
+    The way of a collective depends on its sizes and on what the ranks agreed on when the span began: it is the same on
+    every rank.
+    """
+
+    def __init__(self, packed: C10dCommunicator, spans: Spans) -> None:
+        self.packed = packed
+        self._spans = spans
+
+    @property
+    def size(self) -> int:
+        return self.packed.size
+
+    @property
+    def rank(self) -> int:
+        return self.packed.rank
+
+    @property
+    def planned_link(self) -> Link | None:
+        """The link that collectives are expected to use."""
+        return self._spans.known_link(self.packed.group)
+
+    def all_gather(self, pieces: GatherPieces) -> Pending:
+        """Gather by the link or through one packed buffer."""
+        if self.packed.custom_all_gather is None:
+            link = self._spans.link(self.packed.group, lambda link: link.takes_gather(pieces))
+            if link is not None:
+                return link.all_gather(pieces)
+        return self.packed.all_gather(pieces)
+
+    def reduce_scatter(self, pieces: ScatterPieces, scale: Scale) -> Pending:
+        """Reduce by the link or through one packed buffer."""
+        if self.packed.custom_reduce_scatter is None:
+            link = self._spans.link(self.packed.group, lambda link: link.takes_scatter(pieces, scale))
+            if link is not None:
+                return link.reduce_scatter(pieces, scale)
+        return self.packed.reduce_scatter(pieces, scale)
+
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale) -> Pending:
+        """Reduce in place, by the backend."""
+        return self.packed.all_reduce(tensor, scale)

@@ -1,0 +1,278 @@
+"""Sends and receives between the ranks of a gloo group: parts go straight between full tensors and sections.
+
+Gloo's own all-gather fills one buffer that must be copied out, and its reduce-scatter is an all-reduce: twice the bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from shardwise import torch_private
+from shardwise.comm.buffers import BufferPool, Lease
+from shardwise.comm.links import unfinished
+from shardwise.comm.links.link import SpanKind
+from shardwise.comm.links.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
+from shardwise.comm.protocol import GatherEnds, GatherPieces, Pending, Scale, ScatterPieces
+from shardwise.errors import TransportError
+from shardwise.layout.bucket import Bucket
+
+# Apart from tags that users of the same group are likely to choose.
+_TAG_SPAN, _TAG_GATHER, _TAG_SCATTER = 0x5A00, 0x5A01, 0x5A02
+MAX_RANKS = 32  # beyond, a message per peer and tensor costs more than the copies it saves
+MIN_LARGE_SHARE = 0.5  # of a section: with many small tensors nothing is saved that pays for more messages
+
+
+class PeerLink:
+    """Point-to-point messages in place of collectives; for groups of up to ``MAX_RANKS`` ranks."""
+
+    name = "send/recv"
+
+    def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        # Each rank starts with its right neighbour, so that not all of them send to the same one first.
+        self.peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
+        self.pool = pool
+        self._span = 0
+        self._sends: list[dist.Work] = []
+
+    # ---- spans ----
+
+    def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
+        self._span += 1
+        mine = torch.tensor([self._span, kind == "backward", wants_collectives], dtype=torch.int64)
+        theirs = {peer: torch.empty_like(mine) for peer in self.peers}
+        works = [self.send(mine, peer, _TAG_SPAN) for peer in self.peers]
+        works += [self.recv(theirs[peer], peer, _TAG_SPAN) for peer in self.peers]
+        try:
+            unfinished.wait_all(works)
+        except BaseException:
+            unfinished.keep(self.group, works)
+            raise
+        for peer, words in theirs.items():
+            if not torch.equal(words[:2], mine[:2]):
+                span, is_backward = words[:2].tolist()
+                raise TransportError(
+                    f"rank {peer} starts a {'backward' if is_backward else 'forward'} (number {span}) where rank {self.rank} "
+                    f"starts a {kind} (number {self._span}); every rank must make the same calls in the same order"
+                )
+            wants_collectives = wants_collectives or bool(words[2])
+        return not wants_collectives
+
+    def close(self) -> None:
+        unfinished.wait_all(self._sends)
+
+    def abort(self) -> None:
+        # A message that is dropped before its peer has it keeps every later one between the two from getting through.
+        unfinished.keep(self.group, self._sends)
+        self._sends = []
+
+    # ---- collectives ----
+
+    def takes_gather(self, pieces: GatherPieces) -> bool:
+        buckets = pieces.buckets()
+        return bool(buckets) and all(_is_worth(each.layout) for each in buckets)
+
+    def takes_scatter(self, pieces: ScatterPieces, scale: Scale) -> bool:
+        return _is_worth(pieces.layout) and can_sum_in_parts(scale, self.size)
+
+    def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
+        return (self.size - 1) * layout.tail_numel * itemsize, True
+
+    def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
+        return (self.size - 1) * (layout.section_numel + layout.tail_numel) * itemsize
+
+    def all_gather(self, pieces: GatherPieces) -> Pending:
+        return _Gather(self, pieces)
+
+    def reduce_scatter(self, pieces: ScatterPieces, scale: Scale) -> Pending:
+        return _Scatter(self, pieces, scale)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Launch; ``tensor``: contiguous, unchanged until the message is received."""
+        return self.group.send([tensor], peer, tag)
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Launch."""
+        return self.group.recv([tensor], peer, tag)
+
+    def wait_sends_at_close(self, works: list[dist.Work]) -> None:
+        """Leave these sends to the end of the span: what they read does not change before."""
+        self._sends += works
+
+
+class _Gather:
+    """Large parts are received where they belong, the small ones of each bucket as one message."""
+
+    holds_input = True
+
+    def __init__(self, link: PeerLink, pieces: GatherPieces) -> None:
+        self._buckets: list[_GatherBucket] | None = [_GatherBucket(link, ends) for ends in pieces.buckets()]
+
+    def is_done(self) -> bool:
+        return not self._buckets  # gloo says of messages that they are done only to those who wait
+
+    def wait(self) -> None:
+        buckets, self._buckets = self._buckets, None
+        try:
+            for bucket in buckets or ():
+                bucket.finish()
+        except BaseException:
+            for bucket in buckets or ():
+                bucket.leave()
+            raise
+
+    def cancel(self) -> None:
+        buckets, self._buckets = self._buckets, None
+        for bucket in buckets or ():
+            bucket.cancel()
+
+
+class _GatherBucket:
+    def __init__(self, link: PeerLink, ends: GatherEnds) -> None:
+        self._link, self._ends = link, ends
+        layout, large = ends.layout, ends.layout.num_large
+        self._section = section = ends.section()
+        mine = section_parts(layout, section, link.rank)[:large]
+        tail = section.narrow(0, layout.tail_start, layout.tail_numel)
+        tail_bytes = layout.tail_numel * section.element_size()
+        self._tails = {peer: link.pool.lease(tail_bytes) for peer in link.peers}
+        self._strided: list[tuple[torch.Tensor, Lease]] = []
+        self._sends: list[dist.Work] = []
+        self._recvs: list[dist.Work] = []
+        for peer in link.peers:
+            for part, target in zip(mine, ends.full_parts(peer)[:large], strict=True):
+                if target.numel():
+                    self._recvs.append(self._receive(target, peer))
+                if part.numel():
+                    self._sends.append(link.send(part.reshape(-1), peer, _TAG_GATHER))
+            if layout.tail_numel:
+                self._recvs.append(link.recv(self._tails[peer].tensor(section.dtype), peer, _TAG_GATHER))
+                self._sends.append(link.send(tail, peer, _TAG_GATHER))
+
+    def _receive(self, target: torch.Tensor, peer: int) -> dist.Work:
+        if target.is_contiguous():
+            return self._link.recv(target.reshape(-1), peer, _TAG_GATHER)
+        # A window with gaps: of a parameter that is not cut along dim 0.
+        lease = self._link.pool.lease(target.numel() * target.element_size())
+        self._strided.append((target, lease))
+        return self._link.recv(lease.tensor(target.dtype), peer, _TAG_GATHER)
+
+    def finish(self) -> None:
+        layout, link = self._ends.layout, self._link
+        torch_private.copy_all(self._ends.full_parts(link.rank), section_parts(layout, self._section, link.rank))
+        unfinished.wait_all(self._recvs)
+        for target, lease in self._strided:
+            target.copy_(lease.tensor(target.dtype).view(target.shape))
+        first = layout.num_large
+        if layout.tail_numel:
+            for peer, lease in self._tails.items():
+                tail = lease.tensor(self._section.dtype)
+                torch_private.copy_all(self._ends.full_parts(peer)[first:], section_parts(layout, tail, peer, first))
+        if self._section.dtype is self._ends.dtype:  # they read the shards
+            link.wait_sends_at_close(self._sends)
+            self._sends = []
+        else:
+            unfinished.wait_all(self._sends)
+        for lease in self._take_leases():
+            lease.release()
+
+    def cancel(self) -> None:
+        if unfinished.let_end(self._recvs) and unfinished.let_end(self._sends):
+            for lease in self._take_leases():
+                lease.release()
+        else:
+            self.leave()
+
+    def leave(self) -> None:
+        """Leave what has not ended, and all that it may write to, to itself."""
+        memory = [lease.lose() for lease in self._take_leases()]
+        if self._recvs:
+            memory.append(self._ends.lose_full())
+        unfinished.keep(self._link.group, self._recvs + self._sends, memory)
+        self._recvs, self._sends = [], []
+
+    def _take_leases(self) -> list[Lease]:
+        leases = [*self._tails.values(), *(lease for _, lease in self._strided)]
+        self._tails, self._strided = {}, []
+        return leases
+
+
+class _Scatter:
+    """Large gradients are sent from where they are, the small ones for each peer as one message."""
+
+    holds_input = True
+
+    def __init__(self, link: PeerLink, pieces: ScatterPieces, scale: Scale) -> None:
+        self._link, self._scale = link, scale
+        self._pieces: ScatterPieces | None = pieces
+        layout, dtype, large = pieces.layout, pieces.dtype, pieces.layout.num_large
+        self._received = {peer: link.pool.lease(layout.section_numel * dtype.itemsize) for peer in link.peers}
+        self._tails = {peer: link.pool.lease(layout.tail_numel * dtype.itemsize) for peer in link.peers}
+        self._works: list[dist.Work] = []
+        self._packed: list[torch.Tensor] = []
+        for peer in link.peers:
+            section = self._received[peer].tensor(dtype)
+            theirs = pieces.full_parts(peer)
+            for window, part in zip(section_parts(layout, section, link.rank)[:large], theirs[:large], strict=True):
+                if window.numel():
+                    self._works.append(link.recv(window.reshape(-1), peer, _TAG_SCATTER))
+                if part.numel():
+                    flat = part.reshape(-1).contiguous()  # a copy if the parameter is not cut along dim 0
+                    self._packed.append(flat)
+                    self._works.append(link.send(flat, peer, _TAG_SCATTER))
+            if layout.tail_numel:
+                tail = self._tails[peer].tensor(dtype)
+                pack_parts(layout, theirs, tail, peer, large)
+                window = section.narrow(0, layout.tail_start, layout.tail_numel)
+                self._works.append(link.recv(window, peer, _TAG_SCATTER))
+                self._works.append(link.send(tail, peer, _TAG_SCATTER))
+
+    def is_done(self) -> bool:
+        return self._pieces is None  # gloo says of messages that they are done only to those who wait
+
+    def wait(self) -> None:
+        pieces, self._pieces = self._pieces, None
+        if pieces is None:
+            return
+        try:
+            unfinished.wait_all(self._works)
+        except BaseException:
+            self._leave()
+            raise
+        link, layout, dtype = self._link, pieces.layout, pieces.dtype
+        out = pieces.target()
+        pack_parts(layout, pieces.full_parts(link.rank), out, link.rank)
+        sections = [out if rank == link.rank else self._received[rank].tensor(dtype) for rank in range(link.size)]
+        sum_sections(layout, sections, self._scale, link.rank, out)
+        self._release()
+        pieces.deliver(out)
+
+    def cancel(self) -> None:
+        if self._pieces is not None:
+            self._pieces = None
+            if unfinished.let_end(self._works):
+                self._release()
+            else:
+                self._leave()
+
+    def _leave(self) -> None:
+        memory = [lease.lose() for lease in self._take_leases()]
+        unfinished.keep(self._link.group, self._works, [*memory, *self._packed])
+        self._works, self._packed = [], []
+
+    def _release(self) -> None:
+        self._packed.clear()
+        for lease in self._take_leases():
+            lease.release()
+
+    def _take_leases(self) -> list[Lease]:
+        leases = [*self._received.values(), *self._tails.values()]
+        self._received, self._tails = {}, {}
+        return leases
+
+
+def _is_worth(layout: Bucket) -> bool:
+    return layout.tail_start >= MIN_LARGE_SHARE * layout.section_numel

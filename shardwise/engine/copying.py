@@ -1,0 +1,116 @@
+"""Deep copies: a copied module gets units of its own, over copies of the shards."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+from torch import nn
+
+from shardwise.engine.hooks import Attachment, wrap_forward_method
+from shardwise.units.group import ShardGroup
+from shardwise.units.param import Slot, UnitParam
+from shardwise.units.unit import Unit
+
+_PENDING = "shardwise: attachments to complete"
+
+
+def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any]) -> nn.Module:
+    """Return a deep copy of a sharded module, for ``copy.deepcopy``.
+
+    Full parameters are given back first.  Gradients are not copied, as ``nn.Parameter`` does not copy its own.
+    """
+    for member in attachment.unit.family:
+        member.reshard()
+    is_outermost = _PENDING not in memo
+    pending: list[tuple[Attachment, Attachment]] = memo.setdefault(_PENDING, [])
+    result = object.__new__(type(module))
+    memo[id(module)] = result
+    # torch copies gradients of DTensors with them, unlike those of other parameters.
+    apart = [(each.sharded, each.sharded.grad) for each in attachment.unit.params]
+    for sharded, _ in apart:
+        sharded.grad = None
+    try:
+        for key, value in module.__dict__.items():
+            result.__dict__[key] = copy.deepcopy(value, memo)
+    finally:
+        for sharded, gradient in apart:
+            sharded.grad = gradient
+    if is_outermost:
+        # Only now every module that may share a parameter has been copied.
+        del memo[_PENDING]
+        for old, new in pending:
+            _complete(old, new, memo)
+    return result
+
+
+def copy_attachment(original: Attachment, memo: dict[Any, Any]) -> Attachment:
+    """Return the attachment of a copied module; its unit is filled in when the outermost copy is done."""
+    unit = Unit([], original.unit.precision, original.unit.policy)
+    result = Attachment(unit, original.resolve)
+    memo[id(original)] = result
+    memo.setdefault(_PENDING, []).append((original, result))
+    return result
+
+
+def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
+    source, unit = old.unit, new.unit
+    unit.adopt_modules([memo[id(module)] for module in source.modules if id(module) in memo])
+    unit.uses_default_reshard = source.uses_default_reshard
+    if old.is_root and source.uses_default_reshard:
+        unit.policy = source.policy  # a root that has run keeps its parameters after forward; so does its copy
+    unit.max_reductions = source.max_reductions
+    unit.transport = source.transport
+    unit.all_reduce_hook = source.all_reduce_hook
+    unit.groups = [_copy_group(group, unit, memo) for group in source.groups]
+    unit.number_parameters()
+    for lender in source.borrows:
+        copied = _copy_of(lender, memo)
+        if copied is not None:
+            unit.borrows.append(copied)
+    for name in old.forward_methods:
+        for module in unit.modules:
+            module.__dict__.pop(name, None)
+            wrap_forward_method(module, new, name)
+
+
+def _copy_group(group: ShardGroup, unit: Unit, memo: dict[Any, Any]) -> ShardGroup:
+    params: list[UnitParam] = []
+    for param in group.params:
+        slots = [_copy_slot(slot, memo) for slot in param.slots if id(slot.parameters) in memo]
+        sharded = slots[0].parameters[slots[0].name]
+        assert sharded is not None
+        copied = UnitParam(param.fqn, slots, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape)
+        copied.keeps_dtype, copied.grad_dtype = param.keeps_dtype, param.grad_dtype
+        copied.follow_grad_dtype()
+        module = param.module()
+        if module is not None and id(module) in memo:
+            copied.module = weakref.ref(memo[id(module)])
+        copied.owner = weakref.ref(unit)
+        params.append(copied)
+    result = ShardGroup(params, group.axes, group.precision, group.offload, group.device)
+    result.sub_axes = group.sub_axes
+    result.shares_memory, result.keeps_plain = group.shares_memory, group.keeps_plain
+    result.custom_all_gather = group.custom_all_gather
+    result.custom_reduce_scatter = group.custom_reduce_scatter
+    result.reduce_process_group = group.reduce_process_group
+    result.allocates_from_process_group = group.allocates_from_process_group
+    result.ensure_packed()
+    return result
+
+
+def _copy_slot(slot: Slot, memo: dict[Any, Any]) -> Slot:
+    module = slot.follower() if slot.follower is not None else None
+    follower = weakref.ref(memo[id(module)]) if module is not None and id(module) in memo else None
+    return Slot(memo[id(slot.parameters)], slot.name, follower)
+
+
+def _copy_of(lender: Unit, memo: dict[Any, Any]) -> Unit | None:
+    for module in lender.modules:
+        copied = memo.get(id(module))
+        if copied is not None:
+            for value in copied.__dict__.values():
+                if isinstance(value, Attachment):
+                    return value.unit
+    return None

@@ -1,0 +1,168 @@
+"""Links for the groups of an engine: which one its ranks can use, and the shards in the memory that they share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardwise import torch_private
+from shardwise.comm.buffers import BufferPool
+from shardwise.comm.links.arena import Place
+from shardwise.comm.links.host import Host, HostLink, outbox_bytes, slot_bytes
+from shardwise.comm.links.link import Link, Transport
+from shardwise.comm.links.meet import Desk, Offer, meet
+from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
+from shardwise.comm.links.send_recv import MAX_RANKS, PeerLink
+from shardwise.errors import TransportError
+from shardwise.units.group import ShardGroup
+from shardwise.units.shards import Allocator, FlatBucket
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What must be the same on every rank: dtype and elements of each section, bytes of a slot of the outbox."""
+
+    sections: tuple[tuple[str, int], ...]
+    slot_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return HEADER_BYTES + outbox_bytes(self.slot_bytes)
+
+    def digest(self) -> str:
+        return hashlib.sha256(repr((self.sections, self.slot_bytes)).encode()).hexdigest()
+
+
+class GroupLink:
+    """The link of one process group, for the parameter groups that gather and reduce over it.
+
+    Args:
+        process_group: whose ranks talk.
+        gathers: the parameter groups that gather over it, in the order of the units.  reduces: those that reduce over it.
+        transport: what this rank wants; the ranks agree on what all of them allow.
+        pool: memory for staging.
+        timeout_s: how long to wait for another rank.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        gathers: Sequence[ShardGroup],
+        reduces: Sequence[ShardGroup],
+        transport: Transport,
+        pool: BufferPool,
+        timeout_s: float,
+    ) -> None:
+        self._process_group = process_group
+        self._gathers = [weakref.ref(group) for group in gathers]
+        self._reduces = [weakref.ref(group) for group in reduces]
+        self._transport: Transport = transport
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._sizes: _Sizes | None = None
+        self._link: Link | None = None
+        self._desk: Desk | None = None
+        self._said: list[Place] = []
+        self._num_said = 0
+
+    def prepare(self) -> Link | None:
+        """Return the link for the next span, made at the first and whenever the sizes of shards have changed.
+
+        Collective when it makes one.  Raises: DesyncError if a rank does not come, or its shards have other sizes.
+        """
+        if self._sizes is not None and not isinstance(self._link, HostLink):
+            return self._link
+        gathers = [group for ref in self._gathers if (group := ref()) is not None]
+        buckets = [bucket for group in gathers for bucket in group.main_buckets if bucket.travels]
+        if self._sizes is None or any(bucket.number is None for bucket in buckets):
+            reduces = [group for ref in self._reduces if (group := ref()) is not None]
+            sizes = _sizes_of(buckets, reduces, self._process_group.size())
+            if sizes != self._sizes:
+                self._sizes = sizes
+                self._link = self._make(sizes)
+                self._said = []
+        if isinstance(self._link, HostLink):
+            self._say_where(buckets, self._link)
+        return self._link
+
+    def _say_where(self, buckets: Sequence[FlatBucket], link: HostLink) -> None:
+        """Tell the others where this rank's sections lie now, if that has changed."""
+        places: list[Place] = []
+        for number, bucket in enumerate(buckets):
+            if bucket.place is None:
+                bucket.relocate(Allocator(torch.device("cpu"), shares=True))
+                bucket.stage()
+            if bucket.place is None:
+                raise TransportError(
+                    f"no shared memory is left for {bucket.layout.section_numel * bucket.dtype.itemsize} bytes of shards; "
+                    "free memory, or call set_transport('gloo') on every rank"
+                )
+            bucket.number = number
+            places.append(bucket.place)
+        if places != self._said:
+            assert self._desk is not None
+            self._said = places
+            self._num_said += 1
+            addresses = [place.segment.address for place in places]
+            rows = [[a.pid, a.fd, a.num_bytes, a.token, p.offset] for a, p in zip(addresses, places, strict=True)]
+            self._desk.put(f"sections/{self._num_said}", json.dumps(rows))
+            link.say_where(self._num_said)
+
+    def _places_of(self, rank: int, number: int) -> Sequence[Place]:
+        assert self._desk is not None
+        if rank == self._process_group.rank() or number == 0:
+            return self._said if number else []
+        found: list[Place] = []
+        for pid, fd, num_bytes, token, offset in json.loads(self._desk.read(f"sections/{number}", rank)):
+            try:
+                found.append(Place(Segment.open(SegmentAddress(pid, fd, num_bytes, token)), offset))
+            except OSError as error:
+                raise TransportError(
+                    f"rank {self._process_group.rank()} cannot read the shards of rank {rank}: {error}"
+                ) from error
+        return found
+
+    def is_for(self, gathers: Sequence[ShardGroup], reduces: Sequence[ShardGroup], transport: Transport) -> bool:
+        """True if this link was made for just these."""
+        mine = [ref() for ref in self._gathers], [ref() for ref in self._reduces], self._transport
+        return mine == (list(gathers), list(reduces), transport)
+
+    def _make(self, sizes: _Sizes) -> Link | None:
+        store = torch_private.default_store()
+        if store is None:
+            return None
+        offer = Offer(self._transport, sizes.num_bytes, sizes.digest())
+        meeting = meet(self._process_group, store, offer, self._timeout_s)
+        if meeting.segments is not None:
+            self._desk = meeting.desk
+            ref = weakref.ref(self)
+
+            def places_of(rank: int, number: int) -> Sequence[Place]:
+                owner = ref()
+                assert owner is not None  # it owns the link
+                return owner._places_of(rank, number)
+
+            host = Host(meeting.segments, meeting.pids, self._process_group.rank(), places_of)
+            return HostLink(host, HEADER_BYTES, sizes.slot_bytes, self._timeout_s)
+        if meeting.transport == "collective" or self._process_group.size() > MAX_RANKS:
+            return None
+        return PeerLink(self._process_group, self._pool)
+
+
+def can_link(group: ShardGroup, process_group: dist.ProcessGroup) -> bool:
+    """True if the ranks of ``process_group`` may find a link for ``group``: tensors on CPU, several ranks, gloo."""
+    if group.device.type != "cpu" or group.storage_device.type != "cpu" or process_group.size() == 1:
+        return False
+    return torch_private.is_gloo(process_group)
+
+
+def _sizes_of(buckets: Sequence[FlatBucket], reduces: Sequence[ShardGroup], num_ranks: int) -> _Sizes:
+    sections = tuple((str(bucket.dtype), bucket.layout.section_numel) for bucket in buckets)
+    sizes = [numel * itemsize for group in reduces for numel, itemsize in group.largest_reductions()]
+    return _Sizes(sections, slot_bytes(max(sizes, default=0), num_ranks))

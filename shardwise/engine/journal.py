@@ -1,0 +1,168 @@
+"""What a step has done so far, what the plan says comes next, and where this rank is for the others to know."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from shardwise.comm.agree import Bulletin, Position
+from shardwise.errors import DesyncError
+from shardwise.events import Call, Event, Instrument, Op, OrderChanged
+from shardwise.plan.order import Edge, Order, Visit
+from shardwise.plan.policy import UnitPolicy
+from shardwise.plan.prefetch import StepPlan, UnitFacts, plan_step
+from shardwise.units.unit import Unit
+
+
+class Journal:
+    """The visits of the running step beside the plan that was made from an earlier one.
+
+    Attributes:
+        plan: the prediction made from the last step's order; None until a step has shown one.
+        depth: units to unshard ahead of their use.
+        instruments: hear every event.
+        bulletin: where ranks compare plans and say where they are when a collective fails; None without other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.plan: StepPlan | None = None
+        self.depth = 1
+        self.instruments: list[Instrument] = []
+        self.bulletin: Bulletin | None = None
+        self._units: Sequence[Unit] = ()
+        self._numbers: dict[Unit, int] = {}
+        self._visits: list[Visit] = []
+        self._follows_plan = False
+        self._planned_policies: tuple[UnitPolicy, ...] = ()
+        self._recent: deque[Call] = deque(maxlen=4)
+        self._num_calls = 0
+        self._left_order = ""
+
+    def adopt(self, units: Sequence[Unit]) -> None:
+        """Write down what ``units`` do from here on; ``units[i]`` is number i."""
+        self._units = units
+        self._numbers = {unit: number for number, unit in enumerate(units)}
+        self.plan = None
+        emit = _weak_emit(self)
+        for unit in units:
+            unit.emit = emit
+
+    # ---- events ----
+
+    def emit(self, event: Event) -> None:
+        """Remember ``event`` and tell every instrument."""
+        if isinstance(event, Call):
+            self._num_calls += 1
+            self._recent.append(event)
+        else:
+            self._left_order = f"expected unit '{event.expected}', found unit '{event.found}'"
+        for instrument in self.instruments:
+            instrument.on_event(event)
+
+    def position(self, note: str = "") -> Position:
+        """Return where this rank is, for the others to read."""
+        recent = tuple(f"{call.op.value} of unit '{call.unit}'" for call in self._recent)
+        return Position(self._num_calls, recent, note or self._left_order)
+
+    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
+        """Return ``error`` with the position of every rank, as far as they can be known."""
+        if self.bulletin is None or isinstance(error, DesyncError):
+            return error
+        return self.bulletin.explain(error, self.position(f"waiting for {where}"))
+
+    # ---- order ----
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._visits = []
+        self._follows_plan = self.plan is not None
+
+    def forget(self) -> None:
+        """Drop the visits of a step that has failed."""
+        self._visits = []
+        self._follows_plan = False
+
+    def visit(self, unit: Unit, edge: Edge) -> None:
+        """Write down that ``unit`` passes ``edge``, before anything is done about it.
+
+        Raises: DesyncError if this leaves the plan and other ranks do not leave it so.
+        """
+        number = self._numbers.get(unit)
+        if number is None:
+            return
+        position = len(self._visits)
+        self._visits.append(Visit(number, edge))
+        if not self._follows_plan or self.plan is None:
+            return
+        expected = self.plan.order.visits
+        if position < len(expected) and expected[position] == self._visits[-1]:
+            return
+        self._follows_plan = False
+        name = self._units[expected[position].unit].name if position < len(expected) else "end of step"
+        self.emit(OrderChanged(name, unit.name))
+        if self.bulletin is not None:
+            self.bulletin.check_deviation(f"{self._left_order} to {edge.value}", self.position())
+
+    def ahead(self) -> list[Unit]:
+        """Return the units that the plan wants unsharded right after the last visit."""
+        if not self._follows_plan or self.plan is None:
+            return []
+        return [self._units[number] for number in self.plan.ahead[len(self._visits) - 1]]
+
+    def has_planned_forward(self) -> bool:
+        """True if the visits so far are the forward part of the plan."""
+        return self.plan is not None and self.plan.order.forward == tuple(self._visits)
+
+    def replan(self) -> None:
+        """Plan the next step from the visits of this one, unless the plan is that already.
+
+        Raises: DesyncError if ranks would plan different collectives.
+        """
+        order = Order(tuple(self._visits))
+        policies = tuple(unit.policy for unit in self._units)
+        if self.plan is not None and self.plan.order == order and policies == self._planned_policies:
+            return
+        plan = plan_step(order, self.facts(), self.depth)
+        if self.bulletin is not None:
+            calls = [f"{c.op.value} of unit '{c.unit}'" for c in plan.calls if c.op in (Op.UNSHARD, Op.REDUCE)]
+            self.bulletin.check_plan(calls, self.position())
+        self.plan, self._planned_policies, self._left_order = plan, policies, ""
+
+    def facts(self) -> tuple[UnitFacts, ...]:
+        """Return what planning needs to know of every unit."""
+        return tuple(self._facts_of(unit) for unit in self._units)
+
+    def _facts_of(self, unit: Unit) -> UnitFacts:
+        gather_bytes, in_place = unit.gather_staging
+        return UnitFacts(
+            name=unit.name,
+            policy=unit.policy,
+            gather_bytes=gather_bytes,
+            in_place=in_place,
+            full_bytes=unit.full_bytes,
+            reduce_bytes=unit.reduce_bytes,
+            route=unit.route,
+            borrows=tuple(self._numbers[other] for other in unit.borrows),
+            forward_prefetch=_numbers_of(unit.forward_prefetch, self._numbers),
+            backward_prefetch=_numbers_of(unit.backward_prefetch, self._numbers),
+        )
+
+
+def _weak_emit(journal: Journal) -> Callable[[Event], None]:
+    # Units are owned by what owns the journal: they must not own it in turn.
+    ref = weakref.ref(journal)
+
+    def emit(event: Event) -> None:
+        target = ref()
+        if target is not None:
+            target.emit(event)
+
+    return emit
+
+
+def _numbers_of(refs: list[weakref.ref[Unit]] | None, numbers: dict[Unit, int]) -> tuple[int, ...] | None:
+    if refs is None:
+        return None
+    units = [unit for ref in refs if (unit := ref()) is not None]
+    return tuple(numbers[unit] for unit in units if unit in numbers)

@@ -1,0 +1,1 @@
+"""What a step moves: units, their parameters, shards, gradients and memory."""

@@ -1,0 +1,105 @@
+"""Memory for reduced gradients: side by side, each with a storage of its own, as users may keep them."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise import torch_private
+from shardwise.comm.carve import carve_all
+from shardwise.units.param import UnitParam
+
+# Small sections are used again in the next step when nobody has kept a gradient: making tensors costs more than their
+# arithmetic.  Large ones come from the allocator, so that the memory of dropped gradients serves the next forward.
+_KEPT_BYTES = 1 << 20
+_MAX_KEPT = 2
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPlaces:
+    """Where the gradients of some parameters lie in a section of ``numel`` elements: offsets and shapes of the shards."""
+
+    params: tuple[UnitParam, ...]
+    places: tuple[tuple[int, tuple[int, ...]], ...]
+    numel: int
+
+
+class GradientSection:
+    """A section and the gradients carved out of it.
+
+    Attributes:
+        flat: 1-D, the whole section.
+        windows: the gradient of each parameter, a plain tensor.
+        gradients: the same as users see them, DTensors like their parameters.
+    """
+
+    def __init__(self, places: GradientPlaces, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self._params = places.params
+        self.windows = carve_all(flat, places.places)
+        self.gradients = [as_gradient(param, window) for param, window in zip(places.params, self.windows, strict=True)]
+        self._storages = [window.untyped_storage() for window in self.windows]
+        self._addresses = [window.data_ptr() for window in self.windows]
+        self._specs = torch_private.specs_of([param.sharded for param in places.params])
+        self._is_taken = True
+        self._unheld = self._holders()
+
+    def give_back(self) -> None:
+        """Let the section be used again as soon as nobody else holds a gradient."""
+        self._is_taken = False
+
+    def take(self) -> bool:
+        """Return True, once, if nobody else holds a gradient and none has been changed by others."""
+        if self._is_taken or self._holders() != self._unheld or not self._is_as_made():
+            return False
+        self._is_taken = True
+        return True
+
+    def _holders(self) -> list[int]:
+        tensors = self.gradients + self.windows
+        return [
+            *map(sys.getrefcount, tensors),
+            *map(sys.getrefcount, self._storages),
+            *torch_private.tensor_use_counts(tensors),
+            *map(torch_private.storage_use_count, self._storages),
+        ]
+
+    def _is_as_made(self) -> bool:
+        return (
+            all(map(operator.is_, torch_private.locals_of(self.gradients), self.windows))
+            and [*map(torch.Tensor.data_ptr, self.windows)] == self._addresses
+            and all(map(operator.is_, torch_private.specs_of([param.sharded for param in self._params]), self._specs))
+            and not any(map(_REQUIRES_GRAD, self.gradients))
+        )
+
+
+class GradientMemory:
+    """Sections for the gradients of the same parameters, step after step."""
+
+    def __init__(self, places: GradientPlaces) -> None:
+        self._places = places
+        self._kept: list[GradientSection] = []
+
+    def take(self, dtype: torch.dtype, device: torch.device, pins: bool = False) -> GradientSection:
+        """Return a section that nobody else uses, with undefined values."""
+        for section in self._kept:
+            if section.flat.dtype is dtype and section.flat.device == device and section.take():
+                return section
+        flat = torch.empty(self._places.numel, dtype=dtype, device=device, pin_memory=pins)
+        section = GradientSection(self._places, flat)
+        if flat.numel() * flat.element_size() <= _KEPT_BYTES:
+            self._kept = [*self._kept, section][-_MAX_KEPT:]
+        return section
+
+
+def as_gradient(param: UnitParam, window: torch.Tensor) -> torch.Tensor:
+    """Return ``window`` as users see the gradient of ``param``: a DTensor if the parameter is one."""
+    if not isinstance(param.sharded, DTensor):
+        return window
+    spec = torch_private.spec_in(torch_private.spec_of(param.sharded), window.dtype)
+    return torch_private.dtensor_from_local(window, spec)

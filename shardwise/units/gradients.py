@@ -1,0 +1,473 @@
+"""Gradients of a group: packed, reduced over ranks, and set on the sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise import torch_private
+from shardwise.comm.carve import is_own
+from shardwise.comm.lanes import Lane
+from shardwise.comm.protocol import Pending, Scale
+from shardwise.layout import bucket as layout_bucket
+from shardwise.layout.bucket import Bucket, build_bucket
+from shardwise.layout.shard import Move, row_major
+from shardwise.plan.policy import UnitPolicy
+from shardwise.units.gradient_memory import GradientMemory, GradientPlaces, GradientSection, as_gradient
+from shardwise.units.group import ShardGroup
+from shardwise.units.idle import mark_full
+from shardwise.units.param import UnitParam
+from shardwise.units.precision import CPUOffloadPolicy
+from shardwise.units.shards import packed_window
+
+Gradients = dict[UnitParam, torch.Tensor]
+
+
+def take_gradients(group: ShardGroup) -> Gradients:
+    """Return the local gradients of the full parameters, in the dtypes that they are reduced in, and clear them there."""
+    taken: Gradients = {}
+    for param in group.params:
+        full = param.full
+        if full is None:
+            continue
+        if type(full) is not nn.Parameter:
+            mark_full(full)  # a unit whose backward reads no parameter is not waited for
+        gradient = full.grad
+        if gradient is None:
+            continue
+        full.grad = None
+        if not param.sharded.requires_grad:
+            continue  # frozen since forward
+        if type(gradient) is not torch.Tensor:
+            gradient = _local_gradient(gradient, param, group)
+        dtype = group.dtype_of_reduction(param, gradient.dtype)
+        taken[param] = gradient if gradient.dtype is dtype else gradient.to(dtype)
+    return taken
+
+
+def _local_gradient(gradient: torch.Tensor, param: UnitParam, group: ShardGroup) -> torch.Tensor:
+    gradient = torch_private.wait_tensor(gradient)
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert param.inner_spec is not None
+    placements = list(param.inner_spec.placements)
+    dims, names = group.axes.dims, gradient.device_mesh.mesh_dim_names
+    if dims is not None and names is not None:
+        # On a full SPMD mesh the sum over the data-parallel axes is the reduction's to make.
+        for name in (*dims.shard_names, *dims.replicate_names):
+            placements[names.index(name)] = gradient.placements[names.index(name)]
+    if gradient.placements != tuple(placements):
+        gradient = gradient.redistribute(placements=placements)
+    return torch_private.wait_tensor(torch_private.local_of(gradient))
+
+
+def add_gradients(old: Mapping[UnitParam, torch.Tensor], new: Mapping[UnitParam, torch.Tensor]) -> Gradients:
+    """Return the sum per parameter; tensors of one side alone are taken over, neither side is changed."""
+    total: Gradients = dict(old)
+    for param, gradient in new.items():
+        total[param] = total[param] + gradient if param in total else gradient
+    return total
+
+
+class ReduceLayout:
+    """Where the gradients of some parameters of a group lie in a packed buffer and in this rank's section of it."""
+
+    def __init__(self, params: list[UnitParam], alignment: int, rank: int) -> None:
+        self.bucket = build_bucket([param.shard for param in params], alignment)
+        self.names = ", ".join(param.fqn for param in params[:3]) + (f" and {len(params) - 3} more" * (len(params) > 3))
+        self.is_even = self.bucket.is_even
+        self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
+        self._parts: dict[int, tuple[Move, ...]] = {}
+        self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the pool's buffers, while it keeps them
+        shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
+        places = tuple(zip(self.bucket.offsets, shapes, strict=True))
+        self.places = GradientPlaces(tuple(params), places, self.bucket.section_numel)
+        self.memory = GradientMemory(self.places)
+        self._windows = [(offset, row_major(shape), shape) for offset, shape in places]
+
+    def pack(self, gradients: list[torch.Tensor], packed: torch.Tensor) -> None:
+        """Write every rank's part of every gradient to its place; padding becomes zero."""
+        if self.is_even:
+            num_shards = self.bucket.shards[0].num_shards
+            rows = packed.view(num_shards, self.bucket.section_numel)
+            if all(gradient.dtype == packed.dtype for gradient in gradients):
+                torch.cat([gradient.reshape(num_shards, -1) for gradient in gradients], dim=1, out=rows)
+                return
+        if self.bucket.has_padding:
+            packed.zero_()
+        targets = self._packed_windows.get(packed)
+        if targets is None:
+            targets = [packed_window(packed, move) for moves in self._moves for move in moves]
+            self._packed_windows[packed] = targets
+        sources: list[torch.Tensor] = []
+        for gradient, moves in zip(gradients, self._moves, strict=True):
+            dense = gradient.contiguous()
+            start = dense.storage_offset()
+            sources += [dense.as_strided(move.shape, move.full_stride, start + move.full_offset) for move in moves]
+        torch_private.copy_all(targets, sources)
+
+    def full_parts(self, gradients: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
+        """Return the windows of ``gradients`` (row-major) that belong to ``rank``."""
+        parts = self._parts.get(rank)
+        if parts is None:
+            parts = self._parts[rank] = self.bucket.parts(rank)
+        return [
+            gradient.as_strided(move.shape, move.full_stride, gradient.storage_offset() + move.full_offset)
+            for gradient, move in zip(gradients, parts, strict=True)
+        ]
+
+    def windows(self, section: torch.Tensor) -> list[torch.Tensor]:
+        """Return the shards in this rank's section."""
+        start = section.storage_offset()
+        return [section.as_strided(shape, stride, start + offset) for offset, stride, shape in self._windows]
+
+
+def _layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) -> ReduceLayout:
+    key = (dtype, *(param.ordinal for param in params))
+    layout = group.reduce_layouts.get(key)
+    if not isinstance(layout, ReduceLayout):
+        alignment = 1 if group.device.type == "cpu" else max(16 // dtype.itemsize, 1)
+        layout = group.reduce_layouts[key] = ReduceLayout(params, alignment, group.axes.shard_rank)
+    return layout
+
+
+@dataclass(slots=True, eq=False)
+class _Packing:
+    """The sending and receiving end of a reduce-scatter."""
+
+    reduced: ReduceLayout
+    gradients: list[torch.Tensor]
+    dtype: torch.dtype
+    device: torch.device
+    is_final: bool = False  # what comes out are the gradients that users see
+    section: torch.Tensor | None = None
+    result: GradientSection | None = None
+    is_dense: bool = False
+
+    @property
+    def layout(self) -> Bucket:
+        return self.reduced.bucket
+
+    @property
+    def label(self) -> str:
+        return self.reduced.names
+
+    @property
+    def section_numel(self) -> int:
+        return self.reduced.bucket.section_numel
+
+    def fill(self, packed: torch.Tensor) -> None:
+        self.reduced.pack(self.gradients, packed)
+        self.gradients = []
+
+    def full_parts(self, rank: int) -> list[torch.Tensor]:
+        if not self.is_dense:
+            self.gradients = [gradient.contiguous() for gradient in self.gradients]
+            self.is_dense = True
+        return self.reduced.full_parts(self.gradients, rank)
+
+    def drop(self) -> None:
+        self.gradients = []
+
+    def target(self) -> torch.Tensor:
+        if self.section is None:
+            if self.is_final:
+                self.result = self.reduced.memory.take(self.dtype, self.device)
+                self.section = self.result.flat
+            else:
+                self.section = torch.empty(self.section_numel, dtype=self.dtype, device=self.device)
+        return self.section
+
+    def deliver(self, section: torch.Tensor) -> None:
+        target = self.target()
+        if section is not target:
+            target.copy_(section)
+        self.gradients = []
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How the gradients of a unit are to be reduced.
+
+    Attributes:
+        policy: of the unit.
+        lane: where it happens.
+        hook: what a user wants called with the flat result.
+    """
+
+    policy: UnitPolicy
+    lane: Lane
+    hook: Callable[[torch.Tensor], None] | None = None
+
+
+class Reduction:
+    """Gradients of one dtype of one group on their way through the ranks.
+
+    Stages: reduce-scatter in flight, then (with replicas) all-reduce in flight, then a finished section.
+
+    Attributes:
+        params: whose gradients these are.
+        is_partial: replicas are not summed: the result is kept for a later backward.
+    """
+
+    def __init__(
+        self,
+        group: ShardGroup,
+        params: list[UnitParam],
+        gradients: list[torch.Tensor],
+        dtype: torch.dtype,
+        terms: Terms,
+        partial: Gradients,
+    ) -> None:
+        self.group = group
+        self.params = params
+        self.is_partial = group.comm.replicas is not None and not terms.policy.syncs_replicas
+        self._layout = _layout_of(group, params, dtype)
+        self._partial = {param: partial[param] for param in params if param in partial}
+        self._terms = terms
+        self._scale = scale_of(group, dtype, terms.policy)
+        self._pending: Pending | None = None
+        self._is_scattered = False
+        is_final = not self.is_partial and group.storage_device == group.device
+        is_final = is_final and all(param.dtype_of_gradient in (dtype, None) for param in params)
+        self._packing = _Packing(self._layout, gradients, dtype, group.device, is_final)
+
+    # ---- launching ----
+
+    def scatter(self) -> None:
+        """Launch the reduce-scatter."""
+        assert self.group.comm.reduce is not None
+        self._pending = self.group.comm.reduce.reduce_scatter(self._packing, self._scale)
+        if self._terms.lane.is_concurrent:  # what follows need not wait for other ranks
+            self.advance()
+
+    def reduce_here(self, in_place: bool) -> None:
+        """Go on without a reduce-scatter: this rank has all shards.  ``in_place``: in the memory of the one gradient."""
+        if in_place:
+            self._packing.section = self._packing.gradients[0].contiguous().view(-1)
+        else:
+            self._packing.fill(self._packing.target())
+        self._packing.drop()
+        if self.group.comm.replicas is None and self._scale.divisor is not None:
+            self._packing.target().div_(self._scale.divisor)
+        self.advance()
+
+    # ---- waiting ----
+
+    def advance(self) -> None:
+        """Wait for the reduce-scatter and launch what follows it; does nothing the second time."""
+        if self._is_scattered:
+            return
+        self._is_scattered = True
+        with self._terms.lane.run():
+            if self._pending is not None:
+                self._pending.wait()
+            section = self._packing.target()
+            if self._partial:
+                for param, window in zip(self.params, self._layout.windows(section), strict=True):
+                    if param in self._partial:
+                        window.add_(self._partial[param])
+            self._pending = None
+            replicas = self.group.comm.replicas
+            if replicas is not None and not self.is_partial and self.has_elements:
+                scale = self._scale if self.group.comm.reduce is None else _replica_scale(self._scale)
+                self._pending = replicas.all_reduce(section, scale)
+            elif self._terms.hook is not None:
+                self._terms.hook(section)
+
+    def finish(self) -> None:
+        """Wait for the end; the current stream may read the result."""
+        self.advance()
+        lane = self._terms.lane
+        with lane.run():
+            if self._pending is not None:
+                self._pending.wait()
+                self._pending = None
+                if self._terms.hook is not None:
+                    self._terms.hook(self._packing.target())
+        lane.current_waits(lane.mark())
+
+    def cancel(self) -> None:
+        """Let the collective end, if it can, and forget its result."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.cancel()
+        self._give_back()
+
+    # ---- the result ----
+
+    def windows(self) -> Gradients:
+        """Return this rank's reduced shards in the reduce dtype, windows of one buffer; once finished."""
+        return dict(zip(self.params, self._layout.windows(self._packing.target()), strict=True))
+
+    def set_gradients(self) -> None:
+        """Accumulate the result into ``.grad`` of the sharded parameters; once finished."""
+        olds: list[torch.Tensor] = []
+        news: list[torch.Tensor] = []
+        for param, gradient in zip(self.params, self._as_gradients(), strict=True):
+            existing = param.sharded.grad
+            if existing is None:
+                param.sharded.grad = (
+                    gradient
+                    if not param.is_strided
+                    else torch.empty_like(param.sharded, dtype=gradient.dtype).copy_(gradient)
+                )
+            else:
+                olds.append(torch_private.local_of(existing))
+                news.append(torch_private.local_of(gradient))
+        if olds:
+            torch_private.add_all(olds, news)
+        self._give_back()
+
+    def _as_gradients(self) -> list[torch.Tensor]:
+        packing = self._packing
+        if packing.result is not None:
+            return packing.result.gradients
+        group, section = self.group, packing.target()
+        dtypes = {param.dtype_of_gradient or packing.dtype for param in self.params}
+        if dtypes == {packing.dtype} and section.device == group.storage_device:
+            return GradientSection(self._layout.places, section).gradients
+        if len(dtypes) > 1:
+            return [
+                as_gradient(param, window.to(group.storage_device, param.dtype_of_gradient or packing.dtype, copy=True))
+                for param, window in self.windows().items()
+            ]
+        pins = isinstance(group.offload, CPUOffloadPolicy) and group.offload.can_pin
+        packing.result = self._layout.memory.take(dtypes.pop(), group.storage_device, pins)
+        packing.result.flat.copy_(section)
+        return packing.result.gradients
+
+    def _give_back(self) -> None:
+        result, self._packing.result = self._packing.result, None
+        if result is not None:
+            result.give_back()
+
+    # ---- facts ----
+
+    @property
+    def is_due(self) -> bool:
+        """True if :meth:`advance` would not wait for other ranks."""
+        return self._pending is None or self._pending.is_done()
+
+    @property
+    def holds_input(self) -> bool:
+        """True while the packed or local gradients are allocated."""
+        return not self._is_scattered and self._pending is not None and self._pending.holds_input
+
+    @property
+    def label(self) -> str:
+        """The parameters, for messages."""
+        return self._packing.label
+
+    @property
+    def has_elements(self) -> bool:
+        """False when all parameters are of size zero: there is nothing to send."""
+        return self._packing.layout.full_numel > 0
+
+    @property
+    def is_collective(self) -> bool:
+        """True when shards of other ranks are summed."""
+        return self.group.comm.reduce is not None and self.has_elements
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it stages."""
+        return _staging(self.group, self._packing, self._scale)
+
+
+def launch_reductions(
+    group: ShardGroup, gradients: Gradients, terms: Terms, partial: Gradients, kept: Collection[UnitParam] = ()
+) -> list[Reduction]:
+    """Start the reduction of ``gradients``: one per dtype, parameters in the same order on every rank.
+
+    Where there is but an all-reduce, on CPU, large gradients are reduced where they are, unless they are among ``kept``:
+    packing and the page faults of new memory cost as much as the network within a host.
+    """
+    launched: list[Reduction] = []
+    may_stay = group.comm.reduce is None and group.comm.replicas is not None and group.device.type == "cpu"
+    if partial:
+        gradients = {param: _widened(gradient, partial.get(param)) for param, gradient in gradients.items()}
+    for dtype, params in _by_reduce_dtype(group, {param: gradient.dtype for param, gradient in gradients.items()}):
+        stays = {p for p in params if may_stay and terms.hook is None and p not in kept and _is_worth(p, gradients[p])}
+        packed = [param for param in params if param not in stays]
+        for chosen in [*([param] for param in params if param in stays), *([packed] if packed else [])]:
+            own = [gradients[param] for param in chosen]
+            reduction = Reduction(group, chosen, own, dtype, terms, partial)
+            launched.append(reduction)
+            if group.comm.reduce is None or not reduction.has_elements:
+                reduction.reduce_here(in_place=chosen[0] in stays)
+            else:
+                reduction.scatter()
+    return launched
+
+
+def _widened(gradient: torch.Tensor, partial: torch.Tensor | None) -> torch.Tensor:
+    # Of a parameter that takes gradients of any dtype, the partial sum of an earlier backward may be wider.
+    if partial is None or partial.dtype is gradient.dtype:
+        return gradient
+    return gradient.to(torch.promote_types(gradient.dtype, partial.dtype))
+
+
+def _is_worth(param: UnitParam, gradient: torch.Tensor) -> bool:
+    return param.shard.numel >= layout_bucket.LARGE_NUMEL and is_own(gradient)
+
+
+def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
+    """Return the bytes that the reduction of all trainable parameters stages."""
+    if not group.is_collective:
+        return 0
+    trainable = {param: group.dtype_of_reduction(param) for param in group.params if param.sharded.requires_grad}
+    total = 0
+    for dtype, params in _by_reduce_dtype(group, trainable):
+        packing = _Packing(_layout_of(group, params, dtype), [], dtype, group.device)
+        total += _staging(group, packing, scale_of(group, dtype, policy))
+    return total
+
+
+def _staging(group: ShardGroup, packing: _Packing, scale: Scale) -> int:
+    itemsize = packing.dtype.itemsize
+    comm = group.bound_comm.reduce if group.bound_comm is not None else None
+    link = comm.planned_link if comm is not None else None
+    if link is not None and link.takes_scatter(packing, scale):
+        return link.scatter_staging(packing.layout, itemsize)
+    return packing.section_numel * group.axes.num_shards * itemsize
+
+
+def _by_reduce_dtype(
+    group: ShardGroup, dtypes: Mapping[UnitParam, torch.dtype]
+) -> list[tuple[torch.dtype, list[UnitParam]]]:
+    by_dtype: dict[torch.dtype, list[UnitParam]] = {}
+    for param in group.by_size:
+        if param in dtypes:
+            by_dtype.setdefault(dtypes[param], []).append(param)
+    return list(by_dtype.items())
+
+
+def scale_of(group: ShardGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale:
+    """Return the scale of the reduce-scatter; the all-reduce after it takes :func:`_replica_scale`."""
+    risky = dtype not in (torch.float32, torch.float64, torch.bfloat16)
+    size = group.axes.num_shards * group.axes.num_replicas
+    if policy.divide_factor is not None:
+        return Scale(policy.divide_factor, policy.sum_only, risky)
+    if risky or policy.sum_only:
+        return Scale(float(size), policy.sum_only, risky)
+    return Scale()
+
+
+def _replica_scale(scale: Scale) -> Scale:
+    # Without an explicit divisor both collectives average; with one the reduce-scatter has divided by all of it.
+    return Scale() if scale.divisor is None else Scale(1.0, scale.sum_only)
+
+
+def run_gradient_hooks(params: Iterable[UnitParam]) -> None:
+    """Run the hooks that users registered on sharded parameters to follow the accumulation of their gradients."""
+    for param in params:
+        if param.full is param.sharded:
+            continue  # autograd has run them
+        for hook in torch_private.post_accumulate_hooks(param.sharded):
+            hook(param.sharded)

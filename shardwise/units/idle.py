@@ -1,0 +1,249 @@
+"""What a full parameter is while nothing computes with it.
+
+While its memory is lent to others, reading it is an error that names it, not a crash.  While it stays registered between
+calls, user code finds it where it expects the parameter: its gradient is the shard's, what is written to it is noticed,
+and what has become stale cannot be read.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.errors import StateError
+from shardwise.units.param import UnitParam
+
+_ATTRIBUTES = ("__get__", "__set__", "__delete__")
+# What says nothing of the values.
+_FACTS = frozenset(
+    [
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "stride",
+        "storage_offset",
+        "data_ptr",
+        "untyped_storage",
+        "__len__",
+        "__hash__",
+        "type",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "get_device",
+        "register_hook",
+        "retain_grad",
+        "is_shared",
+    ]
+)
+
+
+class FreedParameter(nn.Parameter):
+    """The class of a full parameter between reshard and the next unshard.
+
+    Autograd may keep such a tensor for backward, which finds it full again; anyone else who has kept it must not use it.
+    """
+
+    fqn: str
+    has_memory: bool
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let attributes be read and set, refuse everything that may touch memory; where it lies if it is kept may be asked."""
+        name = getattr(func, "__name__", "")
+        if name in _ATTRIBUTES or (name in _FACTS and isinstance(args[0], cls) and args[0].has_memory):
+            with torch_private.without_torch_function():
+                return func(*args, **(kwargs or {}))
+        names = sorted({tensor.fqn for tensor in _idle_in(FreedParameter, (args, list((kwargs or {}).values())))})
+        raise StateError(
+            f"the full form of {names} was given back after forward or backward and must not be used any more: read the "
+            "parameter from its module inside forward, or call unshard() on the module first"
+        )
+
+
+class KeptParameter(nn.Parameter):
+    """The class of a full parameter that is registered while no forward or backward runs."""
+
+    kept: _Kept
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to show values that are older than the shards; let what is written go to the shards."""
+        name = getattr(func, "__name__", "")
+        if name in _ATTRIBUTES or name in _FACTS:
+            with torch_private.without_torch_function():
+                return func(*args, **(kwargs or {}))
+        kept = _idle_in(KeptParameter, (args, list(kwargs.values())) if kwargs else args)
+        for tensor in kept:
+            tensor.kept.check()
+        with torch_private.without_torch_function():
+            result = func(*args, **(kwargs or {}))
+        for tensor in kept:
+            tensor.kept.follow()
+        return result
+
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The tensor's values; whoever asks may write to them, and torch does not count that."""
+        self.kept.check()
+        self.kept.is_touched = True
+        return torch_private.data_of(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.kept.is_touched = True
+        torch_private.set_data(self, value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The gradient of the shard."""
+        return self.kept.sharded().grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.kept.sharded().grad = value
+
+    @grad.deleter
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.kept.sharded().grad = None
+
+    @property
+    def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the parameter is trained; a change holds for its shard."""
+        return self.kept.sharded().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.kept.sharded().requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> KeptParameter:  # pyright: ignore
+        """Train the parameter or freeze it."""
+        self.requires_grad = requires_grad
+        return self
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """Register ``hook`` on the shard, whose reduced gradient it is to follow."""
+        return self.kept.sharded().register_post_accumulate_grad_hook(hook)
+
+    @property
+    def is_leaf(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True.  Raises: StateError in the constructor of an optimizer, whose steps would not reach the model."""
+        if sys._getframe(1).f_code.co_name == "add_param_group":  # pyright: ignore[reportPrivateUsage]
+            raise StateError(
+                f"an optimizer was given the full form of {self.kept.fqn}, which stays registered after a forward; its steps "
+                "would not reach the model. Build the optimizer before the first forward, or call reshard() on the module first"
+            )
+        return True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo[id(self)] = nn.Parameter(torch_private.data_of(self).clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch_private.without_torch_function():
+            plain = nn.Parameter(torch_private.data_of(self), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+
+class _Kept:
+    """What is known of a kept parameter: whose it is, how old it is, and whether somebody may have written to it.
+
+    ``take``: lets what has been written to the full form go to this rank's shard.
+    """
+
+    __slots__ = ("_before", "_param", "_take", "_version", "fqn", "is_touched")
+
+    def __init__(self, param: UnitParam, take: Callable[[UnitParam], None]) -> None:
+        self._param = weakref.ref(param)
+        self._take = take
+        self.renew(param)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def renew(self, param: UnitParam) -> None:
+        """Begin to watch: the full form of ``param`` is what its shard is."""
+        self._version = param.version
+        self.fqn = param.fqn
+        self.is_touched = False
+        # A rank without rows of its own cannot compare them with its shard to see what has been written.
+        full = param.full
+        self._before = full.detach().clone() if full is not None and not param.local.numel() else None
+
+    def sharded(self) -> nn.Parameter:
+        """Return the parameter that optimizers hold."""
+        param = self._param()
+        if param is None:
+            raise StateError(f"{self.fqn} belongs to a model that is gone")
+        return param.sharded
+
+    def check(self) -> None:
+        """Raise StateError if the shard has been written to since the full form was gathered."""
+        param = self._param()
+        if param is not None and param.version != self._version and not param.is_its_full_form:
+            raise StateError(
+                f"the full form of {self.fqn} is older than its shards, which somebody has written to since. Call reshard() "
+                "on its module, then read the shards, or unshard() on every rank"
+            )
+
+    def follow(self) -> None:
+        """Bring to the shard what has just been written to the full form."""
+        param = self._param()
+        if param is not None and param.full is not None and param.full._version != param.full_version:
+            self._take(param)
+
+    def is_as_before(self, full: torch.Tensor) -> bool:
+        """Return True if this rank, which holds no rows, sees that nothing was written."""
+        return self._before is not None and torch.equal(torch_private.data_of(full), self._before)
+
+
+def _idle_in(kind: type[Any], args: Any) -> list[Any]:
+    found: list[Any] = []
+    for arg in args:
+        if type(arg) is kind:
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            found += _idle_in(kind, arg)
+    return found
+
+
+def mark_freed(parameter: nn.Parameter | None, fqn: str, has_memory: bool = False) -> None:
+    """Refuse the use of ``parameter`` until :func:`mark_full`; ``has_memory``: that stays until then."""
+    if parameter is not None and type(parameter) in (nn.Parameter, KeptParameter, FreedParameter):
+        parameter.__class__ = FreedParameter
+        parameter.fqn = fqn  # pyright: ignore[reportAttributeAccessIssue]  of FreedParameter
+        parameter.has_memory = has_memory  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def mark_kept(param: UnitParam, take: Callable[[UnitParam], None]) -> None:
+    """Watch the full form of ``param`` until it is freed or in use again; ``take``: see :class:`_Kept`."""
+    full = param.full
+    if type(full) is nn.Parameter:
+        kept: _Kept | None = full.__dict__.get("kept")
+        if kept is None:
+            full.kept = _Kept(param, take)  # pyright: ignore[reportAttributeAccessIssue]  of KeptParameter
+        else:
+            kept.renew(param)
+        full.__class__ = KeptParameter
+
+
+def may_be_written(parameter: nn.Parameter) -> bool:
+    """Return True if somebody may have written to ``parameter`` through ``.data`` since :func:`mark_kept`."""
+    if type(parameter) is not KeptParameter or not parameter.kept.is_touched:
+        return False
+    return not parameter.kept.is_as_before(parameter)
+
+
+def mark_full(parameter: nn.Parameter) -> None:
+    """Make ``parameter`` an ordinary one again."""
+    if type(parameter) is not nn.Parameter and type(parameter) in (FreedParameter, KeptParameter):
+        parameter.__class__ = nn.Parameter

@@ -1,0 +1,166 @@
+"""One parameter of a unit: its sharded and its full form, and where it hangs on its modules."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.layout.shard import ChunkShard
+from shardwise.units.precision import GradDtype
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    from shardwise.units.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place where a parameter hangs: a module's dict of parameters (which does not keep the module alive) and a name.
+
+    Attributes:
+        follower: the module, if its class has a ``__setattr__`` of its own to follow its parameters (as LSTMs do).
+    """
+
+    parameters: dict[str, nn.Parameter | None]
+    name: str
+    follower: Callable[[], nn.Module | None] | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> Slot:
+        """Return the slot of parameter ``name`` of ``module``."""
+        follows = type(module).__setattr__ is not nn.Module.__setattr__
+        return cls(torch_private.parameters_of(module), name, weakref.ref(module) if follows else None)
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Hang ``parameter`` here.  What runs at every step does so itself and calls :meth:`tell`: calls cost."""
+        self.parameters[self.name] = parameter
+        if self.follower is not None:
+            self.tell(parameter)
+
+    def tell(self, parameter: nn.Parameter) -> None:
+        """Let a module that follows its parameters know that ``parameter`` hangs here now."""
+        module = self.follower() if self.follower is not None else None
+        if module is not None:
+            setattr(module, self.name, parameter)
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(eq=False)
+class UnitParam:
+    """A parameter that a unit manages.
+
+    Attributes:
+        fqn: its path; from the module it was found in until the first forward, from the root after.
+        slots: every place that uses it; tied weights have several.
+        shard: how the local tensor is cut over the shard axis.
+        spec: the DTensor description of the sharded parameter and its gradients.
+        inner_spec: that of the full parameter if it is itself a DTensor (tensor parallelism), else None.
+        sharded: the registered parameter while sharded; what optimizers hold.
+        full: the registered parameter while unsharded; made at the first unshard and then kept, because autograd's
+            saved tensors and accumulators belong to it.
+        subsharded: the registered parameter while resharded to a smaller mesh.
+        shard_shape: of this rank's shard.
+        is_handed_out: user code can reach the shard; before, while it is being made, its memory may change at will.
+        full_version, full_address: what torch had counted of writes to the full form, and where it lay, when it was registered.
+        seen_version: what torch had counted of writes to the sharded form when the full form was last gathered from it.
+        ordinal: its index among the parameters of its unit.
+        is_hooked: the full parameter reports its gradients.
+        keeps_dtype: it is used in its own dtype whatever the precision of its unit.
+        grad_dtype: what was assigned to ``grad_dtype`` of the sharded parameter, or of the one it was made from; None: nothing.
+        module: weak reference to the module of the first slot.
+        owner: weak reference to its unit.
+        original: weak reference to the parameter it was made from, while someone holds that.
+    """
+
+    fqn: str
+    slots: list[Slot]
+    shard: ChunkShard
+    spec: DTensorSpec
+    inner_spec: DTensorSpec | None
+    sharded: nn.Parameter
+    shard_shape: tuple[int, ...]
+    is_handed_out: bool = True
+    full: nn.Parameter | None = None
+    subsharded: nn.Parameter | None = None
+    full_version: int = 0
+    full_address: int = 0
+    seen_version: int = -1
+    ordinal: int = 0
+    is_hooked: bool = False
+    keeps_dtype: bool = False
+    grad_dtype: GradDtype | None = None
+    module: Callable[[], nn.Module | None] = field(default=_nothing)
+    owner: Callable[[], Unit | None] = field(default=_nothing)
+    original: Callable[[], nn.Parameter | None] = field(default=_nothing)
+    version_base: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameter's own dtype."""
+        return torch_private.local_of(self.sharded).dtype
+
+    @property
+    def dtype_of_gradient(self) -> torch.dtype | None:
+        """The dtype of ``.grad``; None: that of whatever arrives."""
+        return self.dtype if self.grad_dtype is None else self.grad_dtype.dtype
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard."""
+        return torch_private.local_of(self.sharded)
+
+    @property
+    def is_strided(self) -> bool:
+        """True for a plain parameter in another memory order than row-major: its gradient follows it."""
+        return self.full is self.sharded and not self.sharded.is_contiguous()
+
+    @property
+    def is_its_full_form(self) -> bool:
+        """True if the full form lies in the memory of the shard."""
+        return self.full is not None and self.full_address == self.local.data_ptr()
+
+    @property
+    def version(self) -> int:
+        """A number that changes whenever the shard is written to, as far as torch counts writes."""
+        return self.sharded._version + self.local._version + self.version_base
+
+    def replace_local(self, local: torch.Tensor) -> None:
+        """Make ``local``, of the same values, the memory of the shard; that is no write."""
+        before = self.version
+        torch_private.set_local(self.sharded, local)
+        self.version_base += before - self.version
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Hang ``parameter`` in every slot."""
+        for slot in self.slots:
+            slot.put(parameter)
+
+    @property
+    def is_registered(self) -> bool:
+        """True if one of this parameter's own forms hangs in its first slot."""
+        current = self.slots[0].parameters[self.slots[0].name]
+        return current is self.sharded or current is self.full or current is self.subsharded
+
+    def adopt_registered(self) -> None:
+        """Take the parameter that hangs in the first slot as the sharded one: user code may have replaced it."""
+        current = self.slots[0].parameters[self.slots[0].name]
+        if current is not None and current is not self.full and current is not self.subsharded:
+            self.sharded = current
+            self.follow_grad_dtype()
+
+    def follow_grad_dtype(self) -> None:
+        """Note what was assigned to ``grad_dtype``; hand it on to a parameter that conversions or loading have put in place."""
+        if torch_private.has_chosen_grad_dtype(self.sharded):
+            self.grad_dtype = GradDtype(self.sharded.grad_dtype)
+        elif self.grad_dtype is not None:
+            self.sharded.grad_dtype = self.grad_dtype.dtype

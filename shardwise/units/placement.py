@@ -1,0 +1,178 @@
+"""DTensor placements of sharded parameters: alone, replicated, beside tensor parallelism, on a full SPMD mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from shardwise import torch_private
+from shardwise.errors import ConfigError
+from shardwise.layout.shard import ChunkShard
+from shardwise.units.axes import MeshAxes
+from shardwise.units.param import UnitParam
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """How one parameter is to be sharded.
+
+    Attributes:
+        local: the tensor that this process holds now, on every rank of the data-parallel mesh the same.
+        dim: the dim of ``local`` that is cut.
+        spec: description of the sharded parameter.
+        inner_spec: description of the full parameter if it is a DTensor.
+    """
+
+    local: torch.Tensor
+    dim: int
+    spec: DTensorSpec
+    inner_spec: DTensorSpec | None
+
+
+def place(param: nn.Parameter, fqn: str, axes: MeshAxes, shard: Shard | None) -> Placed:
+    """Return the placement of ``param`` on ``axes``; ``shard`` None means ``Shard(0)``."""
+    local = torch_private.local_of(param) if isinstance(param, DTensor) else param
+    dim = _checked_dim(fqn, param, 0 if shard is None else shard.dim)
+    if not isinstance(param, DTensor):
+        if axes.dims is not None:
+            raise ConfigError(
+                "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
+                f"distribute_module). Got plain tensor for parameter '{fqn}'."
+            )
+        placements = _data_parallel_placements(axes, Shard(dim) if param.ndim else Replicate())
+        stride = torch.empty(param.shape, device="meta").stride()
+        spec = torch_private.make_spec(axes.mesh, placements, param.shape, stride, param.dtype)
+        return Placed(local.detach(), dim, spec, None)
+    inner = torch_private.spec_of(param)
+    if axes.dims is not None:
+        return Placed(local.detach(), dim, _spmd_spec(param, fqn, axes, dim), inner)
+    return Placed(local.detach(), dim, _beside_tensor_parallel(param, fqn, axes, dim), inner)
+
+
+def cut_shard(whole: torch.Tensor, cut: ChunkShard, rank: int) -> torch.Tensor:
+    """Return ``rank``'s shard of ``whole``: a view of a plain tensor, memory of its own for any other class of tensors.
+
+    Such classes (quantised weights) are cut and copied by what they define: ``chunk``, ``new_zeros``, ``copy_``; ``narrow``
+    may be missing, ``clone`` may quantise again.
+    """
+    if type(whole) is torch.Tensor:
+        rows = cut.rows(rank)
+        return whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows))
+    shard = _chunk(whole, cut, rank)
+    copied = shard.new_zeros(shard.shape)
+    return copied.copy_(shard) if type(copied) is type(whole) else shard.clone()
+
+
+def _chunk(whole: torch.Tensor, cut: ChunkShard, rank: int) -> torch.Tensor:
+    if cut.is_whole:
+        return whole
+    chunks = list(torch.chunk(whole, cut.num_shards, cut.dim))
+    if not all(type(chunk) is type(whole) for chunk in chunks):  # the class does not define it
+        rows = cut.rows(rank)
+        return whole.narrow(cut.dim, rows.start, len(rows))
+    return chunks[rank] if rank < len(chunks) else chunks[0].new_zeros(cut.shard_shape(rank))
+
+
+def _checked_dim(fqn: str, param: nn.Parameter, dim: int) -> int:
+    dim = dim + param.ndim if dim < 0 else dim
+    if param.ndim and not 0 <= dim < param.ndim:
+        raise AssertionError(
+            f"Shard dim {dim} is invalid for {param.ndim}D tensor: '{fqn}' has shape {tuple(param.shape)}; "
+            f"return a Shard of 0..{param.ndim - 1} from shard_placement_fn"
+        )
+    return dim
+
+
+def _data_parallel_placements(axes: MeshAxes, shard: Placement) -> tuple[Placement, ...]:
+    placements: list[Placement] = [Replicate()] * axes.mesh.ndim
+    if axes.shard_mesh_dim is not None:
+        placements[axes.shard_mesh_dim] = shard
+    return tuple(placements)
+
+
+def _shard_beside(spec: DTensorSpec, dim: int) -> Placement:
+    factor = torch_private.num_shards_of_dim(spec, dim)
+    return torch_private.strided_shard(dim, factor) if factor > 1 else Shard(dim)
+
+
+def _beside_tensor_parallel(param: DTensor, fqn: str, axes: MeshAxes, dim: int) -> DTensorSpec:
+    inner = torch_private.spec_of(param)
+    if inner.mesh.device_type != axes.mesh.device_type:
+        raise ConfigError(
+            f"Requires DTensor to have mesh of the same type as the FSDP mesh but got {inner.mesh.device_type} for "
+            f"DTensor '{fqn}' and {axes.mesh.device_type} for FSDP"
+        )
+    mesh = torch_private.join_meshes([axes.mesh, inner.mesh])
+    placements = (*_data_parallel_placements(axes, _shard_beside(inner, dim)), *inner.placements)
+    return torch_private.make_spec(mesh, placements, param.shape, param.stride(), param.dtype)
+
+
+def _spmd_spec(param: DTensor, fqn: str, axes: MeshAxes, dim: int) -> DTensorSpec:
+    inner = torch_private.spec_of(param)
+    dims, names = axes.dims, inner.mesh.mesh_dim_names
+    assert dims is not None
+    if (axes.spmd_mesh is not None and inner.mesh != axes.spmd_mesh) or names is None:
+        raise ConfigError(
+            f"Expected param's DTensor mesh to be the same mesh passed to fully_shard, but '{fqn}' is on {inner.mesh}"
+        )
+    placements = list(inner.placements)
+    for role, axis_names in (("shard", dims.shard_names), ("replicate", dims.replicate_names)):
+        for name in axis_names:
+            index = names.index(name)
+            if not isinstance(placements[index], Replicate):
+                raise ConfigError(
+                    f"Expected Replicate() on DP {role} dim '{name}' (index {index}) but got {placements[index]}"
+                )
+    indices = [names.index(name) for name in dims.shard_names]
+    for index in indices:
+        placements[index] = _spmd_shard(inner, index, dim)
+    if len(indices) <= 1:
+        return torch_private.make_spec(inner.mesh, placements, param.shape, param.stride(), param.dtype)
+    return _flattened_spec(param, axes, names, placements)
+
+
+def _spmd_shard(inner: DTensorSpec, index: int, dim: int) -> Placement:
+    factor = 1
+    for right in range(index + 1, inner.mesh.ndim):
+        if getattr(inner.placements[right], "dim", None) == dim:
+            factor *= inner.mesh.size(right)
+    return torch_private.strided_shard(dim, factor) if factor > 1 else Shard(dim)
+
+
+def _flattened_spec(param: DTensor, axes: MeshAxes, names: tuple[str, ...], placements: list[Placement]) -> DTensorSpec:
+    # Several shard axes act as one: the parameter's mesh shows them flattened, where the first of them was.
+    dims, mesh = axes.dims, torch_private.spec_of(param).mesh
+    assert dims is not None
+    meshes: list[DeviceMesh] = []
+    flat: list[Placement] = []
+    done = False
+    for index, name in enumerate(names):
+        if name in dims.shard_names:
+            if not done:
+                meshes.append(axes.mesh)
+                flat += _data_parallel_placements(axes, placements[index])
+            done = True
+        elif name not in dims.replicate_names:
+            meshes.append(mesh[name])
+            flat.append(placements[index])
+    joined = torch_private.join_meshes(meshes)
+    return torch_private.make_spec(joined, flat, param.shape, param.stride(), param.dtype)
+
+
+def sub_parameter(param: UnitParam, cut: ChunkShard, local: torch.Tensor, axes: MeshAxes) -> nn.Parameter:
+    """Return ``local`` as the parameter on the smaller mesh that the unit is resharded to after forward."""
+    # Beside tensor parallelism the two meshes need not come from one parent mesh and cannot be joined: the parameter
+    # then shows its data-parallel cut alone, with the local tensor-parallel shape as its global one.
+    shape = torch.Size(cut.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    placements = _data_parallel_placements(axes, Replicate() if cut.is_whole else Shard(cut.dim))
+    spec = torch_private.make_spec(axes.mesh, placements, shape, stride, local.dtype)
+    return nn.Parameter(torch_private.dtensor_from_local(local, spec), requires_grad=param.sharded.requires_grad)

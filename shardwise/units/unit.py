@@ -1,0 +1,493 @@
+"""One set of parameters that unshard and reshard together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.comm.links.link import Transport
+from shardwise.errors import ConfigError, StateError, TransportError
+from shardwise.events import Call, Event, Op
+from shardwise.plan.policy import UnitPolicy
+from shardwise.units.gradients import Gradients, planned_scatter_bytes, take_gradients
+from shardwise.units.group import ShardGroup
+from shardwise.units.idle import mark_full
+from shardwise.units.param import UnitParam
+from shardwise.units.precision import MixedPrecisionPolicy
+from shardwise.units.state import Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+
+class Unit:
+    """The parameters of one ``fully_shard`` or ``replicate`` call.
+
+    One arrow of the state machine is one method; :meth:`_enter` checks the arrow and stores the state.
+
+    Attributes:
+        groups: its parameters, one group per mesh.
+        policy: its behaviour; replaced whole.
+        name: paths of its modules in the root, from the first forward on.
+        backward_task: the autograd task in which its backward has begun.
+        open_passes: passes through its modules that backward has come to and not left.
+        counts_gradients: the last gradient ends a backward.  Where checkpoints run backwards of their own, which may use the
+            parameters again, that is so once a first backward has shown that they do not.
+        is_nested: gradients have come from a backward within that: they tell nothing of what is still to come.
+        gradient_arrived: ordinals of the parameters whose gradient has come in the running backward.
+        held: gradients of earlier backwards without sync, per parameter, in the reduce dtype.
+        hidden: gradients of plain parameters, taken away while backward adds new ones.
+        unsynced: plain parameters whose gradients are of this rank alone.
+        partial: sums over the shard axis that replicas have not been summed into.
+        num_commits: how often its gradients have been set: an optimizer is expected to change its shards then.
+        borrows: units whose parameters its modules use too.
+        holders: forwards that are using its full parameters now.
+        awaited: ids of the modules that have not run yet in a forward that has begun; only units of several modules wait.
+        uses_default_reshard: ``reshard_after_forward`` was not given, so a root keeps its parameters.
+        max_reductions: reduce-scatter inputs that may live at once; the largest of an engine's units holds.
+        transport: how its engine's ranks may exchange tensors, if the user has said so of this unit; a root's holds.
+        forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
+        ended_late: its last backward ended without some gradient, at the end of the whole backward.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], precision: MixedPrecisionPolicy, policy: UnitPolicy) -> None:
+        self.adopt_modules(modules)
+        self.groups: list[ShardGroup] = []
+        self.precision = precision
+        self.policy = policy
+        self.name = ""
+        self.state: UnitState = Sharded()
+        self.in_backward = False
+        self.backward_task = -1
+        self.open_passes: set[object] = set()
+        self.counts_gradients = True
+        self.is_nested = False
+        self.gradient_arrived: set[int] = set()
+        self.num_expected = 0
+        self.num_frozen = 0
+        self.held: Gradients = {}
+        self.partial: Gradients = {}
+        self.hidden: Gradients = {}
+        self.unsynced: set[UnitParam] = set()
+        self.num_commits = 0
+        self.borrows: list[Unit] = []
+        self.holders = 0
+        self.awaited: set[int] = set()
+        self.ended_late = False
+        self.uses_default_reshard = False
+        self.max_reductions = 1
+        self.transport: Transport | None = None
+        self.forward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.backward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.engine_ref: Callable[[], Engine | None] = lambda: None
+        self.emit: Callable[[Event], None] | None = None
+
+    def adopt_modules(self, modules: Sequence[nn.Module]) -> None:
+        """Be the unit of ``modules``, which own it."""
+        self._modules = tuple(weakref.ref(module) for module in modules)
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules it was made for, as far as they are alive."""
+        return tuple(module for ref in self._modules if (module := ref()) is not None)
+
+    @property
+    def params(self) -> Iterator[UnitParam]:
+        """All parameters of all groups."""
+        for group in self.groups:
+            yield from group.params
+
+    @property
+    def family(self) -> tuple[Unit, ...]:
+        """The unit and those it borrows parameters from."""
+        return (self, *self.borrows)
+
+    @property
+    def wants_boundary(self) -> bool:
+        """True when counting gradients does not tell the end of its backward: the gradients of its inputs must."""
+        return self.ended_late or self.policy.reduces_unused or self.num_frozen > 0 or not self.counts_gradients
+
+    @property
+    def is_full(self) -> bool:
+        """True when the full parameters are registered."""
+        return isinstance(self.state, Unsharded)
+
+    @property
+    def is_sharded(self) -> bool:
+        """True when this rank holds its shards alone."""
+        return isinstance(self.state, Sharded)
+
+    @property
+    def is_gathering(self) -> bool:
+        """True while an all-gather is in flight."""
+        return isinstance(self.state, Gathering)
+
+    @property
+    def is_subsharded(self) -> bool:
+        """True while the parameters on the smaller mesh are registered."""
+        return isinstance(self.state, Subsharded)
+
+    @property
+    def num_packs(self) -> int:
+        """How often its parameters were put together anew, because somebody has replaced them or changed their dtype."""
+        return sum(group.num_packs for group in self.groups)
+
+    def check_packing(self, made_of: int) -> None:
+        """Raise StateError if parameters were put together anew since a forward that saw ``num_packs == made_of``."""
+        if self.num_packs != made_of:
+            raise StateError(
+                f"parameters of unit '{self.name}' were replaced, moved or given another dtype after the forward whose "
+                "backward runs now: their gradients would go to what they were before. Do such changes before forward, or "
+                "after backward"
+            )
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Staging bytes of the reduction of all trainable parameters."""
+        return sum(planned_scatter_bytes(group, self.policy) for group in self.groups)
+
+    @property
+    def gather_staging(self) -> tuple[int, bool]:
+        """Bytes that a launched unshard holds, and whether (all of) the full parameters are among them."""
+        stagings = [group.gather_staging for group in self.groups]
+        if not self.policy.keeps_full_memory and all(is_in_place for _, is_in_place in stagings):
+            return sum(num_bytes for num_bytes, _ in stagings), bool(stagings)
+        # Of groups that do not agree, the full parameters count when they are waited for.
+        held = sum(
+            group.full_bytes for group, (_, is_in_place) in zip(self.groups, stagings, strict=True) if is_in_place
+        )
+        return sum(num_bytes for num_bytes, _ in stagings) - held, False
+
+    @property
+    def route(self) -> str:
+        """How parameters travel: the names of links, as far as they are known."""
+        return ", ".join(dict.fromkeys(route for group in self.groups if (route := group.route)))
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full parameters beyond the shards; 0 if they stay, as what does not move in a step."""
+        return 0 if self.policy.keeps_full_memory else sum(group.full_bytes for group in self.groups)
+
+    def module_ids(self) -> set[int]:
+        """Return the ids of its modules."""
+        return {id(module) for module in self.modules}
+
+    def number_parameters(self) -> None:
+        """Give every parameter its ordinal."""
+        for ordinal, param in enumerate(self.params):
+            param.ordinal = ordinal
+
+    def release(self, params: Sequence[UnitParam]) -> None:
+        """Be without ``params``, which another unit is to manage."""
+        self.reshard()
+        for group in self.groups:
+            group.release(params)
+        self.groups = [group for group in self.groups if group.params]
+        self.number_parameters()
+
+    def _enter(self, new: UnitState) -> None:
+        check_move(self.name, self.state, new)
+        self.state = new
+
+    def note(self, op: Op, num_bytes: int = 0, in_place: bool = False) -> None:
+        """Tell the engine's instruments what this unit has just done."""
+        if self.emit is not None:
+            self.emit(Call(op, self.name, num_bytes, in_place))
+
+    def _explained(self, error: RuntimeError) -> RuntimeError:
+        engine = self.engine_ref()
+        return error if engine is None else engine.journal.explain(error, f"all-gather of unit '{self.name}'")
+
+    # ---- parameters ----
+
+    def unshard(self, span: int | None = None) -> None:
+        """Launch the all-gather unless the parameters are full, or on their way, from the shards as they are now.
+
+        ``span``: number of the forward or backward that runs, in which nobody changes shards; None: outside of any.
+        """
+        state = self.state
+        if isinstance(state, (Gathering, Unsharded)):
+            if self._is_from_now(state, span):
+                return
+            if isinstance(state, Gathering):
+                self.discard()
+        engine = self.engine_ref()
+        version = self._version()
+        # An optimizer may have just changed the shards.
+        if engine is not None and (span is None or not isinstance(state, Sharded)):
+            engine.lanes.gather.wait_current()
+        from_sub = isinstance(state, Subsharded) and state.source.version == version
+        if isinstance(state, Subsharded):
+            self._check_sub()
+        try:
+            pending = tuple(p for group in self.groups if (p := group.gather(from_sub, span is None)) is not None)
+        except TransportError as error:
+            raise self._explained(error) from error
+        self._enter(Gathering(Source(version, span), pending))
+        num_bytes, is_in_place = self.gather_staging
+        self.note(Op.UNSHARD, num_bytes, is_in_place)
+
+    def wait(self, span: int | None = None) -> None:
+        """Register the full parameters once the all-gather has delivered them; launches it if nobody has."""
+        if isinstance(self.state, Unsharded) and self._is_from_now(self.state, span):
+            return
+        self.unshard(span)
+        state = self.state
+        assert isinstance(state, Gathering)
+        try:
+            for pending in state.pending:
+                pending.wait()
+        except RuntimeError as error:
+            raise self._explained(error) from error
+        if span is not None and state.source.span != span:
+            self._check_is_copy()
+        self.num_expected = sum(group.register_full(self._gradient_hook) for group in self.groups)
+        self.num_frozen = sum(len(group.params) for group in self.groups) - self.num_expected
+        for group in self.groups:
+            group.drop_sub()
+        self._enter(Unsharded(Source(state.source.version, span)))
+        self.note(Op.WAIT, self.full_bytes)
+
+    def reshard(self, in_span: bool = False) -> bool:
+        """Give the full parameters back and register the shards; what was written to the full ones goes there.
+
+        Returns: False if somebody has written to them and, ``in_span``, others may be reading the shards: nothing is done.
+        """
+        if isinstance(self.state, Sharded):
+            return True
+        if isinstance(self.state, Gathering):
+            self.discard()
+            return True
+        was_full = self.is_full
+        if was_full:
+            written = self._written()
+            if written and in_span:
+                return False
+            self._write_back(written)
+        for group in self.groups:
+            group.register_sharded(self.policy.keeps_full_memory)
+            group.drop_sub()
+        self._enter(Sharded())
+        if was_full:
+            self.note(Op.RESHARD, self.full_bytes)
+        return True
+
+    def discard(self) -> None:
+        """Forget an all-gather that nobody has waited for."""
+        assert isinstance(self.state, Gathering)
+        for pending in self.state.pending:
+            pending.cancel()
+        self._drop()
+        self._enter(Sharded())
+
+    def _drop(self) -> None:
+        for group in self.groups:
+            group.drop(self.policy.keeps_full_memory)
+
+    def let_go(self) -> None:
+        """Give memory back that is kept for no use any more."""
+        if isinstance(self.state, (Sharded, Subsharded)):
+            self._drop()
+
+    def abandon(self) -> None:
+        """Reshard after a failure: an all-gather that cannot end any more is forgotten."""
+        if isinstance(self.state, Gathering):
+            for pending in self.state.pending:
+                pending.cancel()
+        for group in self.groups:
+            group.register_sharded(self.policy.keeps_full_memory)
+            group.drop_sub()
+        self.state = Sharded()
+
+    def reshard_after_forward(self) -> bool:
+        """Do what the policy says at the end of forward; return False as :meth:`reshard` in a span does."""
+        wanted = self.policy.reshard_after_forward
+        if wanted is False or not isinstance(self.state, Unsharded):
+            return True
+        can_subshard = all(group.sub_axes is not None and not group.extended.params for group in self.groups)
+        if wanted is True or not can_subshard or not self.groups:
+            return self.reshard(in_span=True)
+        if self._written():
+            return False
+        source = self.state.source
+        for group in self.groups:
+            group.cut_to_sub(self.policy.keeps_full_memory)
+        self._enter(Subsharded(source))
+        self.note(Op.RESHARD, self.full_bytes)
+        return True
+
+    # ---- changes made by others ----
+
+    def _version(self) -> int:
+        version = self.num_commits << 40
+        for group in self.groups:
+            version += group.version()
+        return version
+
+    def _is_from_now(self, state: Gathering | Unsharded, span: int | None) -> bool:
+        """Return True if what was gathered is still what the shards are.
+
+        Raises: StateError if shards were written to in a way that torch does not count.
+        """
+        if span is not None and state.source.span == span:
+            return True
+        if span is None:
+            self.take_writes()
+        if state.source.version != self._version():
+            return False
+        if isinstance(state, Unsharded) and span is not None:
+            self._check_is_copy()
+            for group in self.groups:
+                group.mark_in_use()
+            self.state = Unsharded(Source(state.source.version, span))
+        return True
+
+    def _check_sub(self) -> None:
+        for param in self.params:
+            if param.subsharded is not None and param.subsharded._version:
+                raise StateError(
+                    f"{param.fqn} (unit '{self.name}') was written to between forward and backward, when its form on the "
+                    "smaller mesh of reshard_after_forward was registered, which is not what is trained. Write to it after "
+                    "backward, or call reshard() on the module first"
+                )
+
+    def _check_is_copy(self) -> None:
+        for group in self.groups:
+            param = group.differing()
+            if param is not None:
+                raise StateError(
+                    f"{param.fqn} (unit '{self.name}') was unsharded when its shard was written to through .data or another "
+                    "alias that torch does not count as a write, so the full parameter is not what the shard is. Call "
+                    "reshard() on the module before such writes, or write to the parameter itself under torch.no_grad()"
+                )
+
+    def _written(self) -> list[tuple[ShardGroup, UnitParam]]:
+        return [(group, param) for group in self.groups for param in group.written()]
+
+    def _write_back(self, written: list[tuple[ShardGroup, UnitParam]]) -> None:
+        for group, param in written:
+            group.write_back(param)
+
+    def take_writes(self) -> None:
+        """Let what was written to full parameters go to the shards; not in a span, in which others read them.
+
+        Every rank takes its rows: all must have written the same.
+        """
+        if self.is_full:
+            self._write_back(self._written())
+
+    def keep(self) -> None:
+        """Leave full parameters registered although no forward or backward runs."""
+        if self.is_full:
+            self.take_writes()
+            for group in self.groups:
+                group.mark_kept()
+
+    # ---- gradients ----
+
+    def _gradient_hook(self, param: UnitParam) -> Callable[[torch.Tensor], None]:
+        # Through weak references alone: the full parameter owns the hook, and the unit owns the full parameter.
+        unit_ref, ordinal = weakref.ref(self), param.ordinal
+
+        def on_accumulated(_: torch.Tensor) -> None:
+            unit = unit_ref()
+            if unit is None:
+                return
+            unit.gradient_arrived.add(ordinal)
+            if unit.in_backward:
+                if unit.backward_task != torch_private.graph_task_id():
+                    unit.is_nested = True  # a checkpoint within the unit runs a backward of its own: others may follow
+                if unit.is_nested or len(unit.gradient_arrived) < unit.num_expected:
+                    return  # the engine knows of this backward, and nothing is complete
+            engine = unit.engine_ref()
+            if engine is not None:
+                engine.gradient_arrived(unit, ordinal)
+
+        return on_accumulated
+
+    @property
+    def has_all_gradients(self) -> bool:
+        """True when every parameter has its gradient: then backward reads none of them any more.
+
+        A frozen parameter may still be read after the last gradient has come; its unit ends at its inputs.
+        """
+        is_complete = len(self.gradient_arrived) >= self.num_expected > 0
+        return is_complete and self.counts_gradients and not self.num_frozen and not self.is_nested
+
+    def take_gradients(self) -> Gradients:
+        """Return the gradients of this backward in their reduce dtypes, zeros for unused ones if the policy says so."""
+        taken: Gradients = {}
+        for group in self.groups:
+            gradients = take_gradients(group)
+            if self.policy.reduces_unused:
+                self._add_zeros(group, gradients)
+            taken.update(gradients)
+        if self.gradient_arrived:
+            self.counts_gradients = not self.is_nested
+        self.gradient_arrived.clear()
+        self.is_nested = False
+        return taken
+
+    def _add_zeros(self, group: ShardGroup, gradients: Gradients) -> None:
+        for param in group.params:
+            if not param.sharded.requires_grad:
+                continue
+            if group.takes_any_gradient(param):  # whether its gradient has come or not: so every rank finds it
+                raise ConfigError(
+                    f"{param.fqn} (unit '{self.name}') has grad_dtype None, so a rank that does not use it cannot know the "
+                    "dtype of the zeros that set_reduce_scatter_unused_params sends; give reduce_dtype in mp_policy, or a "
+                    "dtype to grad_dtype"
+                )
+            if param not in gradients:
+                dtype = group.dtype_of_reduction(param)
+                gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
+
+    def hide_gradients(self) -> None:
+        """Take the gradients of parameters that stay registered from where backward is about to accumulate new ones."""
+        for param in self._in_place():
+            gradient, param.sharded.grad = param.sharded.grad, None
+            if gradient is None:
+                self.unsynced.discard(param)
+            elif param in self.unsynced:
+                self.held[param] = gradient
+            else:
+                self.hidden[param] = gradient
+
+    def show_gradients(self) -> None:
+        """Put them back, with what a backward has added."""
+        for param in self._in_place():
+            parts = [self.hidden.pop(param, None), self.held.get(param), param.sharded.grad]
+            first, *others = [part for part in parts if part is not None] or [None]
+            for other in others:
+                assert first is not None
+                first = first.add_(other) if other is not None else first
+            param.sharded.grad = first
+            if self.held.pop(param, None) is None:
+                self.unsynced.discard(param)
+            else:
+                self.unsynced.add(param)
+
+    def _in_place(self) -> Iterator[UnitParam]:
+        for group in self.groups:
+            yield from group.in_place
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of an unfinished backward."""
+        for param in self.params:
+            if param.full is not None:
+                mark_full(param.full)  # else it would be the shard's gradient that is dropped
+                param.full.grad = None
+        self.gradient_arrived.clear()
+        self.open_passes.clear()
+        self.in_backward = self.is_nested = False
+
+
+def is_in_backward() -> bool:
+    """True while autograd runs a backward on this thread."""
+    return torch_private.graph_task_id() != -1
