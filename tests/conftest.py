@@ -1,4 +1,4 @@
-"""Shared fixtures: one worker pool for the whole session."""
+"""Shared fixtures: one worker pool for the whole session.  (Where this file lies, pytest finds ``helpers``.)"""
 
 from __future__ import annotations
 

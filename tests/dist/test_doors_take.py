@@ -8,7 +8,7 @@ from typing_extensions import get_overloads
 import pytest
 import torch
 import torch.distributed as dist
-from inside import engine_of
+from helpers.inside import engine_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard

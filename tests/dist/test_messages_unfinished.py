@@ -15,8 +15,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from inside import engine_of, parts_from
-from messages import Ends, Gradients, make_link
+from helpers.inside import engine_of, parts_from
+from helpers.messages import Ends, Gradients, make_link
 from torch import nn
 
 from shardwise import DesyncError, fully_shard

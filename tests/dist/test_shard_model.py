@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stacked import BLOCK, HUGE, Stacked, assert_same, build, inputs, mixed, uneven, units
+from helpers.stacked import BLOCK, HUGE, Stacked, assert_same, build, inputs, mixed, uneven, units
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from stacked import BLOCK, HUGE, MODELS, assert_same, build, inputs
+from helpers.stacked import BLOCK, HUGE, MODELS, assert_same, build, inputs
 from torch import nn
 
 from shardwise import fully_shard, shard_model

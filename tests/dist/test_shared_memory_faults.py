@@ -14,12 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
 import torch
 import torch.distributed as dist
-from inside import engine_of, parts_from
-from jobs import SEGMENT, Job, segments_of
+from helpers.inside import engine_of, parts_from
+from helpers.jobs import SEGMENT, Job, segments_of, tell
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -124,7 +123,7 @@ def train_until_death(victim: int, point: str, unit: int, number: int) -> None:
     for done in range(1 << 20):
         step(model, optimizer, done)
         if done == number:
-            jobs.say[0].send(segments_of(os.getpid()))
+            tell(segments_of(os.getpid()))
             if is_victim and point == "after step":
                 die()
 
@@ -238,11 +237,12 @@ def test_segments_do_not_live_in_dev_shm() -> None:
 
 
 TINY_SHM = """
-import jobs, os, sys
+import os
+from helpers.jobs import Job
 from test_shared_memory_faults import train_wide
 if __name__ == "__main__":
     assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize <= 65536
-    with jobs.Job(train_wide, 2, num_ranks=2) as job:
+    with Job(train_wide, 2, num_ranks=2) as job:
         assert all(num_bytes > 16 << 20 for num_bytes, _, _ in job.values())
     print("trained")
 """
@@ -257,7 +257,7 @@ def test_segments_larger_than_dev_shm(tmp_path: Path) -> None:
         pytest.skip(f"no mounts without root rights here: {error}")
     script = tmp_path / "tiny.py"
     script.write_text(TINY_SHM)
-    roots = [str(Path(__file__).parent), str(Path(shardwise.__file__).parents[1])]
+    roots = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(shardwise.__file__).parents[1])]
     done = subprocess.run(
         [*apart, f'{mount} && exec "$0" "$1"', sys.executable, str(script)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},

@@ -27,7 +27,7 @@ from shardwise import fully_shard, replicate, shard_model
 from shardwise.comm.carve import is_own
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import batch_for
-from inside import over
+from helpers.inside import over
 
 
 class Net(nn.Module):

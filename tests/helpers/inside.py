@@ -10,8 +10,8 @@ from torch import nn
 import shardwise.comm.links.send_recv
 import shardwise.layout.bucket
 from shardwise import set_default_transport
-from shardwise.engine.build import attachment_of
 from shardwise.comm.links.link import Transport
+from shardwise.engine.build import attachment_of
 from shardwise.engine.engine import Engine
 
 

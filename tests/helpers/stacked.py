@@ -128,9 +128,7 @@ def assert_same(model: nn.Module, reference: nn.Module, where: str, exact: bool 
             mine, other = full(mine), full(other)
             assert (mine is None) == (other is None), f"{where}: {name}"
             if mine is not None:
-                torch.testing.assert_close(
-                    mine, other, **tolerance, msg=lambda text, n=name: f"{where}: {n}: {text}"
-                )
+                torch.testing.assert_close(mine, other, **tolerance, msg=lambda text, n=name: f"{where}: {n}: {text}")
 
 
 def units(model: nn.Module) -> list[str]:

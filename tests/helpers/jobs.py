@@ -97,7 +97,7 @@ def _run_rank(
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout_s),
     )
-    say.append(pipe)
+    _to_test.append(pipe)
     try:
         pipe.send(Outcome(function(*args)))
     except Exception as error:
@@ -107,7 +107,12 @@ def _run_rank(
     os._exit(0)  # a group that has lost a rank is not waited for
 
 
-say: list[Connection] = []  # in a rank: the pipe to the test
+def tell(value: Any) -> None:
+    """Send ``value`` from a rank to its test, which reads it with :meth:`Job.message`."""
+    _to_test[0].send(value)
+
+
+_to_test: list[Connection] = []
 
 
 def segments_of(pid: int) -> int:
