@@ -12,9 +12,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator["WorkerPool"]:  # noqa: F821, UP037
+    from helpers.jobs import PRELOAD
+
     from shardwise.testing import WorkerPool
 
-    with WorkerPool(max_ranks=int(os.environ.get("SHARDWISE_MOST_RANKS", "4"))) as workers:
+    most_ranks = int(os.environ.get("SHARDWISE_MOST_RANKS", "4"))
+    with WorkerPool(max_ranks=most_ranks, fresh_preload=PRELOAD) as workers:
         yield workers
 
 

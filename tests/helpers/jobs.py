@@ -16,7 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.testing.pool import TORCH
+
 SEGMENT = "memfd:shardwise"
+PRELOAD = (*TORCH, "pytest", "torch.testing._internal.common_fsdp", "shardwise.testing.models")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Job:
 
     def __init__(self, function: Callable[..., Any], *args: Any, num_ranks: int, group_timeout_s: float = 60.0) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "shardwise", "shardwise.testing.models"])
+        context.set_forkserver_preload(list(PRELOAD))
         self._directory = tempfile.TemporaryDirectory(prefix="shardwise-job-")
         store = str(Path(self._directory.name) / "store")
         self.pipes: list[Connection] = []
