@@ -31,38 +31,57 @@ from shardwise import (
 from shardwise.events import Op
 from shardwise.testing.models import Block
 
+EACH = ["", *(f"blocks.{n}" for n in range(5))]
+
 
 @on_ranks(2)
-def test_units_are_those_of_the_plan() -> None:
-    model = shard_model(build("uneven"), min_unit_bytes=0)
-    assert units(model) == ["", *(f"blocks.{n}" for n in range(5))]
-    assert units(shard_model(build("uneven"), min_unit_bytes=2 * BLOCK)) == ["", "blocks.0-2", "blocks.3-4"]
-    assert units(shard_model(build("uneven"), min_unit_bytes=HUGE)) == ["", "blocks.0-4"]
-    assert units(shard_model(build("uneven"))) == ["", "blocks.0-4"], "small blocks are merged by default"
-    assert units(shard_model(build("checkpointed"), min_unit_bytes=HUGE)) == ["", "blocks.0-3"]
-    assert units(shard_model(build("compiled"), min_unit_bytes=HUGE)) == ["", "blocks.0-3"]
+@pytest.mark.parametrize(
+    ("name", "least", "expected"),
+    [
+        ("uneven", 0, EACH),
+        ("uneven", 2 * BLOCK, ["", "blocks.0-2", "blocks.3-4"]),
+        ("uneven", HUGE, ["", "blocks.0-4"]),
+        ("checkpointed", HUGE, ["", "blocks.0-3"]),
+        ("compiled", HUGE, ["", "blocks.0-3"]),
+    ],
+)
+def test_neighbouring_blocks_are_merged_up_to_a_size(name: str, least: int, expected: list[str]) -> None:
+    assert units(shard_model(build(name), min_unit_bytes=least)) == expected
+
+
+@on_ranks(2)
+def test_small_blocks_are_merged_by_default() -> None:
+    assert units(shard_model(build("uneven"))) == ["", "blocks.0-4"]
+
+
+@on_ranks(2)
+def test_a_model_without_blocks_is_one_unit() -> None:
     (root,) = describe_units(shard_model(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)))).rows
     assert (root.name, root.numel, root.num_bytes) == ("", 38, 152)
-    twice = nn.ModuleDict({"encoder": uneven(), "decoder": mixed()})
+    assert units(shard_model(Block(7, 9), min_unit_bytes=0)) == [""]
+
+
+@on_ranks(2)
+def test_every_stack_of_blocks_is_found() -> None:
     model = nn.Sequential(nn.Linear(7, 7))
-    model.twice = twice
-    assert units(shard_model(model, min_unit_bytes=HUGE)) == [
-        "",
-        "twice.encoder.blocks.0-4",
-        "twice.decoder.blocks.0-3",
-    ]
+    model.twice = nn.ModuleDict({"encoder": uneven(), "decoder": mixed()})
+    found = units(shard_model(model, min_unit_bytes=HUGE))
+    assert found == ["", "twice.encoder.blocks.0-4", "twice.decoder.blocks.0-3"]
+
+
+@on_ranks(2)
+def test_blocks_are_the_outermost_repeated_modules_with_a_forward() -> None:
     outer = nn.Sequential(*(nn.Sequential(Block(7, 9), Block(7, 9)) for _ in range(3)), nn.LayerNorm(7))
-    assert units(shard_model(outer, min_unit_bytes=0)) == ["", "0", "1", "2"], "the outermost level of repetition"
+    assert units(shard_model(outer, min_unit_bytes=0)) == ["", "0", "1", "2"]
     lists = nn.Sequential(nn.Linear(7, 7))
     lists.stages = nn.ModuleList(nn.ModuleList(Block(7, 9) for _ in range(2)) for _ in range(2))
-    assert units(shard_model(lists, min_unit_bytes=HUGE)) == ["", "stages.0.0-1", "stages.1.0-1"], (
-        "lists have no forward"
-    )
+    assert units(shard_model(lists, min_unit_bytes=HUGE)) == ["", "stages.0.0-1", "stages.1.0-1"]
+
+
+@on_ranks(2)
+def test_the_first_block_may_have_more_than_the_others() -> None:
     layers = nn.Sequential(Block(7, 15), Block(7, 9), Block(7, 9), nn.Linear(7, 7))
-    assert units(shard_model(layers, min_unit_bytes=HUGE)) == ["", "0-2"], (
-        "the first layer may have more than the others"
-    )
-    assert units(shard_model(Block(7, 9), min_unit_bytes=0)) == [""]
+    assert units(shard_model(layers, min_unit_bytes=HUGE)) == ["", "0-2"]
 
 
 class TwoLayers(nn.Module):
@@ -216,7 +235,7 @@ def test_rank_0_logs_the_table() -> None:
 
 
 @on_ranks(2)
-def test_errors() -> None:
+def test_wrong_arguments_are_refused_and_change_nothing() -> None:
     with pytest.raises(ConfigError, match="takes the root module, found list"):
         shard_model([nn.Linear(2, 2)])  # type: ignore[type-var]
     for wrong in (-1, 1.5, True, "1M"):
@@ -224,15 +243,23 @@ def test_errors() -> None:
             shard_model(nn.Linear(2, 2), min_unit_bytes=wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="shard_model does not support containers"):
         shard_model(nn.ModuleList([Block(7, 9), Block(7, 9)]))
+    model = build("uneven")
+    with pytest.raises(ConfigError, match="factor of 2"):
+        shard_model(model, reshard_after_forward=3)
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    shard_model(model)
+
+
+@on_ranks(2)
+def test_a_model_that_is_sharded_is_refused() -> None:
     for door in (shard_model, fully_shard, replicate):
         model = build("uneven")
         door(model)
         with pytest.raises(StateError, match=r"Stacked was sharded before.*Call shard_model once"):
             shard_model(model)
+
+
+@on_ranks(2)
+def test_a_model_without_units_has_no_table() -> None:
     with pytest.raises(ConfigError, match="Linear contains no unit"):
         describe_units(nn.Linear(2, 2))
-    model = build("uneven")
-    with pytest.raises(ConfigError, match="factor of 2"):
-        shard_model(model, reshard_after_forward=3)
-    assert not any(isinstance(param, DTensor) for param in model.parameters()), "nothing is changed by wrong arguments"
-    shard_model(model)

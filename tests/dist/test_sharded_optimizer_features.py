@@ -161,6 +161,12 @@ def test_options_act_as_on_the_plain_optimizer() -> None:
     _assert_close(model, plain)
     assert torch.equal(extra, plain_extra)
     assert sorted(found.named_params) == sorted([*_named(model), "extra"])
+
+
+@on_ranks(2)
+def test_groups_without_names_or_with_names_and_parameters_that_are_there_are_refused() -> None:
+    extra = nn.Parameter(torch.full((3,), 2.0))
+    found = ShardedOptimizer({**_named(_sharded()), "extra": extra}, torch.optim.AdamW, 0.1)
     for wrong, text in (
         ({"params": [nn.Parameter(torch.ones(1))]}, "names"),
         ({"params": {"extra": nn.Parameter(torch.ones(1))}}, "already"),

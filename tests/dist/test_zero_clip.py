@@ -6,7 +6,7 @@ import io
 import math
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -286,33 +286,51 @@ def test_gradients_do_not_keep_the_optimizer() -> None:
         clip_grad_norm_(model.parameters(), 1.0)
 
 
-def an_owners_gradient_is_a_tensor_like_others(folder: str) -> None:
-    """Storage of its own, saved, pickled and copied; elsewhere it takes no memory and says so."""
+def _owned_gradients() -> Iterator[tuple[torch.Tensor, Any, torch.Tensor]]:
+    """Yield each parameter that has one, its gradient with an owner, and the mean over ranks that it stands for."""
     model = _model()
     zero = _zero(model, "whole")
     _loss(model, 0).backward()
-    local = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
+    means = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
     zero.reduce_gradients()
-    for index, (p, mine) in enumerate(zip(model.parameters(), local, strict=True)):
-        gradient = p.grad
-        if mine is None:
-            assert gradient is None
-            continue
-        dist.all_reduce(mine)
-        mine /= dist.get_world_size()
+    for p, mean in zip(model.parameters(), means, strict=True):
+        assert (p.grad is None) == (mean is None)
+        if mean is not None:
+            dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+            yield p, p.grad, mean
+
+
+@on_ranks(2)
+def test_every_gradient_has_one_owner_and_the_layout_of_its_parameter() -> None:
+    owned: list[int] = []
+    for index, (p, gradient, _) in enumerate(_owned_gradients()):
         assert isinstance(gradient, OwnedGradient)
-        assert gradient.shape == p.shape
-        assert gradient.stride() == p.stride()
-        assert gradient.dtype == p.dtype
+        assert (gradient.shape, gradient.stride(), gradient.dtype) == (p.shape, p.stride(), p.dtype)
+        owned += [index] * gradient.is_whole
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, owned)
+    assert sorted(index for each in found for index in each) == [0, 1, 2, 3, 4]
+
+
+@on_ranks(2)
+def test_a_gradient_without_values_here_says_so() -> None:
+    others = [gradient for _, gradient, _ in _owned_gradients() if not gradient.is_whole]
+    assert others
+    for gradient in others:
+        for call in (
+            lambda g=gradient: pickle.dumps(g),
+            lambda g=gradient: torch.save(g, io.BytesIO()),
+            gradient.numpy,
+        ):
+            with pytest.raises(StateError, match="only a part"):
+                call()
+        copy.deepcopy(gradient)
+
+
+@on_ranks(2)
+def test_an_owners_gradient_is_saved_and_copied_as_any_tensor(tmp_path: Path) -> None:
+    for index, (_, gradient, mean) in enumerate(_owned_gradients()):
         if not gradient.is_whole:
-            for call in (
-                lambda g=gradient: pickle.dumps(g),
-                lambda g=gradient: torch.save(g, io.BytesIO()),
-                gradient.numpy,
-            ):
-                with pytest.raises(StateError, match="only a part"):
-                    call()
-            copy.deepcopy(gradient)
             continue
         assert gradient.storage_offset() == 0
         assert gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
@@ -322,21 +340,23 @@ def an_owners_gradient_is_a_tensor_like_others(folder: str) -> None:
         stream.seek(0)
         for found in (torch.load(stream), pickle.loads(pickle.dumps(gradient)), torch.from_numpy(gradient.numpy())):
             assert type(found) is torch.Tensor
-            torch.testing.assert_close(found, mine, rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(gradient, mine, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(found, mean, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(gradient, mean, rtol=1e-5, atol=1e-7)
         assert torch.equal(copy.deepcopy(gradient), gradient)
-        path = f"{folder}/{index}-{dist.get_rank()}"
+        path = str(tmp_path / f"{index}-{dist.get_rank()}")
         dcp.save({"g": gradient}, checkpoint_id=path, no_dist=True)
-        blank = {"g": torch.zeros(p.shape)}
+        blank = {"g": torch.zeros(gradient.shape)}
         dcp.load(blank, checkpoint_id=path, no_dist=True)
         assert torch.equal(blank["g"], gradient)
-        alias = gradient.data
-        p.grad.mul_(2.0)
-        assert torch.equal(alias, p.grad)
-    found: list[Any] = [None] * dist.get_world_size()
-    mine_only = {i: p.grad for i, p in enumerate(model.parameters()) if p.grad is not None and p.grad.is_whole}
-    dist.all_gather_object(found, mine_only)
-    assert sorted(index for each in found for index in each) == [0, 1, 2, 3, 4]
+
+
+@on_ranks(2)
+def test_aliases_of_an_owners_gradient_stay_live() -> None:
+    for p, gradient, _ in _owned_gradients():
+        if gradient.is_whole:
+            alias = gradient.data
+            p.grad.mul_(2.0)
+            assert torch.equal(alias, p.grad)
 
 
 @on_ranks(2, 4)
@@ -458,11 +478,6 @@ def test_one_rank_with_other_gradients_is_named() -> None:
         model[0].bias.grad = None
     with pytest.raises(ShardwiseError, match=r"rank 1: parameter 1 of shape \(5,\) has no gradient"):
         zero.reduce_gradients()
-
-
-@on_ranks(2)
-def test_an_owners_gradient_is_saved_and_copied(tmp_path: Path) -> None:
-    an_owners_gradient_is_a_tensor_like_others(folder=str(tmp_path))
 
 
 @on_ranks(1)
