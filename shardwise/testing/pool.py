@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 GRACE_S = 5.0  # after one rank has failed, how long the others may take to notice
-TORCH = ("torch", "torch._dynamo", "torch.distributed.tensor")  # what takes a new process seconds to import
 
 
 class RankFailure(AssertionError):
@@ -103,8 +102,8 @@ class WorkerPool:
         keeps_group: make one group that lives as long as the processes; every call is then by ``max_ranks`` ranks.
         preload: modules that a server imports once, which new processes are forked from: they start in milliseconds, and
             sets of strings have one order in all of them.
-        fresh_preload: the same for the processes of fresh calls; one server serves all pools of a process, and imports what
-            the first of them asked for.
+        fresh_preload: the same for fresh calls alone, which then leave the workers as they are.  One server serves all
+            pools of a process: it imports what was asked for before it began.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class WorkerPool:
         *,
         keeps_group: bool = False,
         preload: Sequence[str] = (),
-        fresh_preload: Sequence[str] = TORCH,
+        fresh_preload: Sequence[str] = (),
     ) -> None:
         self._context: Any = mp.get_context("forkserver" if preload else "spawn")
         if preload:
@@ -152,8 +151,8 @@ class WorkerPool:
             function: importable (module-level); it and its arguments picklable.
             backend: of the group; "none" makes no process group.
             timeout_s: after how many seconds the pool gives up.  group_timeout_s: after how many a collective does.
-            fresh: call it in processes of its own, forked from a server that has imported torch and ended with the call:
-                DTensor caches meshes with the names of their groups, and a later group of the same shape may have other names.
+            fresh: call it in new processes: DTensor caches meshes with the names of their groups, and a later group of the
+                same shape may have other names.
 
         Raises: RankFailure with every rank's traceback (or stack, if it hung).
         """
@@ -196,7 +195,9 @@ class WorkerPool:
             limit = "the group that is kept has" if self._keeps_group else "max_ranks is"
             raise ValueError(f"num_ranks is {num_ranks}, but {limit} {self._max_ranks}")
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        if fresh:
+        if fresh and not self._fresh_preload:
+            self.replace()
+        elif fresh:
             options: dict[str, Any] = {"num_ranks": num_ranks, "backend": backend, "is_failure": is_failure}
             with WorkerPool(num_ranks, limit_s, preload=self._fresh_preload) as own:
                 return own.attempt(function, **options, group_timeout_s=group_timeout_s, **kwargs)

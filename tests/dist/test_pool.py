@@ -36,11 +36,13 @@ def _process() -> int:
     return os.getpid()
 
 
-def test_fresh_calls_leave_the_workers_as_they_are(pool: WorkerPool) -> None:
-    before = pool.run(_process)
-    own = pool.run(_process, fresh=True)
-    assert not set(own) & set(before)
-    assert pool.run(_process) == before
+@pytest.mark.parametrize("preload", [(), PRELOAD], ids=["replaced", "forked"])
+def test_fresh_calls_run_in_new_processes_and_forked_ones_leave_the_workers(preload: tuple[str, ...]) -> None:
+    with WorkerPool(max_ranks=1, fresh_preload=preload) as own:
+        before = own.run(_process, num_ranks=1)
+        fresh = own.run(_process, num_ranks=1, fresh=True)
+        assert fresh != before
+        assert own.run(_process, num_ranks=1) == (before if preload else fresh)
 
 
 def test_more_ranks_than_the_pool_may_have_are_refused(pool: WorkerPool) -> None:

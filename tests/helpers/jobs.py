@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.testing.pool import TORCH
-
 SEGMENT = "memfd:shardwise"
-PRELOAD = (*TORCH, "pytest", "torch.testing._internal.common_fsdp", "shardwise.testing.models")
+# What takes a process seconds to import, and leaves CUDA alone: processes that are forked later could not use it.
+PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "pytest", "shardwise.testing.models")
 
 
 @dataclass(frozen=True, slots=True)
