@@ -21,6 +21,12 @@ def pool() -> Iterator["WorkerPool"]:  # noqa: F821, UP037
         yield workers
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let xdist take files in the order of collection: by number of tests, the longest files would come last, one by one."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 

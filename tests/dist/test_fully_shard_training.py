@@ -129,11 +129,19 @@ def test_train_parity_single_group() -> None:
         train_beside(reference, model, lambda inp=inp: inp)
 
 
+def delays_of(compiled: bool) -> list[tuple[bool, ...]]:
+    """Return what is delayed, of forward, gathers, reductions, steps: everything that may be on two ranks, each on four."""
+    every = list(itertools.product((False, True), repeat=4))
+    if compiled:
+        return every[:1]
+    return every if dist.get_world_size() == 2 else [delays for delays in every if sum(delays) in (0, 1, 4)]
+
+
 def run_multi_group(reshards: list[Reshard], offloads: list[OffloadPolicy], compiled: bool = False) -> None:
     if compiled:
         torch._dynamo.config.suppress_errors = False
     for reshard, offload in itertools.product(reshards, offloads):
-        for delays in itertools.product((False, True), repeat=4) if not compiled else [(False,) * 4]:
+        for delays in delays_of(compiled):
             torch.manual_seed(42)
             model = nn.Sequential(*(MLP(16, torch.device("cpu"), dim_multiplier=m) for m in (3, 1, 3)))
             reference = DistributedDataParallel(copy.deepcopy(model))
@@ -282,7 +290,8 @@ class CheckpointedBlock(nn.Module):
 
 @on_ranks(2, 4)
 def test_train_parity_with_activation_checkpointing() -> None:
-    for reshard, how in itertools.product((True, False, 2), ("composable", "utils", "reentrant", "wrapper")):
+    reshards = (True, False, 2) if dist.get_world_size() == 2 else (True, 2)
+    for reshard, how in itertools.product(reshards, ("composable", "utils", "reentrant", "wrapper")):
         torch.manual_seed(42)
         args = ModelArgs(n_layers=3, dropout_p=0.0, checkpoint_activations=how == "utils")
         model = Transformer(args)
@@ -329,59 +338,55 @@ def test_train_parity_with_shared_params() -> None:
         train_beside(reference, model, lambda args=args: torch.randint(0, args.vocab_size, (2, 16)), steps=4)
 
 
-def accumulate(
-    mesh: DeviceMesh, reshard: Reshard, mode: str, after_backward: bool, offload: OffloadPolicy, scatter_only: bool
-) -> None:
+NUM_MLPS, NUM_MICROBATCHES = 3, 3
+RESHARDS: tuple[Reshard, ...] = (True, False, 2)
+
+
+def say_what_syncs(model: nn.Module, mode: str, is_last: bool) -> None:
+    if mode == "scatter_only":
+        model.set_requires_all_reduce(is_last)
+    elif mode == "some_mlps":
+        for mlp in model[: NUM_MLPS // 2]:
+            mlp.set_requires_gradient_sync(is_last, recurse=True)
+    else:
+        model.set_requires_gradient_sync(is_last, recurse=mode == "all")
+
+
+def expected_counts(mode: str, replicates: bool) -> tuple[int, int]:
+    """Return the reduce-scatters and all-reduces of a step; a root without parameters of its own reduces nothing."""
+    num_held = {"all": NUM_MLPS, "some_mlps": NUM_MLPS // 2}.get(mode, 0)
+    scatters = num_held + (NUM_MLPS - num_held) * NUM_MICROBATCHES
+    return scatters, (NUM_MLPS if mode == "scatter_only" else scatters) if replicates else 0
+
+
+def accumulate(mesh: DeviceMesh, mode: str, reshard: Reshard, after_backward: bool, offload: OffloadPolicy) -> None:
+    """Train beside one process; ``after_backward``: parameters are resharded after each backward, else after the last."""
+    rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(42)
-    batch, width, num_mlps, num_microbatches = 2, 4, 3, 3
-    model = nn.Sequential(*(MLP(width, torch.device("cpu"), dim_multiplier=3) for _ in range(num_mlps)))
+    model = nn.Sequential(*(MLP(4, torch.device("cpu"), dim_multiplier=3) for _ in range(NUM_MLPS)))
     reference = copy.deepcopy(model)
-    shard = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=reshard, offload_policy=offload)
-    for mlp in model:
-        shard(mlp)
-    shard(model)
+    for each in (*model, model):
+        fully_shard(each, mesh=mesh, reshard_after_forward=reshard, offload_policy=offload)
     optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (reference, model)]
     torch.manual_seed(1)
     for _ in range(2):
-        reduce_scatters = all_reduces = 0
-        for microbatch in range(num_microbatches):
-            is_last = microbatch == num_microbatches - 1
-            if scatter_only:
-                model.set_requires_all_reduce(is_last)
-            elif mode == "all":
-                model.set_requires_gradient_sync(is_last)
-            elif mode == "root_only":
-                model.set_requires_gradient_sync(is_last, recurse=False)
-            else:
-                for mlp in model[: num_mlps // 2]:
-                    mlp.set_requires_gradient_sync(is_last, recurse=True)
+        scatters = all_reduces = 0
+        for microbatch in range(NUM_MICROBATCHES):
+            is_last = microbatch == NUM_MICROBATCHES - 1
+            say_what_syncs(model, mode, is_last)
             if not after_backward:
                 model.set_reshard_after_backward(is_last)
-            inputs = torch.randn(batch * dist.get_world_size(), width)
-            losses = [
-                model(inputs.chunk(dist.get_world_size())[dist.get_rank()]).sum(),
-                reference(inputs).sum() / dist.get_world_size(),
-            ]
+            inputs = torch.randn(2 * size, 4)
+            losses = [model(inputs.chunk(size)[rank]).sum(), reference(inputs).sum() / size]
             with CommDebugMode() as comm:
                 losses[0].backward()
             losses[1].backward()
-            counts = comm.get_comm_counts()
-            reduce_scatters += counts[c10d_ops._reduce_scatter_base_]
-            all_reduces += counts[c10d_ops.allreduce_]
+            scatters += comm.get_comm_counts()[c10d_ops._reduce_scatter_base_]
+            all_reduces += comm.get_comm_counts()[c10d_ops.allreduce_]
             total = losses[0].detach().clone()
             dist.all_reduce(total, op=dist.ReduceOp.AVG)
             check.assertEqual(total, losses[1].detach())
-        expected = num_mlps  # a root without parameters of its own reduces nothing
-        if scatter_only or mode == "root_only":
-            expected *= num_microbatches
-        elif mode == "some_mlps":
-            num_held = num_mlps // 2
-            expected = num_held + (num_mlps - num_held) * num_microbatches
-        check.assertEqual(reduce_scatters, expected)
-        if mesh.ndim == 2:
-            check.assertEqual(all_reduces, num_mlps if scatter_only else expected)
-        else:
-            check.assertEqual(all_reduces, 0)
+        assert (scatters, all_reduces) == expected_counts(mode, mesh.ndim == 2)
         check_sharded_parity(check, reference, model)
         for optim in optims:
             optim.step()
@@ -389,23 +394,23 @@ def accumulate(
         check_sharded_parity(check, reference, model)
 
 
-@on_ranks(2, 4)
-def test_gradient_accumulation() -> None:
-    size = dist.get_world_size()
-    meshes = [init_device_mesh("cpu", (size,))]
-    if size == 4:  # the 1-D mesh has had every mode with two ranks
-        meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))]
-    for mesh, reshard, mode, after_backward, offload, scatter_only in itertools.product(
-        meshes,
-        (True, False, 2),
-        ("all", "root_only", "some_mlps"),
-        (False, True),
-        (OffloadPolicy(), CPUOffloadPolicy()),
-        (False, True),
-    ):
-        if scatter_only and (mode != "all" or mesh.ndim == 1):
-            continue
-        accumulate(mesh, reshard, mode, after_backward, offload, scatter_only)
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["all", "root_only", "some_mlps"])
+def test_gradient_accumulation(mode: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    offloads = (OffloadPolicy(), CPUOffloadPolicy())
+    for reshard, after_backward, offload in itertools.product(RESHARDS, (False, True), offloads):
+        accumulate(mesh, mode, reshard, after_backward, offload)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("mode", ["all", "root_only", "some_mlps", "scatter_only"])
+def test_gradient_accumulation_over_replicas(mode: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for number, (reshard, after_backward) in enumerate(itertools.product(RESHARDS, (False, True))):
+        # In turns, so that offload meets every value of the others: two ranks have had all of both.
+        offload = CPUOffloadPolicy() if number in (0, 3, 4) else OffloadPolicy()
+        accumulate(mesh, mode, reshard, after_backward, offload)
 
 
 @on_ranks(2)

@@ -38,7 +38,7 @@ def _process() -> int:
 
 @pytest.mark.parametrize("preload", [(), PRELOAD], ids=["replaced", "forked"])
 def test_fresh_calls_run_in_new_processes_and_forked_ones_leave_the_workers(preload: tuple[str, ...]) -> None:
-    with WorkerPool(max_ranks=1, fresh_preload=preload) as own:
+    with WorkerPool(max_ranks=1, preload=PRELOAD, fresh_preload=preload) as own:
         before = own.run(_process, num_ranks=1)
         fresh = own.run(_process, num_ranks=1, fresh=True)
         assert fresh != before
