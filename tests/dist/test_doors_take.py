@@ -16,8 +16,15 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import get_overloads
 
-from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard, replicate, shard_model
-from shardwise.errors import ConfigError, StateError
+from shardwise import (
+    ConfigError,
+    ShardedOptimizer,
+    StateError,
+    ZeroRedundancyOptimizer,
+    fully_shard,
+    replicate,
+    shard_model,
+)
 from shardwise.testing.models import Block
 
 

@@ -18,8 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import FSDPModule, fully_shard, replicate
-from shardwise.errors import ConfigError, StateError
+from shardwise import ConfigError, FSDPModule, StateError, fully_shard, replicate
 from shardwise.testing.models import Block
 
 batch = functools.partial(noise, width=6)

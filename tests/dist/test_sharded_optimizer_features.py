@@ -15,8 +15,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardwise import ConfigError, StateError, clip_grad_norm_, fully_shard
-from shardwise.api.sharded_optimizer import ShardedOptimizer
+from shardwise import ConfigError, ShardedOptimizer, StateError, clip_grad_norm_, fully_shard
 
 COLLECTIVES = ("all_to_all_single", "all_gather_into_tensor", "all_reduce")
 

@@ -12,7 +12,7 @@ from torch.distributed._shard import shard_parameter, sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from shardwise.api.sharded_optimizer import ShardedOptimizer
+from shardwise import ShardedOptimizer
 
 
 def _spec(dim: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> ChunkShardingSpec:

@@ -19,8 +19,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.optim import Optimizer
 
-from shardwise import ConfigError, fully_shard
-from shardwise.api.sharded_optimizer import ShardedOptimizer
+from shardwise import ConfigError, ShardedOptimizer, fully_shard
 
 CLASSES = sorted(
     name

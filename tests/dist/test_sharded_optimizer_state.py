@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, init_device_mesh
 
-from shardwise import ConfigError, LayoutError, StateError, fully_shard
-from shardwise.api.sharded_optimizer import ShardedOptimizer
+from shardwise import ConfigError, LayoutError, ShardedOptimizer, StateError, fully_shard
 from shardwise.testing import WorkerPool
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {

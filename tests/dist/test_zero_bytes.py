@@ -8,7 +8,7 @@ import torch.distributed as dist
 from helpers.ranks import on_ranks
 from helpers.scripts import load_script
 
-from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise import ZeroRedundancyOptimizer
 
 
 def _counts(width: int):

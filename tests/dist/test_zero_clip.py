@@ -20,9 +20,14 @@ from helpers.ranks import on_ranks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardwise import ShardwiseError, ZeroRedundancyOptimizer, clip_grad_norm_, fully_shard
-from shardwise.api.ddp_hooks import hook_with_zero_step
-from shardwise.errors import StateError
+from shardwise import (
+    ShardwiseError,
+    StateError,
+    ZeroRedundancyOptimizer,
+    clip_grad_norm_,
+    fully_shard,
+    hook_with_zero_step,
+)
 from shardwise.optim.owned import OwnedGradient
 
 NUM_STEPS = 4

@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.ranks import on_ranks
 
-from shardwise import fully_shard, replicate
-from shardwise.api.zero import ZeroRedundancyOptimizer
-from shardwise.errors import ConfigError, DesyncError, ShardwiseError
+from shardwise import ConfigError, DesyncError, ShardwiseError, ZeroRedundancyOptimizer, fully_shard, replicate
 
 TIMEOUT_S = 3.0
 

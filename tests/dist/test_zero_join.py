@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import from_rank
 from helpers.ranks import on_ranks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardwise.api.zero import ZeroRedundancyOptimizer, _broadcast_object
+from shardwise import ZeroRedundancyOptimizer
 
 CPU = torch.device("cpu")
 
@@ -65,7 +66,7 @@ def _reference(num_epochs: int):
                 grads = [p.grad.detach().clone() for p in ddp.parameters()]
                 optim.step()
                 steps.append((grads, [p.detach().clone() for p in ddp.parameters()]))
-    found: Any = _broadcast_object(steps, last, dist.group.WORLD, CPU)
+    found: Any = from_rank(last, steps)
     return found
 
 

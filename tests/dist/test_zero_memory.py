@@ -16,8 +16,7 @@ from helpers.ranks import on_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardwise import ZeroRedundancyOptimizer
-from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from shardwise import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from shardwise.comm.carve import are_neighbours
 from shardwise.comm.owned import PACK_BELOW_BYTES
 

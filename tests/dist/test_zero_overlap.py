@@ -13,8 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
-from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 
 NUM_STEPS = 5
 SGD_OPTIONS = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.001}

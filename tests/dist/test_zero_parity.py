@@ -11,7 +11,7 @@ from helpers.compare import average_gradients
 from helpers.ranks import on_ranks
 from helpers.sharded import share
 
-from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise import ZeroRedundancyOptimizer
 
 NUM_STEPS = 10
 ELEMENTWISE: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [

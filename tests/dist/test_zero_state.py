@@ -10,15 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.compare import from_rank
 from helpers.ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.api.zero import ZeroRedundancyOptimizer, _broadcast_object
-
-CPU = torch.device("cpu")
+from shardwise import ZeroRedundancyOptimizer
 
 
 def _model() -> torch.nn.Module:
@@ -52,7 +51,7 @@ def _make(kind: str, model: torch.nn.Module) -> Any:
 def _full_state(kind: str, optim: Any, to: int) -> Any:
     if kind != "plain":
         optim.consolidate_state_dict(to=to)
-        return _broadcast_object(optim.state_dict() if dist.get_rank() == to else None, to, dist.group.WORLD, CPU)
+        return from_rank(to, optim.state_dict() if dist.get_rank() == to else None)
     return optim.state_dict()
 
 

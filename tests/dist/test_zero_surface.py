@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.compare import average_gradients
+from helpers.compare import average_gradients, from_rank
 from helpers.ranks import on_ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import SGD, Adam, AdamW
 
-from shardwise.api.zero import ZeroRedundancyOptimizer, _broadcast_object
-
-CPU = torch.device("cpu")
+from shardwise import ZeroRedundancyOptimizer
 
 
 class SGDWithStepKWArg(SGD):
@@ -323,7 +321,7 @@ def test_collect_shards() -> None:
         else:
             with pytest.raises(RuntimeError, match="consolidate"):
                 optimizer.state_dict()
-        saved = _broadcast_object(saved, src_rank=0, group=dist.group.WORLD, device=CPU)
+        saved = from_rank(0, saved)
         optimizer.load_state_dict(saved)
         for local in optimizer.local_pieces:
             assert "momentum_buffer" in optimizer.optim.state[local.tensor]
@@ -361,7 +359,7 @@ def _one_parity(optimizer_class, maximize) -> None:
     before = optims[0].state_dict()
     optims[1].consolidate_state_dict(to=0)
     states = [before, optims[1].state_dict() if dist.get_rank() == 0 else {}]
-    saved: Any = _broadcast_object(states[1], 0, dist.group.WORLD, CPU)
+    saved: Any = from_rank(0, states[1])
     optims[0].load_state_dict(saved)
     optims[1].load_state_dict(before)
     train(3)

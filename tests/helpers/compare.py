@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,13 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of ``tensor``."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def from_rank(source: int, value: Any) -> Any:
+    """Return what ``source`` calls this with, on every rank."""
+    found = [value]
+    dist.broadcast_object_list(found, source)
+    return found[0]
 
 
 def average_gradients(model: nn.Module) -> None:
