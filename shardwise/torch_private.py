@@ -8,17 +8,14 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
 
@@ -126,8 +123,6 @@ def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
     """Build the description of a DTensor once, to be shared by the parameter and its gradients."""
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
 
 

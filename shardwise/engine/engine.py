@@ -20,7 +20,7 @@ from shardwise.engine.group_links import GroupLink
 from shardwise.engine.journal import Journal
 from shardwise.engine.notes import note
 from shardwise.errors import StateError, TransportError
-from shardwise.events import Op
+from shardwise.events import Event, Op
 from shardwise.plan.order import Edge
 from shardwise.units.gradients import (
     Gradients,
@@ -135,7 +135,21 @@ class Engine:
         self.units = list(units)
         self.journal.adopt(self.units)
         for unit in self.units:
-            unit.engine_ref = weakref.ref(self)
+            unit.host_ref = weakref.ref(self)
+
+    # ---- what units ask for ----
+
+    def emit(self, event: Event) -> None:
+        """Write down what a unit has done."""
+        self.journal.emit(event)
+
+    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
+        """Return ``error`` with the position of every rank, as far as they can be known."""
+        return self.journal.explain(error, where)
+
+    def before_gather(self) -> None:
+        """Order the next all-gather after what has been done to shards."""
+        self.lanes.gather.wait_current()
 
     # ---- forward ----
 
@@ -674,3 +688,9 @@ def _module_frame_id() -> int:
     while frame.f_back is not None and frame.f_code.co_name not in ("_call_impl", "forward_method"):
         frame = frame.f_back
     return id(frame)
+
+
+def engine_of(unit: Unit) -> Engine | None:
+    """Return the engine that carries out the steps of ``unit``; None before there is one."""
+    host = unit.host_ref()
+    return host if isinstance(host, Engine) else None

@@ -26,6 +26,7 @@ from shardwise.units.idle import FreedParameter, mark_freed, mark_full, mark_kep
 from shardwise.units.param import UnitParam
 from shardwise.units.placement import sub_parameter
 from shardwise.units.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.units.reduce_layout import ReduceLayout
 from shardwise.units.shards import Allocator, FlatBucket, FullBuffer, Shards, SubBucket, make_full_parameter
 
 
@@ -120,7 +121,7 @@ class ShardGroup:
         self.num_packs = 0
         self.in_place: list[UnitParam] = []
         self._take = self._make_take()
-        self.extended = ExtensionParams(self)
+        self.extended = ExtensionParams(axes, precision, device)
         self._buckets: list[FlatBucket] = []
         self._main: Shards | None = None
         self._sub: Shards | None = None
@@ -131,7 +132,7 @@ class ShardGroup:
         self.custom_all_gather: AllGatherFunction | None = None
         self.custom_reduce_scatter: ReduceScatterFunction | None = None
         self.reduce_process_group: dist.ProcessGroup | None = None
-        self.reduce_layouts: dict[tuple[object, ...], object] = {}
+        self.reduce_layouts: dict[tuple[object, ...], ReduceLayout] = {}
         self.allocates_from_process_group = False
         self._pool: BufferPool | None = None
         self._comm: GroupComm | None = None
@@ -212,7 +213,7 @@ class ShardGroup:
 
     def dtype_of_full(self, param: UnitParam) -> torch.dtype:
         """Return the dtype in which ``param`` is all-gathered and used."""
-        return param.dtype if param.keeps_dtype else self.precision.dtype_of_full(param.dtype)
+        return param.dtype_of_full(self.precision)
 
     def dtype_of_reduction(self, param: UnitParam, found: torch.dtype | None = None) -> torch.dtype:
         """Return the dtype in which gradients of ``param`` are reduced and held.
@@ -350,7 +351,7 @@ class ShardGroup:
         assert shards is not None
         delivery = _Delivery(self, shards, () if from_sub or self.extended.params else self._ends)
         if self.extended.params and not from_sub:
-            return self.extended.gather(delivery, len(shards.buckets))
+            return self.extended.gather(delivery if shards.buckets else None, comm, self.pool)
         if not shards.buckets:
             return None
         if comm is None:

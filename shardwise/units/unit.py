@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,8 +21,29 @@ from shardwise.units.param import UnitParam
 from shardwise.units.precision import MixedPrecisionPolicy
 from shardwise.units.state import Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
 
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
+
+class Host(Protocol):
+    """Whoever carries out the steps of a unit."""
+
+    def emit(self, event: Event) -> None:
+        """Hear what a unit has done."""
+        ...
+
+    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
+        """Return ``error``, of a collective at ``where``, with what the other ranks were doing."""
+        ...
+
+    def before_gather(self) -> None:
+        """Order the all-gather that follows after what has been done to shards."""
+        ...
+
+    def gradient_arrived(self, unit: Unit, ordinal: int) -> None:
+        """Hear that the gradient of a parameter of ``unit`` is there."""
+        ...
+
+
+def _nobody() -> None:
+    return None
 
 
 class Unit:
@@ -85,8 +106,7 @@ class Unit:
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.engine_ref: Callable[[], Engine | None] = lambda: None
-        self.emit: Callable[[Event], None] | None = None
+        self.host_ref: Callable[[], Host | None] = _nobody
 
     def adopt_modules(self, modules: Sequence[nn.Module]) -> None:
         """Be the unit of ``modules``, which own it."""
@@ -197,12 +217,13 @@ class Unit:
 
     def note(self, op: Op, num_bytes: int = 0, in_place: bool = False) -> None:
         """Tell the engine's instruments what this unit has just done."""
-        if self.emit is not None:
-            self.emit(Call(op, self.name, num_bytes, in_place))
+        host = self.host_ref()
+        if host is not None:
+            host.emit(Call(op, self.name, num_bytes, in_place))
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
-        engine = self.engine_ref()
-        return error if engine is None else engine.journal.explain(error, f"all-gather of unit '{self.name}'")
+        host = self.host_ref()
+        return error if host is None else host.explain(error, f"all-gather of unit '{self.name}'")
 
     # ---- parameters ----
 
@@ -217,11 +238,11 @@ class Unit:
                 return
             if isinstance(state, Gathering):
                 self.discard()
-        engine = self.engine_ref()
         version = self._version()
-        # An optimizer may have just changed the shards.
-        if engine is not None and (span is None or not isinstance(state, Sharded)):
-            engine.lanes.gather.wait_current()
+        if span is None or not isinstance(state, Sharded):  # an optimizer may have just changed the shards
+            host = self.host_ref()
+            if host is not None:
+                host.before_gather()
         from_sub = isinstance(state, Subsharded) and state.source.version == version
         if isinstance(state, Subsharded):
             self._check_sub()
@@ -405,9 +426,9 @@ class Unit:
                     unit.is_nested = True  # a checkpoint within the unit runs a backward of its own: others may follow
                 if unit.is_nested or len(unit.gradient_arrived) < unit.num_expected:
                     return  # the engine knows of this backward, and nothing is complete
-            engine = unit.engine_ref()
-            if engine is not None:
-                engine.gradient_arrived(unit, ordinal)
+            host = unit.host_ref()
+            if host is not None:
+                host.gradient_arrived(unit, ordinal)
 
         return on_accumulated
 

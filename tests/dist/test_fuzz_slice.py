@@ -9,7 +9,10 @@ import torch.distributed as dist
 
 from shardwise.events import Call, Op
 from shardwise.testing import WorkerPool
-from shardwise.testing.fuzz import Contender, Runner, draw, render
+from shardwise.testing.fuzz.case import Contender
+from shardwise.testing.fuzz.draw import draw
+from shardwise.testing.fuzz.render import render
+from shardwise.testing.fuzz.runner import Runner
 from shardwise.testing.fuzz.areas import AREAS
 from shardwise.testing.fuzz.engines import EngineSide
 from shardwise.testing.fuzz.memory import most_full

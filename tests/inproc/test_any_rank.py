@@ -12,7 +12,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise import fully_shard
-from shardwise.engine.build import attachment_of
+from shardwise.engine import engine as engines
+from shardwise.engine.attachment import attachment_of
 from shardwise.engine.engine import Engine
 from shardwise.events import Event
 from shardwise.plan.memory import peak_bytes
@@ -38,7 +39,7 @@ def sharded(name: str) -> nn.Module:
 def engine_of(model: nn.Module) -> Engine:
     attachment = attachment_of(model)
     assert attachment is not None
-    engine = attachment.unit.engine_ref()
+    engine = engines.engine_of(attachment.unit)
     assert engine is not None
     return engine
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.build import attachment_of
-from shardwise.engine.engine import Engine
+from shardwise.engine.attachment import attachment_of
+from shardwise.engine.engine import Engine, engine_of
 from shardwise.events import Call, Event, Op
 from shardwise.plan.prefetch import StepPlan
 
@@ -45,7 +45,7 @@ class Watch:
         """Listen from here on, if the engine is there by now."""
         model = self._model()
         attachment = attachment_of(model) if model is not None else None
-        engine = attachment.unit.engine_ref() if attachment is not None else None
+        engine = engine_of(attachment.unit) if attachment is not None else None
         if engine is not None and (self._engine is None or self._engine() is not engine):
             self._engine = weakref.ref(engine)
             engine.journal.instruments.append(self)
