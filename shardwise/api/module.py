@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwise.api.explain import explained_methods
 from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
+from shardwise.comm.groups import group_of
 from shardwise.comm.links.link import Transport, check_transport
 from shardwise.engine.attachment import Attachment, attachment_of
 from shardwise.engine.copying import copy_module
@@ -348,9 +349,7 @@ class FSDPModule(_Base):
                     continue
                 ranks = tuple(dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.shard_mesh_dim)))
                 if enable and ranks not in made:
-                    new = dist.new_group(list(ranks), use_local_synchronization=True)
-                    assert isinstance(new, dist.ProcessGroup)
-                    made[ranks] = new
+                    made[ranks] = group_of(ranks)
                 group.reduce_process_group = made[ranks] if enable else None
         bind_units(self._engine())
 
