@@ -118,6 +118,7 @@ class Engine:
         self.is_manual = False
         self.max_reductions = 1
         self.post_optim_event: torch.Event | None = None
+        self._borrowers: dict[Unit, list[Unit]] = {}  # of units that lend parameters
         self._stack: list[_Frame] = []
         self._backward: weakref.ref[_BackwardEnd] | None = None
         self._in_flight: list[Reduction] = []
@@ -134,6 +135,9 @@ class Engine:
         """Carry out the steps of ``units`` from here on."""
         self.units = list(units)
         self.journal.adopt(self.units)
+        self._borrowers = {
+            lender: [u for u in self.units if lender in u.borrows] for u in self.units for lender in u.borrows
+        }
         for unit in self.units:
             unit.host_ref = weakref.ref(self)
 
@@ -344,11 +348,13 @@ class Engine:
     def inputs_done(self, unit: Unit, through: object) -> None:
         """End the backward of ``unit`` as far as gradients have come: autograd has left the pass ``through`` its modules.
 
-        A unit that was called more than once may be in another pass still, or have trainable parameters without any
-        gradient yet: they come later.
+        A unit that was called more than once may be in another pass still, have trainable parameters without any gradient
+        yet, or lend parameters to a unit whose backward goes on: it ends later.
         """
         unit.open_passes.discard(through)
-        if unit.in_backward and not unit.open_passes and (unit.gradient_arrived or not unit.num_expected):
+        if not unit.in_backward or unit.open_passes or any(each.in_backward for each in self._borrowers.get(unit, ())):
+            return
+        if unit.gradient_arrived or not unit.num_expected:
             self.after_backward(unit)
 
     def after_backward(self, unit: Unit, reduces: bool = True) -> None:

@@ -75,6 +75,12 @@ def _syncs_buffers(case: Case, contender: Contender) -> bool:
     return not case.settings.sync_buffers or contender.door in ("replicate_older", "ddp", "zero1", "torch_zero")
 
 
+def _notices_data(case: Case, contender: Contender) -> bool:
+    """DTensors ignore what is assigned to their ``.data``; so does torch's class, where it takes the model."""
+    assigns = any(isinstance(action, do.Change) and action.how == "data_set" for action in case.actions)
+    return not assigns or contender.door not in SHARDING_DOORS or not has_kind(case.model.root, "Conv")
+
+
 def _joins(case: Case, contender: Contender) -> bool:
     joins = any(isinstance(action, do.JoinLoop) for action in case.actions)
     return not joins or contender.door in ("ddp", "zero1", "torch_zero", *OVERLAP_DOORS)
@@ -118,6 +124,7 @@ RULES: tuple[Callable[[Case, Contender], bool], ...] = (
     _has_policies,
     _has_whole_matrices,
     _syncs_buffers,
+    _notices_data,
     _joins,
     _has_units,
     _defers_alike,
@@ -222,6 +229,11 @@ def _rows_of_codes(node: Node) -> list[int]:
     """Return the rows of parameters of a tensor subclass, which DDP and ZeRO would have to send whole."""
     own = [node.size] if node.kind == "Quant" else []
     return own + [rows for child in node.children for rows in _rows_of_codes(child)]
+
+
+def has_kind(node: Node, kind: str) -> bool:
+    """True if ``kind`` is in the tree."""
+    return node.kind == kind or any(has_kind(child, kind) for child in node.children)
 
 
 def _recomputes(node: Node) -> bool:

@@ -12,6 +12,7 @@ from shardwise.engine.attachment import attachment_of
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.events import Call, Event, Op
 from shardwise.plan.prefetch import StepPlan
+from shardwise.testing.fuzz.codes import Codes
 
 
 def most_full(calls: Iterable[Call]) -> int:
@@ -78,9 +79,9 @@ class Watch:
 
 
 def registered_bytes(model: nn.Module) -> int:
-    """Return the bytes of parameters that are registered whole on ``model``."""
+    """Return the bytes of parameters that are registered whole on ``model``, but for those that keep codes of their own."""
     seen: dict[int, int] = {}
     for param in model.parameters():
-        if not isinstance(param, DTensor):
+        if not isinstance(param, (DTensor, Codes)):
             seen[id(param)] = param.numel() * param.element_size()
     return sum(seen.values())
