@@ -176,9 +176,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def version_of(tensor: torch.Tensor) -> int:
+def version_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return a number that grows with each write that torch counts: to a DTensor itself, or to its local tensor."""
-    return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else tensor._version)
+    version = 0
+    for tensor in tensors:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        version += tensor._version + local._version
+    return version
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -449,9 +449,11 @@ class ShardGroup:
     def version(self) -> int:
         """Return a number that changes whenever a shard is written to, as far as torch counts writes."""
         version = 0
+        tensors: list[torch.Tensor] = []
         for param in self.params:
-            version += torch_private.version_of(param.sharded) + param.version_base
-        return version
+            tensors.append(param.sharded)
+            version += param.version_base
+        return version + torch_private.version_of(tensors)
 
     def written(self) -> list[UnitParam]:
         """Return the parameters whose full form somebody has written to since it was registered; the same on every rank."""

@@ -147,13 +147,13 @@ class FlatBucket:
         dtype, device = self.dtype, self.local.device
         self.has_attributes = False
         away: list[int] = []
-        for index, (param, slot, address) in enumerate(self._places):
-            sharded = param.sharded
-            if slot.parameters[slot.name] is not sharded and not param.is_registered:
+        for param, slot, _ in self._places:
+            if slot.parameters[slot.name] is not param.sharded and not param.is_registered:
                 param.adopt_registered()
-                sharded = param.sharded
                 self.num_replaced += 1
-            local = torch_private.local_of(sharded)
+        locals_ = torch_private.locals_of([param.sharded for param in self.params])
+        for index, (param, _, address) in enumerate(self._places):
+            sharded, local = param.sharded, locals_[index]
             if local.dtype is not dtype or local.device != device:
                 return False
             if local.__dict__:

@@ -154,7 +154,10 @@ class Unit:
     @property
     def num_packs(self) -> int:
         """How often its parameters were put together anew, because somebody has replaced them or changed their dtype."""
-        return sum([group.num_packs for group in self.groups])
+        total = 0
+        for group in self.groups:
+            total += group.num_packs
+        return total
 
     def check_packing(self, made_of: int) -> None:
         """Raise StateError if parameters were put together anew since a forward that saw ``num_packs == made_of``."""
@@ -192,7 +195,10 @@ class Unit:
     @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters beyond the shards; 0 if they stay, as what does not move in a step."""
-        return 0 if self.policy.keeps_full_memory else sum([group.full_bytes for group in self.groups])
+        total = 0
+        for group in self.groups:
+            total += group.full_bytes
+        return 0 if self.policy.keeps_full_memory else total
 
     def module_ids(self) -> set[int]:
         """Return the ids of its modules."""
@@ -214,9 +220,6 @@ class Unit:
     def _enter(self, new: UnitState) -> None:
         if (type(self.state), type(new)) not in LEGAL_MOVES:
             check_move(self.name, self.state, new)
-        self._set(new)
-
-    def _set(self, new: UnitState) -> None:
         self.state = new
         self.is_full = type(new) is Unsharded
         self.is_full = type(new) is Unsharded
@@ -253,10 +256,10 @@ class Unit:
         if isinstance(state, Subsharded):
             self._check_sub()
         try:
-            pending = tuple([p for group in self.groups if (p := group.gather(from_sub, span is None)) is not None])
+            launched = [group.gather(from_sub, span is None) for group in self.groups]
         except TransportError as error:
             raise self._explained(error) from error
-        self._enter(Gathering(Source(version, span), pending))
+        self._enter(Gathering(Source(version, span), tuple(launched)))
         num_bytes, is_in_place = self.gather_staging
         self.note(Op.UNSHARD, num_bytes, is_in_place)
 
@@ -269,7 +272,8 @@ class Unit:
         assert isinstance(state, Gathering)
         try:
             for pending in state.pending:
-                pending.wait()
+                if pending is not None:
+                    pending.wait()
         except RuntimeError as error:
             raise self._explained(error) from error
         if span is not None and state.source.span != span:
@@ -310,7 +314,8 @@ class Unit:
         """Forget an all-gather that nobody has waited for."""
         assert isinstance(self.state, Gathering)
         for pending in self.state.pending:
-            pending.cancel()
+            if pending is not None:
+                pending.cancel()
         self._drop()
         self._enter(Sharded())
 
@@ -327,10 +332,11 @@ class Unit:
         """Reshard after a failure: an all-gather that cannot end any more is forgotten."""
         if isinstance(self.state, Gathering):
             for pending in self.state.pending:
-                pending.cancel()
+                if pending is not None:
+                    pending.cancel()
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
-        self._set(Sharded())
+        self.state, self.is_full = Sharded(), False
 
     def reshard_after_forward(self) -> bool:
         """Do what the policy says at the end of forward; return False as :meth:`reshard` in a span does."""
@@ -372,7 +378,7 @@ class Unit:
             self._check_is_copy()
             for group in self.groups:
                 group.mark_in_use()
-            self._set(Unsharded(Source(state.source.version, span)))
+            self.state = Unsharded(Source(state.source.version, span))
         return True
 
     def _check_sub(self) -> None:
@@ -395,7 +401,11 @@ class Unit:
                 )
 
     def _written(self) -> list[tuple[ShardGroup, UnitParam]]:
-        return [(group, param) for group in self.groups for param in group.written()]
+        found: list[tuple[ShardGroup, UnitParam]] = []
+        for group in self.groups:
+            for param in group.written():
+                found.append((group, param))
+        return found
 
     def _write_back(self, written: list[tuple[ShardGroup, UnitParam]]) -> None:
         for group, param in written:
