@@ -24,8 +24,9 @@ from shardwise.optim.pieces import (
     local_of,
     pieces_of,
 )
+from shardwise.optim.protocol import Stepper
 from shardwise.optim.registry import UpdateRule
-from shardwise.optim.steppers import Stepper, make_stepper
+from shardwise.optim.steppers import make_stepper
 
 __all__ = ["ShardedOptimizer"]
 

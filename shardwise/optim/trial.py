@@ -5,16 +5,14 @@ A list of names could not cover users' classes, and a wrong guess would train an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.optim.forms import options_of
-
-MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
+from shardwise.optim.protocol import Closure, MakeOptimizer
 
 # Few elements show factors and norms.  Many, in a number that any block size divides, show state that is kept per block:
 # such optimizers keep plain state for tensors that are small or no multiple of a block.
@@ -48,7 +46,7 @@ def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.d
 
 
 def states_after_zeros(
-    make: MakeOptimizer, groups: Sequence[Mapping[str, Any]], closure: Callable[[], Any] | None = None
+    make: MakeOptimizer, groups: Sequence[Mapping[str, Any]], closure: Closure | None = None
 ) -> list[dict[str, Any]]:
     """Return the state that a step makes of each tensor of ``groups``, in order, without touching tensor or optimizer.
 

@@ -6,7 +6,7 @@ balanced by cost.  Parameters that every rank holds whole are updated on every r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,32 +19,34 @@ from shardwise.errors import StateError
 from shardwise.layout.owners import assign_owners
 from shardwise.optim.meeting import Matrix, Meeting, all_boxes, leaf_of, make_matrix, without_memory
 from shardwise.optim.pieces import PerPiece, Piece, gradient_of, is_sharded, is_sharded_tensor, local_of
+from shardwise.optim.protocol import Closure, MakeOptimizer, Params, Values, loss_of
+from shardwise.optim.registry import step_cost
+from shardwise.optim.trial import states_after_zeros
 from shardwise.optim.whole_state import State, is_cut, receive_states, send_states
-
-MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 _FINE, _FAILED, _PARTIAL = 0, 1, 2
 
 
 class WholeMatrixStep:
-    """An optimizer over the whole matrices that this rank owns.
+    """Runs an optimizer over the whole matrices that this rank owns.
 
     Args:
-        make: builds the optimizer from param groups.  cost: of updating a matrix of a shape.
-        groups: pieces, parameter by parameter, and options of each param group.
-        device: of the exchanges.
+        make: builds the optimizer, of class ``optimizer_class``, from param groups.
+        groups: parameters, in pieces, and options of each param group.
     """
+
+    is_elementwise = False
 
     def __init__(
         self,
         make: MakeOptimizer,
-        cost: Callable[[tuple[int, ...]], int],
-        groups: Sequence[tuple[Sequence[Sequence[Piece]], Mapping[str, Any]]],
-        device: torch.device,
+        optimizer_class: type[Optimizer],
+        groups: Sequence[tuple[Params, Mapping[str, Any]]],
     ) -> None:
         self._make = make
-        self._cost = cost
-        self._device = device
+        self._optimizer_class = optimizer_class
+        self._check(groups)
+        self._device = local_of(groups[0][0][0][0]).device  # of the exchanges
         self._meetings: dict[tuple[int, ...], Meeting] = {}
         self._known_ranks: dict[tuple[DeviceMesh, tuple[int, ...]], Ranks] = {}
         self._matrices: list[Matrix] = []
@@ -53,13 +55,23 @@ class WholeMatrixStep:
             [{**options, "params": params} for params, (_, options) in zip(leaves, groups, strict=True)]
         )
 
-    def add_group(self, params: Sequence[Sequence[Piece]], options: Mapping[str, Any]) -> None:
+    def _check(self, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
+        # An owner sees only its own matrices: what the class refuses must be refused on every rank.
+        stand_ins = [
+            [torch.empty(tuple(pieces[0].param.shape), dtype=pieces[0].param.dtype, device="meta") for pieces in params]
+            for params, _ in groups
+        ]
+        self._make([{**options, "params": params} for params, (_, options) in zip(stand_ins, groups, strict=True)])
+
+    def add_group(self, params: Params, options: Mapping[str, Any]) -> None:
         """Add a param group; owners of earlier matrices stay.  Collective over the ranks of its matrices."""
+        self._check([(params, options)])
         leaves = self._join(len(self.optimizer.param_groups), params)
         self.optimizer.add_param_group({**options, "params": leaves})
 
-    def owners(self) -> dict[str, int]:
-        """Return the global rank that updates each sharded parameter."""
+    @property
+    def owners(self) -> Mapping[str, int]:
+        """The global rank that updates each sharded parameter."""
         return {
             matrix.name: meeting.ranks.members[matrix.owner]
             for meeting in self._meetings.values()
@@ -69,12 +81,13 @@ class WholeMatrixStep:
 
     # ---- the step ----
 
-    def step(self) -> None:
-        """Update all parameters from their gradients of now.
+    def step(self, closure: Closure | None = None) -> Any:
+        """Run ``closure``, then update all parameters from their gradients of now.  Collective.
 
         Raises: StateError on all ranks of a matrix if its owner could not step, or if a gradient is there on some ranks
         only; no sharded parameter has changed then.
         """
+        loss = loss_of(closure)
         status, cause = _FINE, None
         try:
             for meeting in self._ordered():
@@ -104,6 +117,7 @@ class WholeMatrixStep:
         for _, updates in found:
             for piece, value in updates:
                 local_of(piece).detach().copy_(value)
+        return loss
 
     def _gather(self, meeting: Meeting) -> int:
         ranks = meeting.ranks
@@ -164,14 +178,16 @@ class WholeMatrixStep:
 
     # ---- state ----
 
-    def states(self, blank: bool = False) -> dict[str, dict[str, Any]]:
+    def states(self, blank: bool = False) -> Values:
         """Return per parameter its state; a value of the parameter's shape as :class:`PerPiece`.
 
         Collective over the ranks of each meeting.  ``blank``: names, shapes and dtypes are right, values mean nothing.
         """
-        source = (
-            self._trial_states() if blank else {id(m): self.optimizer.state.get(leaf_of(m), {}) for m in self._held()}
-        )
+        if blank:
+            states = states_after_zeros(self._make, self.optimizer.param_groups)
+            source = {id(matrix): state for matrix, state in zip(self._held(), states, strict=True)}
+        else:
+            source = {id(m): self.optimizer.state.get(leaf_of(m), {}) for m in self._held()}
         found: dict[str, dict[str, Any]] = {}
         for matrix in self._matrices:
             if matrix.owner is None and source[id(matrix)]:
@@ -183,7 +199,7 @@ class WholeMatrixStep:
             found.update(send_states(meeting, source, self._device))
         return {matrix.name: found[matrix.name] for matrix in self._matrices if matrix.name in found}
 
-    def local_states(self) -> dict[str, dict[str, Any]]:
+    def local_states(self) -> Values:
         """Return the state that this rank holds, whole; not collective.
 
         Names are the same on all ranks (torch decides by them whether to make state); others' entries are empty.
@@ -195,7 +211,7 @@ class WholeMatrixStep:
                 found[matrix.name] = dict(state)
         return found
 
-    def load(self, values: Mapping[str, Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+    def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state and options.  ``values`` as :meth:`states` returns them.  Collective like it."""
         wholes: dict[int, State] = {}
         for matrix in self._matrices:
@@ -217,22 +233,9 @@ class WholeMatrixStep:
             count += len(held)
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
-    def _trial_states(self) -> dict[int, State]:
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        copies: dict[int, torch.Tensor] = {}
-        groups: list[list[torch.Tensor]] = [[] for _ in options]
-        for matrix in self._held():
-            tensor = torch.zeros(matrix.shape, dtype=matrix.dtype, device=self._device)
-            tensor.grad = torch.zeros_like(tensor)
-            copies[id(matrix)] = tensor
-            groups[matrix.group_index].append(tensor)
-        trial = self._make([{**option, "params": tensors} for option, tensors in zip(options, groups, strict=True)])
-        torch_private.step_inside(trial)
-        return {number: dict(trial.state.get(tensor, {})) for number, tensor in copies.items()}
-
     # ---- who owns what ----
 
-    def _join(self, group_index: int, params: Sequence[Sequence[Piece]]) -> list[torch.Tensor]:
+    def _join(self, group_index: int, params: Params) -> list[torch.Tensor]:
         made = [make_matrix(group_index, list(pieces)) for pieces in params]
         fresh: dict[tuple[int, ...], list[Matrix]] = {}
         for matrix in made:
@@ -265,7 +268,7 @@ class WholeMatrixStep:
 
     def _assign(self, meeting: Meeting, matrices: list[Matrix]) -> None:
         ranks = meeting.ranks
-        costs = [self._cost(matrix.shape) for matrix in matrices]
+        costs = [step_cost(self._optimizer_class, matrix.shape) for matrix in matrices]
         owners = assign_owners(costs, ranks.size, meeting.loads)
         for matrix, owner, cost in zip(matrices, owners, costs, strict=True):
             matrix.owner = owner

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardwise.optim.trial import MakeOptimizer
+from shardwise.optim.protocol import MakeOptimizer
 from shardwise.zero.pieces import LocalPiece
 from shardwise.zero.share import Share, make_share
 
