@@ -7,6 +7,7 @@ balanced by cost.  Parameters that every rank holds whole are updated on every r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,19 @@ from shardwise.optim.trial import states_after_zeros
 from shardwise.optim.whole_state import State, is_cut, receive_states, send_states
 
 _FINE, _FAILED, _PARTIAL = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Scattered:
+    """What came back from the owners of a meeting.
+
+    Attributes:
+        statuses: global ranks and how their step went.
+        updates: the new values of this rank's pieces.
+    """
+
+    statuses: list[tuple[int, int]]
+    updates: list[tuple[Piece, torch.Tensor]]
 
 
 class WholeMatrixStep:
@@ -88,36 +102,42 @@ class WholeMatrixStep:
         only; no sharded parameter has changed then.
         """
         loss = loss_of(closure)
-        status, cause = _FINE, None
         try:
-            for meeting in self._ordered():
-                status = max(status, self._gather(meeting))
-            for matrix in self._matrices:
-                if matrix.owner is None:
-                    assert matrix.leaf is not None
-                    matrix.leaf.data = local_of(matrix.pieces[0]).detach()
-                    matrix.leaf.grad = gradient_of(matrix.pieces[0])
-            if status == _FINE:
-                try:
-                    torch_private.step_inside(self.optimizer)
-                except Exception as error:
-                    status, cause = _FAILED, error
+            status = max((self._gather(meeting) for meeting in self._ordered()), default=_FINE)
+            cause = self._update() if status == _FINE else None
+            status = status if cause is None else _FAILED
             found = [self._scatter(meeting, status) for meeting in self._ordered()]
         finally:
-            for matrix in self._matrices:
-                if matrix.leaf is not None:
-                    matrix.leaf.grad = None
-                    if matrix.owner is not None:
-                        matrix.leaf.data = without_memory(matrix)
+            self._let_go()
         if cause is not None and not self._meetings:
             raise cause
-        _raise_if_wrong(found, cause)
+        _raise_if_wrong([status for scattered in found for status in scattered.statuses], cause)
         for matrix in self._matrices:
             matrix.has_state |= _flag(matrix, [gradient_of(piece) for piece in matrix.pieces]) != 0
-        for _, updates in found:
-            for piece, value in updates:
+        for scattered in found:
+            for piece, value in scattered.updates:
                 local_of(piece).detach().copy_(value)
         return loss
+
+    def _update(self) -> Exception | None:
+        """Step the optimizer over what has been gathered and what is whole here; return what it raised."""
+        for matrix in self._matrices:
+            if matrix.owner is None:
+                leaf = leaf_of(matrix)
+                leaf.data = local_of(matrix.pieces[0]).detach()
+                leaf.grad = gradient_of(matrix.pieces[0])
+        try:
+            torch_private.step_inside(self.optimizer)
+        except Exception as error:
+            return error
+        return None
+
+    def _let_go(self) -> None:
+        """Drop gradients, and the memory of gathered matrices."""
+        for matrix in self._held():
+            leaf_of(matrix).grad = None
+            if matrix.owner is not None:
+                leaf_of(matrix).data = without_memory(matrix)
 
     def _gather(self, meeting: Meeting) -> int:
         ranks = meeting.ranks
@@ -157,7 +177,7 @@ class WholeMatrixStep:
             matrix.leaf.grad = gradient if found == {1} else None
         return status
 
-    def _scatter(self, meeting: Meeting, status: int) -> tuple[list[tuple[int, int]], list[tuple[Piece, torch.Tensor]]]:
+    def _scatter(self, meeting: Meeting, status: int) -> _Scattered:
         ranks = meeting.ranks
         sends = [
             [torch.tensor([status]), *(box.cut(leaf_of(m)) for m, box in all_boxes(meeting.mine, rank))]
@@ -174,7 +194,7 @@ class WholeMatrixStep:
             for pairs, items in zip(held, arrived, strict=True)
             for (_, piece), value in zip(pairs, items[1:], strict=True)
         ]
-        return statuses, updates
+        return _Scattered(statuses, updates)
 
     # ---- state ----
 
@@ -300,8 +320,7 @@ def _flag(matrix: Matrix, gradients: Sequence[torch.Tensor | None]) -> int:
     return int(all(gradient is not None for gradient in real))
 
 
-def _raise_if_wrong(found: Sequence[tuple[list[tuple[int, int]], Any]], cause: Exception | None) -> None:
-    statuses = [status for items, _ in found for status in items]
+def _raise_if_wrong(statuses: Sequence[tuple[int, int]], cause: Exception | None) -> None:
     failed = sorted({rank for rank, status in statuses if status == _FAILED})
     if failed:
         raise StateError(

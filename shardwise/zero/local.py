@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardwise.optim.forms import options_of
 from shardwise.optim.protocol import MakeOptimizer
 from shardwise.zero.pieces import LocalPiece
 from shardwise.zero.share import Share, make_share
@@ -85,7 +86,7 @@ def _local_group(share: Share, groups: Sequence[Mapping[str, Any]], number: int)
 
 def _copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> None:
     for source, target in zip(sources, targets, strict=True):
-        target.update((key, value) for key, value in source.items() if key != "params")
+        target.update(options_of(source))
 
 
 @contextmanager
