@@ -21,6 +21,7 @@ from shardwise.optim.flat import (
     merge_states,
     packed,
 )
+from shardwise.optim.forms import load_indexed
 from shardwise.optim.given import GivenState
 from shardwise.optim.pieces import PerPiece, Piece, gradient_of, local_of, state_of_piece
 from shardwise.optim.protocol import Closure, MakeOptimizer, Params, Values, loss_of
@@ -167,16 +168,7 @@ class ElementwiseStep:
             states = packed(states, [item for group in self._groups for item in group.find()])
         for index, group in enumerate(self._groups):
             self.optimizer.param_groups[index]["params"] = [run.tensor for run in group.runs]
-        numbered: dict[int, State] = {}
-        groups: list[dict[str, Any]] = []
-        count = 0
-        for group, option in zip(self._groups, options, strict=True):
-            for offset, piece in enumerate(group.pieces):
-                if piece in states:
-                    numbered[count + offset] = states[piece]
-            groups.append({**option, "params": list(range(count, count + len(group.pieces)))})
-            count += len(group.pieces)
-        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+        load_indexed(self.optimizer, [states.get(piece) for group in self._groups for piece in group.pieces], options)
 
     def _live_states(self) -> dict[Piece, State]:
         found: dict[Piece, State] = {}

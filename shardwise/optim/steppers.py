@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
 from shardwise.optim.elementwise import ElementwiseStep
+from shardwise.optim.forms import load_indexed
 from shardwise.optim.pieces import is_sharded_tensor, local_of, state_of_piece
 from shardwise.optim.protocol import Closure, MakeOptimizer, Params, Stepper, Values
 from shardwise.optim.registry import UpdateRule, is_known, update_rule
@@ -106,10 +107,5 @@ class PlainStep:
 
     def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state and options."""
-        number = {id(piece.param): index for index, piece in enumerate(self._params)}
-        state = {i: state_of_piece(values[p.name], 0) for i, p in enumerate(self._params) if p.name in values}
-        groups = [
-            {**option, "params": [number[id(param)] for param in group["params"]]}
-            for option, group in zip(options, self.optimizer.param_groups, strict=True)
-        ]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        states = [state_of_piece(values[p.name], 0) if p.name in values else None for p in self._params]
+        load_indexed(self.optimizer, states, options)

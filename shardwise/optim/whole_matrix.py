@@ -18,8 +18,9 @@ from shardwise import torch_private
 from shardwise.comm.matrices import Expected, Ranks, exchange, exchange_objects, ranks_along, ranks_of_group
 from shardwise.errors import StateError
 from shardwise.layout.owners import assign_owners
+from shardwise.optim.forms import load_indexed
 from shardwise.optim.meeting import Matrix, Meeting, all_boxes, leaf_of, make_matrix, without_memory
-from shardwise.optim.pieces import PerPiece, Piece, gradient_of, is_sharded, is_sharded_tensor, local_of
+from shardwise.optim.pieces import PerPiece, Piece, gradient_of, is_sharded, is_sharded_tensor, local_of, state_of_piece
 from shardwise.optim.protocol import Closure, MakeOptimizer, Params, Values, loss_of
 from shardwise.optim.registry import step_cost
 from shardwise.optim.trial import states_after_zeros
@@ -238,20 +239,13 @@ class WholeMatrixStep:
             matrix.has_state = matrix.name in values
         for meeting in self._ordered():
             wholes.update(receive_states(meeting, values, self._device))
-        numbered: dict[int, State] = {}
-        groups: list[dict[str, Any]] = []
-        count = 0
-        for index, option in enumerate(options):
-            held = [matrix for matrix in self._held() if matrix.group_index == index]
-            for place, matrix in enumerate(held):
-                if matrix.owner is None and matrix.name in values:
-                    entry = values[matrix.name].items()
-                    numbered[count + place] = {k: v[0] if isinstance(v, PerPiece) else v for k, v in entry}
-                elif wholes.get(id(matrix)):
-                    numbered[count + place] = wholes[id(matrix)]
-            groups.append({**option, "params": list(range(count, count + len(held)))})
-            count += len(held)
-        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+        states = [
+            state_of_piece(values[matrix.name], 0)
+            if matrix.owner is None and matrix.name in values
+            else wholes.get(id(matrix)) or None
+            for matrix in self._held()
+        ]
+        load_indexed(self.optimizer, states, options)
 
     # ---- who owns what ----
 

@@ -20,7 +20,7 @@ from shardwise.optim.checkpointed import Checkpoint, only_saved
 from shardwise.optim.forms import in_form, is_flat, options_of, unflattened
 from shardwise.optim.trial import states_after_zeros
 from shardwise.zero.local import LocalOptimizer
-from shardwise.zero.pieces import LocalPiece, flat_like, memory_order
+from shardwise.zero.pieces import LocalPiece, elements_of, memory_order
 from shardwise.zero.state import StateOfParam, load_share
 
 
@@ -149,7 +149,7 @@ def _inward(local: LocalPiece, _name: str, value: Any) -> Any:
     if isinstance(value, StateSlice):
         return value.local
     if isinstance(value, torch.Tensor) and value.dim() > 0 and not local.is_param:
-        return flat_like(value, local.param)[local.piece.start : local.piece.stop].clone()
+        return elements_of(local.piece, local.param, value).clone()
     return value
 
 

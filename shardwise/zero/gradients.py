@@ -16,7 +16,7 @@ from shardwise.errors import StateError
 from shardwise.layout.owners import Piece
 from shardwise.optim.owned import GradientOwner, OwnedGradient, make_owned
 from shardwise.zero.compare import are_same
-from shardwise.zero.pieces import LocalPiece, flat_like, gradient_for
+from shardwise.zero.pieces import LocalPiece, elements_of, gradient_for
 from shardwise.zero.share import Share
 
 MESSAGE_BYTES = 4 * 1024 * 1024  # two messages are on their way at a time, each copied once out and once in
@@ -42,12 +42,6 @@ class Reduction:
     owner_ref: OwnerRef
     what: str
     averages: dict[Piece, torch.Tensor] = field(default_factory=dict[Piece, torch.Tensor])
-
-
-def piece_gradient(piece: Piece, param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the elements of the parameter's ``gradient`` that belong to ``piece``, 1-D in the parameter's order."""
-    flat = flat_like(gradient, param)
-    return flat if piece.numel == param.numel() else flat[piece.start : piece.stop]
 
 
 def own_gradient(param: torch.Tensor) -> torch.Tensor | None:
@@ -160,7 +154,7 @@ def _owned(run: Reduction, piece: Piece) -> Owned:
     gradient = own_gradient(param)
     if gradient is None:
         raise StateError(f"{run.what}: parameter {piece.tensor} lost its gradient meanwhile")
-    return Owned(piece.owner, piece_gradient(piece, param, gradient))
+    return Owned(piece.owner, elements_of(piece, param, gradient))
 
 
 def _finish(run: Reduction, pieces: Sequence[Piece], pending: PendingReduce) -> None:

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.comm.owned import Owned, PendingBroadcast, PendingReduce, launch_broadcasts, reduce_to_owners
 from shardwise.errors import ConfigError
 from shardwise.torch_private import call_after_backward, graph_task_id
-from shardwise.zero.gradients import mark_spent, piece_gradient
-from shardwise.zero.pieces import LocalPiece, gradient_for, is_dense
+from shardwise.zero.gradients import mark_spent
+from shardwise.zero.pieces import LocalPiece, elements_of, gradient_for, is_dense
 from shardwise.zero.stepper import ShareStepper
 
 DDPHook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
@@ -145,7 +145,7 @@ def _launch(overlap: Overlap, running: _Backward, state: object, bucket: dist.Gr
     place = dict(zip(indices, gradients, strict=True))
     owned: list[Owned] = []
     for piece in stepper.share.pieces_of(indices):
-        gradient = piece_gradient(piece, stepper.share.params[piece.tensor], place[piece.tensor])
+        gradient = elements_of(piece, stepper.share.params[piece.tensor], place[piece.tensor])
         owned.append(Owned(piece.owner, gradient))
     reduced = reduce_to_owners(owned, stepper.board, _what(stepper), stepper.staging(bucket.buffer().device))
     running.buckets.append(_Bucket(indices, gradients, reduced, bucket.buffer()))

@@ -94,11 +94,16 @@ def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return tensor.permute(memory_order(param)).reshape(-1)
 
 
+def elements_of(piece: Piece, param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``tensor`` (shape of ``param``) that belong to ``piece``, 1-D in the order of ``param``."""
+    return flat_like(tensor, param)[piece.start : piece.stop]
+
+
 def gradient_for(local: LocalPiece, gradient: torch.Tensor) -> torch.Tensor:
     """Return the part of the parameter's ``gradient`` that belongs to the piece, shaped like its tensor."""
     if local.is_param or local.param.dim() == 0:
         return gradient
-    return flat_like(gradient, local.param)[local.piece.start : local.piece.stop]
+    return elements_of(local.piece, local.param, gradient)
 
 
 def owned_views(

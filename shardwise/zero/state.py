@@ -12,11 +12,11 @@ from shardwise.comm.board import Board
 from shardwise.comm.owned import gather_objects, receive_tensor, send_tensor
 from shardwise.errors import ConfigError, LayoutError
 from shardwise.layout.owners import Piece
-from shardwise.optim.forms import options_of
+from shardwise.optim.forms import load_indexed
 from shardwise.optim.pieces import copied
 from shardwise.zero.checks import Partition
 from shardwise.zero.local import LocalOptimizer
-from shardwise.zero.pieces import LocalPiece, flat_like, flat_view
+from shardwise.zero.pieces import LocalPiece, elements_of, flat_view
 from shardwise.zero.share import Share
 
 StateOfParam = dict[str, Any]
@@ -111,17 +111,11 @@ def load_share(
     """
     groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
     _check_groups([len(group["params"]) for group in groups], local.groups)
-    state: dict[int, StateOfParam] = {}
-    for index, own in enumerate(local.share.local_pieces):
+    states: list[StateOfParam | None] = []
+    for own in local.share.local_pieces:
         values = state_dict["state"].get(keys[own.piece.tensor])
-        if values:
-            state[index] = {name: take(own, name, value) for name, value in values.items()}
-    counter = iter(range(len(local.share.local_pieces)))
-    local_groups = [
-        {**options_of(group), "params": [next(counter) for _ in own_group["params"]]}
-        for group, own_group in zip(groups, local.optim.param_groups, strict=True)
-    ]
-    local.optim.load_state_dict({"state": state, "param_groups": local_groups})
+        states.append({name: take(own, name, value) for name, value in values.items()} if values else None)
+    load_indexed(local.optim, states, groups)
     local.pull_options()
 
 
@@ -176,7 +170,7 @@ def _share_of(local: LocalPiece, name: str, value: Any) -> Any:
             f"state {name!r} of parameter {local.piece.tensor} has shape {tuple(value.shape)}, expected "
             f"{tuple(local.param.shape)}: partition='even' needs element-wise state; use partition='whole'"
         )
-    return flat_like(value.detach(), local.param)[local.piece.start : local.piece.stop].clone()
+    return elements_of(local.piece, local.param, value.detach()).clone()
 
 
 def _target(values: StateOfParam, name: str, value: Described, piece: Piece, share: Share) -> torch.Tensor:
