@@ -98,6 +98,12 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> None:
+    """Copy the options of param groups, group by group."""
+    for source, target in zip(sources, targets, strict=True):
+        target.update(options_of(source))
+
+
 def leaves_of(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     """Yield the entries of a parameter's state with their keys, those of inner dicts joined by dots."""
     for key, value in values.items():

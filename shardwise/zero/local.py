@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardwise.optim.forms import options_of
+from shardwise.optim.forms import copy_options
 from shardwise.optim.protocol import MakeOptimizer
 from shardwise.zero.pieces import LocalPiece
 from shardwise.zero.share import Share, make_share
@@ -41,11 +41,11 @@ class LocalOptimizer:
 
     def push_options(self) -> None:
         """Let the optimizer follow the options that users have set."""
-        _copy_options(self.groups, self.optim.param_groups)
+        copy_options(self.groups, self.optim.param_groups)
 
     def pull_options(self) -> None:
         """Show users the options of the optimizer, which a step or a load may have changed."""
-        _copy_options(self.optim.param_groups, self.groups)
+        copy_options(self.optim.param_groups, self.groups)
 
     def state_of(self, local: LocalPiece) -> Mapping[str, Any]:
         """Return the state of a piece; empty if it has none."""
@@ -82,11 +82,6 @@ def make_local_optimizer(share: Share, groups: list[dict[str, Any]], make: MakeO
 
 def _local_group(share: Share, groups: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
     return {**groups[number], "params": share.tensors_of_group(number)}
-
-
-def _copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.update(options_of(source))
 
 
 @contextmanager
