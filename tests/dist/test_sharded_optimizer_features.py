@@ -70,8 +70,8 @@ def flat_updates() -> None:
                     _backward(tensors, 10 * step + microbatch)
                 optimizer.step()
                 optimizer.zero_grad()
-        assert found._stepper.num_updates == 4, found._stepper.num_updates
-        assert each._stepper.num_updates == len(_named(model))
+        assert found._stepper.num_runs == 4, found._stepper.num_updates
+        assert each._stepper.num_runs == len(_named(model))
         _assert_close(model, plain)
         fused = "fused" in options
         for a, b in zip(model.parameters(), single.parameters(), strict=True):
@@ -101,7 +101,7 @@ def layouts_change() -> None:
         for optimizer in (found, expected):
             optimizer.step()
             optimizer.zero_grad()
-        counts.append(found._stepper.num_updates)
+        counts.append(found._stepper.num_runs)
     _assert_close(model, plain)
     # Its step count differs for good, so that it is updated by itself and cuts its unit in three.
     assert counts[0] == 4, counts

@@ -291,7 +291,7 @@ def still_in_one_piece(door: str) -> None:
         optimizer.zero_grad()
         _backward(door, model, step)
         optimizer.step()
-        counts.append(optimizer._stepper.num_updates)
+        counts.append(optimizer._stepper.num_runs)
         if step == 3:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         held.append(optimizer.state_dict())
@@ -330,15 +330,15 @@ def released() -> None:
         p.grad = factor  # gradients that are no neighbours: state is made piece by piece
     optimizer.step()
     held = optimizer.state_dict()
-    assert optimizer._stepper.num_updates == len(SIZES)
+    assert optimizer._stepper.num_runs == len(SIZES)
     for step in range(3):
         _flat_gradients(model, _factors(0))
         optimizer.step()
-        assert optimizer._stepper.num_updates == len(SIZES), step
+        assert optimizer._stepper.num_runs == len(SIZES), step
     del held
     for _ in range(RETRY_EVERY):
         optimizer.step()
-    assert optimizer._stepper.num_updates == 1
+    assert optimizer._stepper.num_runs == 1
     plain = Params()
     reference = torch.optim.Adam(plain.parameters(), **KINDS["adam"][1])
     for _ in range(4 + RETRY_EVERY):

@@ -142,7 +142,7 @@ def one_rank_skipped_a_step() -> None:
     group, rank = _group(), dist.get_rank()
     zero = _zero(group)
     if rank == 1:
-        zero.mark_stepped()
+        zero.stepper.mark_stepped()
     text = _raises(zero.consolidate_state_dict)
     assert "rank 1: 1 step(s) so far" in text
 

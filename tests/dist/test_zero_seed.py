@@ -89,6 +89,16 @@ def lr_scheduler() -> None:
     assert x.item() != 1.0
 
 
+def groups_put_in_place_of_the_old_are_followed() -> None:
+    x = torch.tensor([1.0], requires_grad=True)
+    o = ZeroRedundancyOptimizer([x], optimizer_class=SGD, lr=0.1)
+    o.param_groups = [{**o.param_groups[0], "lr": 0.5}]
+    x.backward()
+    o.step()
+    assert x.item() == pytest.approx(0.5)
+    assert o.param_groups[0]["lr"] == 0.5
+
+
 def step_with_kwargs() -> None:
     kwarg: list[Any] = []
     x = torch.tensor([1.0], requires_grad=True)
@@ -183,6 +193,7 @@ def same_dense_param_type() -> None:
 SINGLE_RANK = [
     state_dict,
     lr_scheduler,
+    groups_put_in_place_of_the_old_are_followed,
     step_with_kwargs,
     step_with_extra_inner_key,
     step_without_closure,
