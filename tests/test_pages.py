@@ -16,7 +16,7 @@ CODE = [path for folder in ("shardwise", "tests", "benchmarks", "docs") for path
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 QUOTED = re.compile(r"`([^`\n]+)`")
-FILE = re.compile(r"(?<![\w./*-])(?:[\w.*-]+/)*[\w*-]+\.(?:py|md|json|toml|c|txt)\b")
+FILE = re.compile(r"(?<![\w./*}-])(?:[\w.*-]+/)*[\w*-]+\.(?:py|md|json|toml|c|txt)\b")
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([\w-]+))?\)")
 OF_A_RUN = {"config.json"}  # what the command writes, and no page of ours
 
@@ -76,7 +76,9 @@ HALL = {"__init__.py": "", "errors.py": "", "hall/__init__.py": '"""The hall."""
 
 
 def test_who_imports_stands_above_who_is_imported(tmp_path: Path) -> None:
-    package = write(tmp_path, {**HALL, "loft/a.py": "from shardwise.hall.b import c", "hall/b.py": "import shardwise.errors"})
+    package = write(
+        tmp_path, {**HALL, "loft/a.py": "from shardwise.hall.b import c", "hall/b.py": "import shardwise.errors"}
+    )
     draw = runpy.run_path(str(ROOT / "docs" / "draw_house.py"))["draw"]
     lines = draw(package).splitlines()
     assert "    loft --> hall" in lines
@@ -111,7 +113,9 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     for name, anchor in LINK.findall(text_of(page)):
         target = page.parent / name if name else page
         assert target.exists(), f"{page.name} links to {name}"
-        assert not anchor or anchor in anchors(target), f"{page.name} links to {name}#{anchor}: there is no such heading"
+        assert not anchor or anchor in anchors(target), (
+            f"{page.name} links to {name}#{anchor}: there is no such heading"
+        )
 
 
 def test_every_design_has_a_number_of_its_own() -> None:
