@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -86,9 +86,8 @@ def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
-def is_profiling() -> bool:
-    """Return True while a profiler records on this thread."""
-    return torch.autograd._profiler_enabled()
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Returns True while a profiler records on this thread."""
 
 
 def same_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
@@ -101,10 +100,16 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """Return the hooks registered with ``register_post_accumulate_grad_hook``, in the order they were registered."""
-    hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
-    return list(hooks.values()) if hooks else []
+def post_accumulate_hooks(
+    parameters: Iterable[torch.Tensor],
+) -> list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]:
+    """Return the hooks of ``register_post_accumulate_grad_hook``, per parameter in the order of their registration."""
+    found: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
+    for parameter in parameters:
+        hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+        if hooks:
+            found += [(parameter, hook) for hook in hooks.values()]
+    return found
 
 
 def has_chosen_grad_dtype(parameter: torch.Tensor) -> bool:
@@ -169,6 +174,11 @@ def parameter_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor itself (``to_local`` makes a new one through autograd); else ``tensor``."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that grows with each write that torch counts: to a DTensor itself, or to its local tensor."""
+    return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else tensor._version)
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

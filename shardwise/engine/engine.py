@@ -20,7 +20,7 @@ from shardwise.engine.group_links import GroupLink
 from shardwise.engine.journal import Journal
 from shardwise.engine.notes import note
 from shardwise.errors import StateError, TransportError
-from shardwise.events import Event, Op
+from shardwise.events import Op
 from shardwise.plan.order import Edge
 from shardwise.units.gradients import (
     Gradients,
@@ -111,6 +111,7 @@ class Engine:
         self.lanes = lanes
         self.pool = pool
         self.journal = Journal()
+        self.emit = self.journal.emit
         self.spans = Spans()
         self.links: dict[str, GroupLink] = {}
         self.transport: Transport = "auto"
@@ -143,10 +144,6 @@ class Engine:
 
     # ---- what units ask for ----
 
-    def emit(self, event: Event) -> None:
-        """Write down what a unit has done."""
-        self.journal.emit(event)
-
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """Return ``error`` with the position of every rank, as far as they can be known."""
         return self.journal.explain(error, where)
@@ -159,7 +156,7 @@ class Engine:
 
     def before_forward(self, unit: Unit) -> None:
         """Make the full parameters of ``unit`` readable and start what the plan wants ahead."""
-        if is_in_backward():
+        if torch_private.graph_task_id() != -1:  # in backward
             self.journal.visit(unit, Edge.ENTER_RECOMPUTE)
             for member in unit.family:
                 member.wait(self.spans.number)
@@ -171,9 +168,10 @@ class Engine:
         if starts:
             unit.awaited = unit.module_ids()
             self.journal.visit(unit, Edge.ENTER_FORWARD)
+        span = self.spans.number
         for member in unit.family:
             member.holders += 1
-            member.wait(self.spans.number)
+            member.wait(span)
         if starts:
             self._run_ahead(unit.forward_prefetch)
 
@@ -182,7 +180,7 @@ class Engine:
 
         Returns: True if the output of this forward needs :meth:`before_backward` hooks, False if forward has raised.
         """
-        if is_in_backward():
+        if torch_private.graph_task_id() != -1:  # in backward
             if not unit.in_backward:
                 self._reshard(unit, after_forward=True)
             self.journal.visit(unit, Edge.EXIT_RECOMPUTE)
@@ -397,7 +395,7 @@ class Engine:
                 raise self.journal.explain(error, f"gradients of unit '{unit.name}'") from error
         for param in launch.partial:
             del unit.partial[param]
-        unit.note(Op.REDUCE, sum(r.num_bytes for r in launch.reductions if r.is_collective))
+        unit.note(Op.REDUCE, sum([r.num_bytes for r in launch.reductions if r.is_collective]))
         self._in_flight += launch.reductions
 
     def _absorb(self, launch: _Launch, gradients: Gradients) -> Gradients:
@@ -416,7 +414,7 @@ class Engine:
         return added
 
     def _num_held_inputs(self) -> int:
-        return sum(reduction.holds_input for reduction in self._in_flight)
+        return sum([reduction.holds_input for reduction in self._in_flight])
 
     def _advance(self, reduction: Reduction) -> None:
         try:
@@ -474,10 +472,11 @@ class Engine:
 
     def _is_due(self, unit: Unit) -> bool:
         since = [*self._deferred, *self._launched] if self.is_manual else self._launched
-        is_reduced = any(launch.unit is unit for launch in since)
         if self.is_manual and unit.held and unit.policy.sync:
             return True
-        return unit.policy.sync and bool(unit.held or unit.policy.reduces_unused) and not is_reduced
+        if not unit.policy.sync or not (unit.held or unit.policy.reduces_unused):
+            return False
+        return all(launch.unit is not unit for launch in since)
 
     # ---- backward whose end the user says ----
 

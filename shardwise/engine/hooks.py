@@ -6,7 +6,6 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ class Hooks:
         engine = live_engine(self._attachment)
         if not engine.is_in_forward and engine.device.type != "cpu":
             args, kwargs = to_device(args, engine.device), to_device(kwargs, engine.device)
-        with self._range("pre_forward"):
+        with note_range("pre_forward", self._unit.name):
             engine.before_forward(self._unit)
         precision = self._unit.precision
         if precision.param_dtype is not None and precision.cast_forward_inputs:
@@ -77,7 +76,7 @@ class Hooks:
         """Forward hook, also run when forward has raised."""
         engine = engine_of(self._unit)
         through = self._attachment.passes.pop() if self._attachment.passes else None
-        with self._range("post_forward"):
+        with note_range("post_forward", self._unit.name):
             if engine is None or not engine.after_forward(self._unit, module):
                 return None
         if torch.is_grad_enabled():
@@ -144,7 +143,7 @@ class Hooks:
         """Runs when the first gradient of an output is known; ``made_of``: the packing of the forward that made it."""
         engine = engine_of(self._unit)
         if engine is not None:
-            with self._range("pre_backward"):
+            with note_range("pre_backward", self._unit.name):
                 engine.before_backward(self._unit, through, made_of)
 
     @torch_private.dynamo_disabled
@@ -153,9 +152,6 @@ class Hooks:
         engine = engine_of(self._unit)
         if engine is not None:
             engine.inputs_done(self._unit, through)
-
-    def _range(self, what: str) -> AbstractContextManager[object]:
-        return note_range(what, self._unit.name)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Hooks:
         result = memo[id(self)] = Hooks(copy.deepcopy(self._attachment, memo))

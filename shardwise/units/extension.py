@@ -70,18 +70,18 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 class ExtensionParams:
-    """The parameters of a group that have extensions."""
+    """The parameters of a group that have extensions.
+
+    Attributes:
+        params: these, in the group's order.
+    """
 
     def __init__(self, axes: MeshAxes, precision: MixedPrecisionPolicy, device: torch.device) -> None:
         self._axes = axes
         self._precision = precision
         self._device = device
         self._entries: list[_Extended] = []
-
-    @property
-    def params(self) -> list[UnitParam]:
-        """The parameters, in the group's order."""
-        return [entry.param for entry in self._entries]
+        self.params: list[UnitParam] = []
 
     @staticmethod
     def wants(param: UnitParam) -> bool:
@@ -97,6 +97,7 @@ class ExtensionParams:
     def adopt(self, params: list[UnitParam]) -> None:
         """Manage ``params`` from here on."""
         self._entries = [_Extended(param) for param in params]
+        self.params = params
         for param in params:
             param.full = None
             param.is_hooked = False

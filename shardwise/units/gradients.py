@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
@@ -24,17 +24,17 @@ from shardwise.units.precision import CPUOffloadPolicy
 from shardwise.units.reduce_layout import ReduceLayout
 
 Gradients = dict[UnitParam, torch.Tensor]
+_HERE = nullcontext()
 
 
 def take_gradients(group: ShardGroup) -> Gradients:
     """Return the local gradients of the full parameters, in the dtypes that they are reduced in, and clear them there."""
     taken: Gradients = {}
+    mark_full(group.params)  # a unit whose backward reads no parameter is not waited for
     for param in group.params:
         full = param.full
         if full is None:
             continue
-        if type(full) is not nn.Parameter:
-            mark_full(full)  # a unit whose backward reads no parameter is not waited for
         gradient = full.grad
         if gradient is None:
             continue
@@ -171,23 +171,24 @@ class Reduction:
     ) -> None:
         self.group = group
         self.params = params
-        self.is_partial = group.comm.replicas is not None and not terms.policy.syncs_replicas
+        self._comm = group.comm
+        self.is_partial = self._comm.replicas is not None and not terms.policy.syncs_replicas
         self._layout = _layout_of(group, params, dtype)
-        self._partial = {param: partial[param] for param in params if param in partial}
+        self._partial = {param: partial[param] for param in params if param in partial} if partial else partial
         self._terms = terms
         self._scale = scale_of(group, dtype, terms.policy)
         self._pending: Pending | None = None
         self._is_scattered = False
         is_final = not self.is_partial and group.storage_device == group.device
-        is_final = is_final and all(param.dtype_of_gradient in (dtype, None) for param in params)
+        is_final = is_final and {param.dtype_of_gradient for param in params} <= {dtype, None}
         self._packing = _Packing(self._layout, gradients, dtype, group.device, is_final)
 
     # ---- launching ----
 
     def scatter(self) -> None:
         """Launch the reduce-scatter."""
-        assert self.group.comm.reduce is not None
-        self._pending = self.group.comm.reduce.reduce_scatter(self._packing, self._scale)
+        assert self._comm.reduce is not None
+        self._pending = self._comm.reduce.reduce_scatter(self._packing, self._scale)
         if self._terms.lane.is_concurrent:  # what follows need not wait for other ranks
             self.advance()
 
@@ -198,7 +199,7 @@ class Reduction:
         else:
             self._packing.fill(self._packing.target())
         self._packing.drop()
-        if self.group.comm.replicas is None and self._scale.divisor is not None:
+        if self._comm.replicas is None and self._scale.divisor is not None:
             self._packing.target().div_(self._scale.divisor)
         self.advance()
 
@@ -209,7 +210,8 @@ class Reduction:
         if self._is_scattered:
             return
         self._is_scattered = True
-        with self._terms.lane.run():
+        lane = self._terms.lane
+        with lane.run() if lane.is_concurrent else _HERE:
             if self._pending is not None:
                 self._pending.wait()
             section = self._packing.target()
@@ -218,9 +220,9 @@ class Reduction:
                     if param in self._partial:
                         window.add_(self._partial[param])
             self._pending = None
-            replicas = self.group.comm.replicas
+            replicas = self._comm.replicas
             if replicas is not None and not self.is_partial and self.has_elements:
-                scale = self._scale if self.group.comm.reduce is None else _replica_scale(self._scale)
+                scale = self._scale if self._comm.reduce is None else _replica_scale(self._scale)
                 self._pending = replicas.all_reduce(section, scale)
             elif self._terms.hook is not None:
                 self._terms.hook(section)
@@ -229,13 +231,14 @@ class Reduction:
         """Wait for the end; the current stream may read the result."""
         self.advance()
         lane = self._terms.lane
-        with lane.run():
+        with lane.run() if lane.is_concurrent else _HERE:
             if self._pending is not None:
                 self._pending.wait()
                 self._pending = None
                 if self._terms.hook is not None:
                     self._terms.hook(self._packing.target())
-        lane.current_waits(lane.mark())
+        if lane.is_concurrent:
+            lane.current_waits(lane.mark())
 
     def cancel(self) -> None:
         """Let the collective end, if it can, and forget its result."""
@@ -257,11 +260,9 @@ class Reduction:
         for param, gradient in zip(self.params, self._as_gradients(), strict=True):
             existing = param.sharded.grad
             if existing is None:
-                param.sharded.grad = (
-                    gradient
-                    if not param.is_strided
-                    else torch.empty_like(param.sharded, dtype=gradient.dtype).copy_(gradient)
-                )
+                if param.full is param.sharded and param.is_strided:
+                    gradient = torch.empty_like(param.sharded, dtype=gradient.dtype).copy_(gradient)
+                param.sharded.grad = gradient
             else:
                 olds.append(torch_private.local_of(existing))
                 news.append(torch_private.local_of(gradient))
@@ -317,7 +318,7 @@ class Reduction:
     @property
     def is_collective(self) -> bool:
         """True when shards of other ranks are summed."""
-        return self.group.comm.reduce is not None and self.has_elements
+        return self._comm.reduce is not None and self.has_elements
 
     @property
     def num_bytes(self) -> int:
@@ -411,8 +412,6 @@ def _replica_scale(scale: Scale) -> Scale:
 
 def run_gradient_hooks(params: Iterable[UnitParam]) -> None:
     """Run the hooks that users registered on sharded parameters to follow the accumulation of their gradients."""
-    for param in params:
-        if param.full is param.sharded:
-            continue  # autograd has run them
-        for hook in torch_private.post_accumulate_hooks(param.sharded):
-            hook(param.sharded)
+    # Of those that are their own full form autograd has run them.
+    for sharded, hook in torch_private.post_accumulate_hooks([p.sharded for p in params if p.full is not p.sharded]):
+        hook(sharded)

@@ -105,7 +105,7 @@ class UnitParam:
     @property
     def dtype_of_gradient(self) -> torch.dtype | None:
         """The dtype of ``.grad``; None: that of whatever arrives."""
-        return self.dtype if self.grad_dtype is None else self.grad_dtype.dtype
+        return torch_private.local_of(self.sharded).dtype if self.grad_dtype is None else self.grad_dtype.dtype
 
     def dtype_of_full(self, precision: MixedPrecisionPolicy) -> torch.dtype:
         """Return the dtype in which it is all-gathered and used."""

@@ -34,7 +34,7 @@ class ReduceLayout:
         if self.is_even:
             num_shards = self.bucket.shards[0].num_shards
             rows = packed.view(num_shards, self.bucket.section_numel)
-            if all(gradient.dtype == packed.dtype for gradient in gradients):
+            if {gradient.dtype for gradient in gradients} == {packed.dtype}:
                 torch.cat([gradient.reshape(num_shards, -1) for gradient in gradients], dim=1, out=rows)
                 return
         if self.bucket.has_padding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -19,7 +19,7 @@ from shardwise.units.group import ShardGroup
 from shardwise.units.idle import mark_full
 from shardwise.units.param import UnitParam
 from shardwise.units.precision import MixedPrecisionPolicy
-from shardwise.units.state import Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
+from shardwise.units.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
 
 
 class Host(Protocol):
@@ -54,6 +54,7 @@ class Unit:
     Attributes:
         groups: its parameters, one group per mesh.
         policy: its behaviour; replaced whole.
+        is_full: the full parameters are registered: its state is Unsharded.
         name: paths of its modules in the root, from the first forward on.
         backward_task: the autograd task in which its backward has begun.
         open_passes: passes through its modules that backward has come to and not left.
@@ -83,6 +84,7 @@ class Unit:
         self.policy = policy
         self.name = ""
         self.state: UnitState = Sharded()
+        self.is_full = False
         self.in_backward = False
         self.backward_task = -1
         self.open_passes: set[object] = set()
@@ -118,10 +120,11 @@ class Unit:
         return tuple(module for ref in self._modules if (module := ref()) is not None)
 
     @property
-    def params(self) -> Iterator[UnitParam]:
+    def params(self) -> Sequence[UnitParam]:
         """All parameters of all groups."""
-        for group in self.groups:
-            yield from group.params
+        if len(self.groups) == 1:
+            return self.groups[0].params
+        return [param for group in self.groups for param in group.params]
 
     @property
     def family(self) -> tuple[Unit, ...]:
@@ -132,11 +135,6 @@ class Unit:
     def wants_boundary(self) -> bool:
         """True when counting gradients does not tell the end of its backward: the gradients of its inputs must."""
         return self.ended_late or self.policy.reduces_unused or self.num_frozen > 0 or not self.counts_gradients
-
-    @property
-    def is_full(self) -> bool:
-        """True when the full parameters are registered."""
-        return isinstance(self.state, Unsharded)
 
     @property
     def is_sharded(self) -> bool:
@@ -156,7 +154,7 @@ class Unit:
     @property
     def num_packs(self) -> int:
         """How often its parameters were put together anew, because somebody has replaced them or changed their dtype."""
-        return sum(group.num_packs for group in self.groups)
+        return sum([group.num_packs for group in self.groups])
 
     def check_packing(self, made_of: int) -> None:
         """Raise StateError if parameters were put together anew since a forward that saw ``num_packs == made_of``."""
@@ -175,6 +173,8 @@ class Unit:
     @property
     def gather_staging(self) -> tuple[int, bool]:
         """Bytes that a launched unshard holds, and whether (all of) the full parameters are among them."""
+        if len(self.groups) == 1 and not self.policy.keeps_full_memory:
+            return self.groups[0].gather_staging
         stagings = [group.gather_staging for group in self.groups]
         if not self.policy.keeps_full_memory and all(is_in_place for _, is_in_place in stagings):
             return sum(num_bytes for num_bytes, _ in stagings), bool(stagings)
@@ -192,7 +192,7 @@ class Unit:
     @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters beyond the shards; 0 if they stay, as what does not move in a step."""
-        return 0 if self.policy.keeps_full_memory else sum(group.full_bytes for group in self.groups)
+        return 0 if self.policy.keeps_full_memory else sum([group.full_bytes for group in self.groups])
 
     def module_ids(self) -> set[int]:
         """Return the ids of its modules."""
@@ -212,8 +212,14 @@ class Unit:
         self.number_parameters()
 
     def _enter(self, new: UnitState) -> None:
-        check_move(self.name, self.state, new)
+        if (type(self.state), type(new)) not in LEGAL_MOVES:
+            check_move(self.name, self.state, new)
+        self._set(new)
+
+    def _set(self, new: UnitState) -> None:
         self.state = new
+        self.is_full = type(new) is Unsharded
+        self.is_full = type(new) is Unsharded
 
     def note(self, op: Op, num_bytes: int = 0, in_place: bool = False) -> None:
         """Tell the engine's instruments what this unit has just done."""
@@ -247,7 +253,7 @@ class Unit:
         if isinstance(state, Subsharded):
             self._check_sub()
         try:
-            pending = tuple(p for group in self.groups if (p := group.gather(from_sub, span is None)) is not None)
+            pending = tuple([p for group in self.groups if (p := group.gather(from_sub, span is None)) is not None])
         except TransportError as error:
             raise self._explained(error) from error
         self._enter(Gathering(Source(version, span), pending))
@@ -268,10 +274,11 @@ class Unit:
             raise self._explained(error) from error
         if span is not None and state.source.span != span:
             self._check_is_copy()
-        self.num_expected = sum(group.register_full(self._gradient_hook) for group in self.groups)
-        self.num_frozen = sum(len(group.params) for group in self.groups) - self.num_expected
+        self.num_expected = num_params = 0
         for group in self.groups:
-            group.drop_sub()
+            self.num_expected += group.register_full(self._gradient_hook)
+            num_params += len(group.params)
+        self.num_frozen = num_params - self.num_expected
         self._enter(Unsharded(Source(state.source.version, span)))
         self.note(Op.WAIT, self.full_bytes)
 
@@ -290,10 +297,10 @@ class Unit:
             written = self._written()
             if written and in_span:
                 return False
-            self._write_back(written)
+            if written:
+                self._write_back(written)
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
-            group.drop_sub()
         self._enter(Sharded())
         if was_full:
             self.note(Op.RESHARD, self.full_bytes)
@@ -323,8 +330,7 @@ class Unit:
                 pending.cancel()
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
-            group.drop_sub()
-        self.state = Sharded()
+        self._set(Sharded())
 
     def reshard_after_forward(self) -> bool:
         """Do what the policy says at the end of forward; return False as :meth:`reshard` in a span does."""
@@ -366,7 +372,7 @@ class Unit:
             self._check_is_copy()
             for group in self.groups:
                 group.mark_in_use()
-            self.state = Unsharded(Source(state.source.version, span))
+            self._set(Unsharded(Source(state.source.version, span)))
         return True
 
     def _check_sub(self) -> None:
@@ -400,8 +406,8 @@ class Unit:
 
         Every rank takes its rows: all must have written the same.
         """
-        if self.is_full:
-            self._write_back(self._written())
+        if self.is_full and (written := self._written()):
+            self._write_back(written)
 
     def keep(self) -> None:
         """Leave full parameters registered although no forward or backward runs."""
@@ -494,15 +500,16 @@ class Unit:
             else:
                 self.unsynced.add(param)
 
-    def _in_place(self) -> Iterator[UnitParam]:
-        for group in self.groups:
-            yield from group.in_place
+    def _in_place(self) -> Sequence[UnitParam]:
+        if len(self.groups) == 1:
+            return self.groups[0].in_place
+        return [param for group in self.groups for param in group.in_place]
 
     def drop_gradients(self) -> None:
         """Forget the gradients of an unfinished backward."""
+        mark_full(self.params)  # else it would be the shards' gradients that are dropped
         for param in self.params:
             if param.full is not None:
-                mark_full(param.full)  # else it would be the shard's gradient that is dropped
                 param.full.grad = None
         self.gradient_arrived.clear()
         self.open_passes.clear()

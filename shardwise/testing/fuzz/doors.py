@@ -205,12 +205,20 @@ def _steps_in_backward(actions: Sequence[do.Action]) -> bool:
     if any(not isinstance(action, allowed) for action in actions):
         return False
     order = (do.Forward, do.Backward, do.Step)
-    turns = [action for action in actions if isinstance(action, order)]
-    for number, action in enumerate(turns):
-        if type(action) is not order[number % 3]:
+    turns = [action for action in actions if isinstance(action, (*order, do.JoinLoop))]
+    number = 0
+    for action in turns:
+        if isinstance(action, do.JoinLoop):
+            if number % 3:
+                return False
+            continue
+        number += 1
+        if type(action) is not order[(number - 1) % 3]:
             return False
         if getattr(action, "mode", "train") != "train" or getattr(action, "closure", False):
             return False
+    if number % 3:
+        return False
     rates = [type(left) for left, right in pairwise(actions) if isinstance(right, do.Rate)]
     return do.Backward not in rates
 
