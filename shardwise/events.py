@@ -1,4 +1,4 @@
-"""The vocabulary that plan, runtime and trace share."""
+"""The vocabulary that plan, engine and instruments share: what a unit does in a step."""
 
 from __future__ import annotations
 

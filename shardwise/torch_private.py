@@ -6,19 +6,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
 
@@ -89,9 +86,8 @@ def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
-def is_profiling() -> bool:
-    """Return True while a profiler records on this thread."""
-    return torch.autograd._profiler_enabled()
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Returns True while a profiler records on this thread."""
 
 
 def same_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
@@ -104,10 +100,16 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """Return the hooks registered with ``register_post_accumulate_grad_hook``, in the order they were registered."""
-    hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
-    return list(hooks.values()) if hooks else []
+def post_accumulate_hooks(
+    parameters: Iterable[torch.Tensor],
+) -> list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]:
+    """Return the hooks of ``register_post_accumulate_grad_hook``, per parameter in the order of their registration."""
+    found: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
+    for parameter in parameters:
+        hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+        if hooks:
+            found += [(parameter, hook) for hook in hooks.values()]
+    return found
 
 
 def has_chosen_grad_dtype(parameter: torch.Tensor) -> bool:
@@ -126,8 +128,6 @@ def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
     """Build the description of a DTensor once, to be shared by the parameter and its gradients."""
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
 
 
@@ -174,6 +174,15 @@ def parameter_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor itself (``to_local`` makes a new one through autograd); else ``tensor``."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def version_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return a number that grows with each write that torch counts: to a DTensor itself, or to its local tensor."""
+    version = 0
+    for tensor in tensors:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        version += tensor._version + local._version
+    return version
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -73,6 +73,61 @@ def test_no_function_of_plan_takes_a_rank(path: Path) -> None:
             assert "rank" not in names, f"{path.name}: {node.name} takes a rank"
 
 
+def graph() -> dict[str, set[str]]:
+    """Return which file of the package imports which, wherever in the file."""
+    names = {path: ".".join(("shardwise", *path.relative_to(ROOT).with_suffix("").parts)) for path in FILES}
+    known = {name.removesuffix(".__init__"): path for path, name in names.items()}
+    found: dict[str, set[str]] = {}
+    for name, path in known.items():
+        wanted = {part for each in imports(path) for part in (each, each.rsplit(".", 1)[0])}
+        found[name] = {each for each in wanted if each in known and each not in (name, "shardwise")}
+    return found
+
+
+def test_no_file_imports_one_that_imports_it() -> None:
+    below = graph()
+    is_clear: set[str] = set()
+
+    def walk(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way[way.index(name) :], name))
+        if name not in is_clear:
+            for each in sorted(below[name]):
+                walk(each, (*way, name))
+            is_clear.add(name)
+
+    for name in below:
+        walk(name, ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_imported_for_type_checkers_alone(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            hidden = [each for each in ast.walk(node) if isinstance(each, (ast.Import, ast.ImportFrom))]
+            assert not hidden, f"{path.name}: {ast.unparse(hidden[0])}"
+
+
+COLLECTIVES = re.compile(
+    r"\b(dist|torch\.distributed|funcol)\.(all_|reduce|broadcast|gather|scatter|send|recv|isend|irecv|barrier|batch_isend"
+    r"|all_gather|_coalescing)"
+)
+EDGES = ("comm", "recipes", "testing", "cli")
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if owner(path) not in EDGES], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_collectives_are_called_in_comm_alone(path: Path) -> None:
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        code = line.split("#")[0]
+        assert "``" in code or not COLLECTIVES.search(code), f"{path.name}:{number}: {line.strip()}"
+
+
+def test_links_know_comm_and_comm_knows_no_link() -> None:
+    for path in (ROOT / "comm").glob("*.py"):
+        assert not [name for name in imports(path) if name.startswith("shardwise.comm.links")], path.name
+
+
 def test_every_layer_has_a_line() -> None:
     found = {owner(path) for path in FILES} - {"__init__"}
     assert found == set(LEVEL)

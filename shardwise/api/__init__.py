@@ -1,1 +1,1 @@
-
+"""The doors: check arguments, choose what is sharded, attach it to modules."""

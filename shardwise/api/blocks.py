@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.api.module import FSDPModule
-from shardwise.engine.build import attachment_of
+from shardwise.engine.attachment import attachment_of
 from shardwise.plan.grouping import Child, repeated_blocks
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

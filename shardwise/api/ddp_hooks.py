@@ -1,31 +1,15 @@
-"""Communication hooks that let a ZeroRedundancyOptimizer step inside the backward of torch's DistributedDataParallel.
+"""Communication hooks that let a ZeroRedundancyOptimizer step inside the backward of torch's DistributedDataParallel."""
 
-All collectives start on the thread that runs backward, in the order of DDP's buckets: torch's interleaved hook starts
-broadcasts from callbacks of the backend's threads, in an order that differs between ranks, and hangs on gloo.
-"""
+from __future__ import annotations
 
-# No ``from __future__ import annotations``: DDP compares the hook's annotations with the types themselves.
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.api.zero import ZeroRedundancyOptimizer
-from shardwise.comm.owned import Owned, PendingBroadcast, PendingReduce, launch_broadcasts, reduce_to_owners
 from shardwise.errors import ConfigError
-from shardwise.torch_private import call_after_backward, graph_task_id
-from shardwise.zero.gradients import mark_spent, piece_gradient
-from shardwise.zero.pieces import LocalPiece, gradient_for, is_dense
-
-DDPHook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
-Reduce = Literal["all", "owner"]
-Warmup = Literal["update", "skip"]
+from shardwise.zero.overlap import DDPHook, Overlap, Reduce, Warmup, make_hook
 
 
 def hook_with_zero_step(
@@ -54,7 +38,7 @@ def hook_with_zero_step(
     Example:
         >>> ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))  # doctest: +SKIP
     """
-    return _make(hook, ddp, zero, reduce, warmup, interleaved=False)
+    return _make(hook, ddp, zero, reduce, warmup, is_interleaved=False)
 
 
 def hook_with_zero_step_interleaved(
@@ -72,42 +56,7 @@ def hook_with_zero_step_interleaved(
     read in backward after its gradient is complete (autograd raises if a saved one was changed).  With
     ``find_unused_parameters`` it steps at the end of backward, when it is known what was used.
     """
-    return _make(hook, ddp, zero, reduce, warmup, interleaved=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Overlap:
-    """What a hook was made with."""
-
-    hook: DDPHook
-    ddp: weakref.ref[DistributedDataParallel]  # its reducer holds the hook: a strong one would keep both alive
-    zero: ZeroRedundancyOptimizer
-    index_of: dict[torch.Tensor, int]
-    reduce: Reduce
-    warmup: Warmup
-    interleaved: bool
-    strides: list[tuple[int, ...]]  # of the parameters when DDP laid out its buckets
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """A bucket whose gradients, views of ``buffer``, are on their way."""
-
-    indices: list[int]
-    gradients: list[torch.Tensor]
-    reduced: "Future[torch.Tensor] | PendingReduce"
-    buffer: torch.Tensor
-
-
-@dataclass(slots=True)
-class _Backward:
-    """What is under way in one backward."""
-
-    num_begun: int = 0
-    has_step: bool = True
-    has_unused: bool = False
-    buckets: list[_Bucket] = field(default_factory=list[_Bucket])
-    broadcasts: list[PendingBroadcast] = field(default_factory=list[PendingBroadcast])
+    return _make(hook, ddp, zero, reduce, warmup, is_interleaved=True)
 
 
 def _make(
@@ -116,7 +65,7 @@ def _make(
     zero: ZeroRedundancyOptimizer,
     reduce: Reduce,
     warmup: Warmup,
-    interleaved: bool,
+    is_interleaved: bool,
 ) -> DDPHook:
     if not zero.overlap_with_ddp:
         raise ConfigError("the hook needs ZeroRedundancyOptimizer(..., overlap_with_ddp=True)")
@@ -129,180 +78,11 @@ def _make(
             "reduce='owner' cannot tell unused parameters from zero gradients: use reduce='all' or a DDP without "
             "find_unused_parameters"
         )
-    indices = {param: index for index, param in enumerate(zero.all_params)}
-    strangers = sum(param.requires_grad and param not in indices for param in ddp.parameters())
+    known = set(zero.all_params)
+    strangers = sum(param.requires_grad and param not in known for param in ddp.parameters())
     if strangers and reduce == "owner":
         raise ConfigError(
             f"{strangers} parameters of the module are not in the ZeroRedundancyOptimizer, so no rank owns their "
             "gradients: pass them to it or use reduce='all'"
         )
-    strides = [param.stride() for param in zero.all_params]
-    overlap = _Overlap(hook or allreduce_hook, weakref.ref(ddp), zero, indices, reduce, warmup, interleaved, strides)
-    running = _Backward()
-
-    def zero_step_hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        if bucket.index() == 0:
-            _begin(overlap, running)
-        return _on_bucket(overlap, running, state, bucket)
-
-    return zero_step_hook
-
-
-def _begin(overlap: _Overlap, running: _Backward) -> None:
-    for pending in running.broadcasts:  # left by a backward that raised
-        pending.wait()
-    running.buckets, running.broadcasts = [], []
-    ddp = overlap.ddp()
-    assert ddp is not None  # it runs this backward
-    # Counted, not read from DDP: a rank that joined early (Join) does not notice that DDP has settled its buckets.
-    num_skipped = 0 if overlap.warmup == "update" else 3 if ddp.static_graph else 2
-    running.has_step = running.num_begun >= num_skipped
-    running.has_unused = ddp.find_unused_parameters and not ddp.static_graph
-    running.num_begun += 1
-    if running.has_step:
-        if len(overlap.index_of) < len(overlap.zero.all_params):
-            overlap.index_of.update({param: index for index, param in enumerate(overlap.zero.all_params)})
-            overlap.strides.extend(param.stride() for param in overlap.zero.all_params[len(overlap.strides) :])
-        _check_memory_order(overlap)
-        overlap.zero.refresh()
-
-
-def _check_memory_order(overlap: _Overlap) -> None:
-    """Raises: ConfigError for a parameter whose strides have changed: DDP may lay out its buckets by the old ones."""
-    for index, (param, stride) in enumerate(zip(overlap.zero.all_params, overlap.strides, strict=True)):
-        if param.stride() != stride:
-            text = (
-                f"parameter {index} of shape {tuple(param.shape)} has strides {param.stride()}, but had {stride} when the "
-                "hook was made: in which order DDP's buckets hold its gradient is not known. Change memory formats first, "
-                "then make DDP and the hook"
-            )
-            overlap.zero.board.report_failure(f"rank {overlap.zero.rank}: {text}")
-            raise ConfigError(text)
-
-
-def _on_bucket(overlap: _Overlap, running: _Backward, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    if not running.has_step:
-        return overlap.hook(state, bucket)
-    future = _launch(overlap, running, state, bucket)
-    if overlap.interleaved and not running.has_unused and len(running.buckets) > 1:
-        _step_bucket(overlap, running, running.buckets.pop(0))
-    if bucket.is_last():
-        if graph_task_id() == -1:  # DDP in Join: a rank without inputs plays the buckets outside of any backward
-            _finish(overlap, running)
-        else:
-            call_after_backward(lambda: _finish(overlap, running))
-    return future
-
-
-def _launch(overlap: _Overlap, running: _Backward, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    gradients = _gradient_views(bucket)
-    indices = [overlap.index_of.get(param, -1) for param in bucket.parameters()]
-    if overlap.reduce == "all":
-        future = overlap.hook(state, bucket)
-        running.buckets.append(_Bucket(indices, gradients, future, bucket.buffer()))
-        return future
-    zero = overlap.zero
-    place = dict(zip(indices, gradients, strict=True))
-    owned: list[Owned] = []
-    for piece in zero.share.pieces_of(indices):
-        gradient = piece_gradient(piece, zero.all_params[piece.tensor], place[piece.tensor])
-        owned.append(Owned(piece.owner, gradient))
-    reduced = reduce_to_owners(owned, zero.board, _what(zero), zero.staging(bucket.buffer().device))
-    running.buckets.append(_Bucket(indices, gradients, reduced, bucket.buffer()))
-    done: Future[torch.Tensor] = Future()
-    done.set_result(bucket.buffer())
-    return done
-
-
-def _gradient_views(bucket: dist.GradBucket) -> list[torch.Tensor]:
-    """Return the gradients as they lie in the bucket: in the memory order of their parameters.
-
-    ``bucket.gradients()`` reads the same bytes as row-major, which permutes those of channels_last or transposed ones.
-    """
-    return [
-        gradient if param.is_contiguous() or not is_dense(param) else gradient.as_strided(param.shape, param.stride())
-        for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
-    ]
-
-
-def _finish(overlap: _Overlap, running: _Backward) -> None:
-    """Step what is left.  Runs after the last node of backward and before DDP hands out the gradients."""
-    if running.has_unused and graph_task_id() != -1 and overlap.reduce == "all":
-        running.buckets = []
-        call_after_backward(lambda: _step_from_gradients(overlap, running))
-        return
-    while running.buckets:
-        _step_bucket(overlap, running, running.buckets.pop(0))
-    _end(overlap, running)
-    if overlap.reduce == "owner" and graph_task_id() != -1:
-        call_after_backward(lambda: mark_spent(overlap.zero.share, weakref.ref(overlap.zero)))
-
-
-def _end(overlap: _Overlap, running: _Backward) -> None:
-    for pending in running.broadcasts:
-        pending.wait()
-    running.broadcasts = []
-    overlap.zero.mark_stepped()
-
-
-def _step_bucket(overlap: _Overlap, running: _Backward, bucket: _Bucket) -> None:
-    zero = overlap.zero
-    known = [index for index in bucket.indices if index >= 0]
-    if isinstance(bucket.reduced, PendingReduce):
-        mine = zero.share.local_pieces_of(known)
-        parts = bucket.reduced.wait().split(bucket.reduced.sizes)
-        pairs = [
-            (local, part.as_strided(local.tensor.shape, local.tensor.stride()))
-            for local, part in zip(mine, parts, strict=True)
-        ]
-        _keep_whole(bucket, pairs)
-    else:
-        place = _gradients_of(bucket, _wait_future(zero, bucket.reduced))
-        pairs = [(local, gradient_for(local, place[local.piece.tensor])) for local in zero.share.local_pieces_of(known)]
-    if pairs:
-        zero.step_pieces(pairs)
-    running.broadcasts += launch_broadcasts(zero.layout.broadcasts_of(known), zero.board, _what(zero))
-
-
-def _wait_future(zero: ZeroRedundancyOptimizer, future: Future[torch.Tensor]) -> torch.Tensor:
-    try:
-        result = future.wait()
-    except RuntimeError as error:
-        raise zero.board.explain(_what(zero), error) from error
-    return result[0] if isinstance(result, list) else result
-
-
-def _gradients_of(bucket: _Bucket, reduced: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the reduced gradients by parameter index: DDP's views of its buffer, or the same cuts of a new tensor."""
-    if reduced.data_ptr() == bucket.buffer.data_ptr():
-        views = bucket.gradients
-    else:
-        flat = reduced.view(-1).split([gradient.numel() for gradient in bucket.gradients])
-        views = [
-            part.as_strided(gradient.shape, gradient.stride(), part.storage_offset())
-            for part, gradient in zip(flat, bucket.gradients, strict=True)
-        ]
-    return dict(zip(bucket.indices, views, strict=True))
-
-
-def _keep_whole(bucket: _Bucket, pairs: list[tuple[LocalPiece, torch.Tensor]]) -> None:
-    """Write averages of whole parameters where DDP will take ``.grad`` from."""
-    place = dict(zip(bucket.indices, bucket.gradients, strict=True))
-    for local, gradient in pairs:
-        if local.is_param:
-            place[local.piece.tensor].copy_(gradient)
-
-
-def _step_from_gradients(overlap: _Overlap, running: _Backward) -> None:
-    """Step on ``.grad`` as DDP left it: parameters that no rank used have none and must not change."""
-    zero = overlap.zero
-    pairs = [
-        (local, gradient_for(local, local.param.grad)) for local in zero.local_pieces if local.param.grad is not None
-    ]
-    zero.step_pieces(pairs)
-    running.broadcasts += launch_broadcasts(zero.layout.broadcasts, zero.board, _what(zero))
-    _end(overlap, running)
-
-
-def _what(zero: ZeroRedundancyOptimizer) -> str:
-    return f"step number {zero.num_steps + 1} in DDP's backward"
+    return make_hook(Overlap(hook or allreduce_hook, weakref.ref(ddp), zero.stepper, reduce, warmup, is_interleaved))

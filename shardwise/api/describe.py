@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardwise.engine.build import attachment_of
+from shardwise.engine.attachment import attachment_of
+from shardwise.engine.engine import engine_of
 from shardwise.errors import ConfigError
 from shardwise.plan.naming import compress_paths
 from shardwise.plan.table import UnitRow, UnitTable
@@ -47,5 +48,5 @@ def _row(unit: Unit, name: str) -> UnitRow:
             num_bytes += param.shard.numel * param.dtype.itemsize
             is_cut = group.is_collective and not param.shard.is_whole
             moved += param.shard.section_numel * param.shard.num_shards if is_cut else param.shard.numel
-    route = unit.route if unit.engine_ref() is not None else ""
+    route = unit.route if engine_of(unit) is not None else ""
     return UnitRow(name, len(unit.modules), numel, num_bytes, moved / numel if numel else 1.0, route)

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DeviceMesh
 
 from shardwise.api.mesh import axes_of, default_mesh, resolve_reshard
 from shardwise.api.module import FSDPModule, mix_in
-from shardwise.engine.build import Recipe, ShardPlacementFn, attachment_of, build_unit
-from shardwise.engine.hooks import Attachment
+from shardwise.engine.attachment import Attachment, attachment_of
+from shardwise.engine.build import Recipe, ShardPlacementFn, build_unit
 from shardwise.errors import ConfigError
 from shardwise.units.axes import DataParallelMeshDims
 from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy

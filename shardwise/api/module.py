@@ -15,11 +15,14 @@ from torch import nn
 
 from shardwise.api.explain import explained_methods
 from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
+from shardwise.comm.groups import group_of
 from shardwise.comm.links.link import Transport, check_transport
-from shardwise.engine.build import attachment_of, bind_units, provisional_engine
+from shardwise.engine.attachment import Attachment, attachment_of
 from shardwise.engine.copying import copy_module
-from shardwise.engine.engine import Engine
-from shardwise.engine.hooks import Attachment, wrap_forward_method
+from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.hooks import wrap_forward_method
+from shardwise.engine.roots import provisional_engine
+from shardwise.engine.wiring import bind_units
 from shardwise.errors import ConfigError, StateError
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import UnitParam
@@ -144,7 +147,7 @@ class FSDPModule(_Base):
         attachment = self._attachment()
         if attachment.is_root is False:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
-        engine = attachment.unit.engine_ref()
+        engine = engine_of(attachment.unit)
         if engine is not None:
             engine.forget_step()
 
@@ -153,7 +156,7 @@ class FSDPModule(_Base):
 
         Unsharded parameters that are in use stay.
         """
-        engine = self._attachment().unit.engine_ref()
+        engine = engine_of(self._attachment().unit)
         if engine is not None:
             engine.pool.trim()
 
@@ -169,7 +172,7 @@ class FSDPModule(_Base):
         """
         unit = self._attachment().unit
         unit.transport = check_transport(transport)
-        engine = unit.engine_ref()
+        engine = engine_of(unit)
         if engine is not None:
             engine.transport = unit.transport
             bind_units(engine)
@@ -346,9 +349,7 @@ class FSDPModule(_Base):
                     continue
                 ranks = tuple(dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.shard_mesh_dim)))
                 if enable and ranks not in made:
-                    new = dist.new_group(list(ranks), use_local_synchronization=True)
-                    assert isinstance(new, dist.ProcessGroup)
-                    made[ranks] = new
+                    made[ranks] = group_of(ranks)
                 group.reduce_process_group = made[ranks] if enable else None
         bind_units(self._engine())
 

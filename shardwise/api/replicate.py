@@ -15,8 +15,9 @@ from shardwise.api.fully_shard import check_modules, modules_in
 from shardwise.api.mesh import DDPMeshInfo, axes_of, default_mesh
 from shardwise.api.module import FSDPModule, mix_in
 from shardwise.comm.sync import broadcast_from_first
-from shardwise.engine.build import Recipe, attachment_of, build_unit
-from shardwise.engine.hooks import Attachment, keep_buffers_equal
+from shardwise.engine.attachment import Attachment, attachment_of
+from shardwise.engine.build import Recipe, build_unit
+from shardwise.engine.hooks import keep_buffers_equal
 from shardwise.errors import ConfigError
 from shardwise.units.axes import DataParallelMeshDims, MeshAxes
 from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy

@@ -14,7 +14,8 @@ from shardwise.api.describe import describe_units
 from shardwise.api.fully_shard import check_modules, fully_shard
 from shardwise.api.mesh import default_mesh
 from shardwise.api.module import FSDPModule
-from shardwise.engine.build import ShardPlacementFn, attachment_of
+from shardwise.engine.attachment import attachment_of
+from shardwise.engine.build import ShardPlacementFn
 from shardwise.engine.notes import say
 from shardwise.errors import ConfigError, StateError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, group_blocks

@@ -13,7 +13,7 @@ from shardwise import torch_private
 from shardwise.errors import ConfigError
 from shardwise.optim.checkpointed import Checkpoint, only_saved
 from shardwise.optim.clip import Part, checked_norm_type, clip_parts, part_of
-from shardwise.optim.forms import StateForm, in_form, is_flat, options_of, unflattened
+from shardwise.optim.forms import StateForm, copy_options, in_form, is_flat, options_of, unflattened
 from shardwise.optim.named_state import ByName, NamedGroup, OwnGroup, StateView, full_value, unwrap, wrap
 from shardwise.optim.owned import OwnedGradient
 from shardwise.optim.pieces import (
@@ -24,8 +24,9 @@ from shardwise.optim.pieces import (
     local_of,
     pieces_of,
 )
+from shardwise.optim.protocol import Stepper
 from shardwise.optim.registry import UpdateRule
-from shardwise.optim.steppers import Stepper, make_stepper
+from shardwise.optim.steppers import make_stepper
 
 __all__ = ["ShardedOptimizer"]
 
@@ -114,8 +115,7 @@ class ShardedOptimizer(Optimizer):
             with torch.no_grad():
                 return self._stepper.step(closure)
         finally:
-            for outer, inner in zip(self.param_groups, self._stepper.optimizer.param_groups, strict=True):
-                outer.update(options_of(inner))
+            copy_options(self._stepper.optimizer.param_groups, self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters and local shards, or make them zero."""
@@ -254,18 +254,15 @@ class ShardedOptimizer(Optimizer):
             }
         options = [options_of(group) for group in groups]
         self._stepper.load(state, options)
-        inner_groups = self._stepper.optimizer.param_groups
-        for outer, option, inner in zip(self.param_groups, options, inner_groups, strict=True):
-            outer.update(option)
-            outer.update(options_of(inner))
+        copy_options(options, self.param_groups)
+        copy_options(self._stepper.optimizer.param_groups, self.param_groups)
         for hook in torch_private.state_dict_hooks(self, "load_state_dict_post"):
             hook(self)
 
     # ---- inside ----
 
     def _pull_options(self) -> None:
-        for outer, inner in zip(self.param_groups, self._stepper.optimizer.param_groups, strict=True):
-            inner.update(options_of(outer))
+        copy_options(self.param_groups, self._stepper.optimizer.param_groups)
 
     def _names(self) -> list[str]:
         return [name for group in self.param_groups for name in group["param_names"]]

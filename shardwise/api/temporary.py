@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 from torch import nn
 
-from shardwise.engine.build import attachment_of
+from shardwise.engine.attachment import attachment_of
 from shardwise.errors import ConfigError
 from shardwise.plan.policy import UnitPolicy
 from shardwise.units.unit import Unit

@@ -1,1 +1,1 @@
-
+"""The command ``shardwise``: options, local ranks and exit codes."""

@@ -33,17 +33,15 @@ class _Slab:
 class Lease:
     """One storage on loan; :meth:`release` ends the loan, once."""
 
-    __slots__ = ("_pool", "num_bytes", "slab")
+    __slots__ = ("_pool", "num_bytes", "size", "slab", "storage")
 
-    def __init__(self, pool: BufferPool, slab: _Slab, num_bytes: int) -> None:
+    def __init__(self, pool: BufferPool, slab: _Slab, num_bytes: int, size: int) -> None:
+        """``size``: of the class of ``num_bytes``, which is how large the storage is."""
         self._pool: BufferPool | None = pool
         self.slab = slab
+        self.storage = slab.storage
         self.num_bytes = num_bytes
-
-    @property
-    def storage(self) -> torch.UntypedStorage:
-        """The loaned storage; it may be larger than ``num_bytes``."""
-        return self.slab.storage
+        self.size = size
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the loaned bytes as a 1-D tensor of ``num_bytes // itemsize`` elements.
@@ -64,13 +62,15 @@ class Lease:
         if self._pool is None:
             raise StateError("this lease was released before; release a buffer once, where its last reader ends")
         pool, self._pool = self._pool, None
-        pool.take_back(self)
+        pool.leased_bytes -= self.num_bytes
+        if pool.keeps:
+            pool.free.setdefault(self.size, []).append(self.slab)
 
     def lose(self) -> object:
         """End the loan without giving the storage back: somebody may still write to it.  Returns what keeps it alive."""
         if self._pool is not None:
             pool, self._pool = self._pool, None
-            pool.write_off(self)
+            pool.leased_bytes -= self.num_bytes
         return self.slab
 
 
@@ -83,12 +83,14 @@ class BufferPool:
         device: where the storages are.
         leased_bytes: bytes on loan now.  peak_leased_bytes: their maximum since :meth:`reset_peak`.
         num_allocations: storages made so far; constant once warm.
+        keeps: what comes back is lent again.  free: the idle storages, by size.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._keeps = device.type == "cpu"
-        self._free: dict[int, list[_Slab]] = {}
+        self.keeps = device.type == "cpu"
+        self.free: dict[int, list[_Slab]] = {}
+        self._sizes: dict[int, int] = {}
         self.leased_bytes = 0
         self.peak_leased_bytes = 0
         self.num_allocations = 0
@@ -96,29 +98,21 @@ class BufferPool:
     @property
     def idle_bytes(self) -> int:
         """Bytes that the pool holds and nobody uses."""
-        return sum(size * len(slabs) for size, slabs in self._free.items())
+        return sum(size * len(slabs) for size, slabs in self.free.items())
 
     def lease(self, num_bytes: int) -> Lease:
         """Lend a storage of at least ``num_bytes``: an idle one of its size class, or a new one."""
         self.leased_bytes += num_bytes
         self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
-        size = size_class(num_bytes)
-        idle = self._free.get(size)
+        size = self._sizes.get(num_bytes)
+        if size is None:
+            size = self._sizes[num_bytes] = size_class(num_bytes)
+        idle = self.free.get(size)
         if idle:
-            return Lease(self, idle.pop(), num_bytes)
+            return Lease(self, idle.pop(), num_bytes, size)
         self.num_allocations += 1
         storage = torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
-        return Lease(self, _Slab(storage), num_bytes)
-
-    def take_back(self, lease: Lease) -> None:
-        """End a loan; called by :meth:`Lease.release`."""
-        self.leased_bytes -= lease.num_bytes
-        if self._keeps:
-            self._free.setdefault(size_class(lease.num_bytes), []).append(lease.slab)
-
-    def write_off(self, lease: Lease) -> None:
-        """End a loan whose storage does not come back; called by :meth:`Lease.lose`."""
-        self.leased_bytes -= lease.num_bytes
+        return Lease(self, _Slab(storage), num_bytes, size)
 
     def reset_peak(self) -> None:
         """Start a new measurement of ``peak_leased_bytes``."""
@@ -126,4 +120,4 @@ class BufferPool:
 
     def trim(self) -> None:
         """Give all idle storages back to the allocator."""
-        self._free.clear()
+        self.free.clear()

@@ -68,6 +68,9 @@ def reduce_scatter_single(
     return function(output, packed, group=group, op=op, async_op=True)
 
 
+_HERE = contextlib.nullcontext()
+
+
 class _Launched:
     """A collective whose end runs once: wait for the work, deliver, give the buffers back."""
 
@@ -77,7 +80,7 @@ class _Launched:
     def __init__(self, work: dist.Work | None, lane: Lane, end: Callable[[], None], forget: Callable[[], None]) -> None:
         self._work = work
         self._lane = lane
-        self._mark = lane.mark()
+        self._mark = lane.mark() if lane.is_concurrent else None
         self._end: Callable[[], None] | None = end
         self._forget = forget
 
@@ -90,7 +93,8 @@ class _Launched:
             return
         if self._work is not None:
             self._work.wait()
-        self._lane.current_waits(self._mark)
+        if self._mark is not None:
+            self._lane.current_waits(self._mark)
         end()
 
     def cancel(self) -> None:
@@ -130,7 +134,7 @@ class C10dCommunicator:
 
         The lane does not wait for the current stream: whoever has changed the shards orders it after the change.
         """
-        with self.lane.run():
+        with self.lane.run() if self.lane.is_concurrent else _HERE:
             shard = pieces.shard()
             packed, lease = self._buffer(shard.numel() * self._size, shard, self.custom_all_gather)
             if self.custom_all_gather is None:
@@ -149,10 +153,11 @@ class C10dCommunicator:
         like = torch.empty(0, dtype=pieces.dtype, device=self.pool.device)
         packed, lease = self._buffer(pieces.section_numel * self._size, like, self.custom_reduce_scatter)
         pieces.fill(packed)
-        self.lane.keep(packed)
-        self.lane.wait_current()
+        if self.lane.is_concurrent:
+            self.lane.keep(packed)
+            self.lane.wait_current()
         before, op, after = resolve_scale(scale, self._size)
-        with self.lane.run():
+        with self.lane.run() if self.lane.is_concurrent else _HERE:
             if self.custom_reduce_scatter is None:
                 output = pieces.target()
             else:
@@ -178,7 +183,7 @@ class C10dCommunicator:
         """Reduce ``tensor`` over the group, in place."""
         self.lane.wait_current()
         before, op, after = resolve_scale(scale, self._size)
-        with self.lane.run():
+        with self.lane.run() if self.lane.is_concurrent else _HERE:
             if before is not None:
                 tensor.div_(before)
             work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
@@ -203,7 +208,8 @@ class C10dCommunicator:
 
     def _give_back(self, lease: Lease | None) -> None:
         # The lane allocated it and the current stream read it last: the lane's next user must come after that reader.
-        self.lane.wait_current()
+        if self.lane.is_concurrent:
+            self.lane.wait_current()
         if lease is not None:
             lease.release()
 

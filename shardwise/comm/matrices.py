@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
+from shardwise.comm.groups import group_of
+
 _ALIGNMENT = 16  # bytes: views of any dtype may start at a multiple of it
 
 
@@ -64,9 +66,7 @@ def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> Ranks:
     assert world is not None
     if len(members) == world.size():
         return ranks_of_group(world)
-    group = dist.new_group(list(members), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return ranks_of_group(group)
+    return ranks_of_group(group_of(members))
 
 
 def exchange(

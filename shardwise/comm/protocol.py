@@ -1,4 +1,4 @@
-"""What the runtime asks of a transport.
+"""What units ask of a communicator.
 
 A collective is asked for by an object that knows where bytes come from and go to; the transport decides how they travel:
 through one packed buffer, with one equal section per rank in rank order, or in parts, straight between full tensors and

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.hooks import Attachment, wrap_forward_method
+from shardwise.engine.attachment import PENDING, Attachment
+from shardwise.engine.hooks import wrap_forward_method
+from shardwise.engine.take_over import remember
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import Slot, UnitParam
 from shardwise.units.unit import Unit
-
-_PENDING = "shardwise: attachments to complete"
 
 
 def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any]) -> nn.Module:
@@ -23,8 +23,8 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
     """
     for member in attachment.unit.family:
         member.reshard()
-    is_outermost = _PENDING not in memo
-    pending: list[tuple[Attachment, Attachment]] = memo.setdefault(_PENDING, [])
+    is_outermost = PENDING not in memo
+    pending: list[tuple[Attachment, Attachment]] = memo.setdefault(PENDING, [])
     result = object.__new__(type(module))
     memo[id(module)] = result
     # torch copies gradients of DTensors with them, unlike those of other parameters.
@@ -39,18 +39,9 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
             sharded.grad = gradient
     if is_outermost:
         # Only now every module that may share a parameter has been copied.
-        del memo[_PENDING]
+        del memo[PENDING]
         for old, new in pending:
             _complete(old, new, memo)
-    return result
-
-
-def copy_attachment(original: Attachment, memo: dict[Any, Any]) -> Attachment:
-    """Return the attachment of a copied module; its unit is filled in when the outermost copy is done."""
-    unit = Unit([], original.unit.precision, original.unit.policy)
-    result = Attachment(unit, original.resolve)
-    memo[id(original)] = result
-    memo.setdefault(_PENDING, []).append((original, result))
     return result
 
 
@@ -63,8 +54,9 @@ def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
     unit.max_reductions = source.max_reductions
     unit.transport = source.transport
     unit.all_reduce_hook = source.all_reduce_hook
-    unit.groups = [_copy_group(group, unit, memo) for group in source.groups]
+    unit.groups = [_copy_group(group, memo) for group in source.groups]
     unit.number_parameters()
+    remember(unit)
     for lender in source.borrows:
         copied = _copy_of(lender, memo)
         if copied is not None:
@@ -75,7 +67,7 @@ def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
             wrap_forward_method(module, new, name)
 
 
-def _copy_group(group: ShardGroup, unit: Unit, memo: dict[Any, Any]) -> ShardGroup:
+def _copy_group(group: ShardGroup, memo: dict[Any, Any]) -> ShardGroup:
     params: list[UnitParam] = []
     for param in group.params:
         slots = [_copy_slot(slot, memo) for slot in param.slots if id(slot.parameters) in memo]
@@ -87,7 +79,6 @@ def _copy_group(group: ShardGroup, unit: Unit, memo: dict[Any, Any]) -> ShardGro
         module = param.module()
         if module is not None and id(module) in memo:
             copied.module = weakref.ref(memo[id(module)])
-        copied.owner = weakref.ref(unit)
         params.append(copied)
     result = ShardGroup(params, group.axes, group.precision, group.offload, group.device)
     result.sub_axes = group.sub_axes

@@ -111,6 +111,7 @@ class Engine:
         self.lanes = lanes
         self.pool = pool
         self.journal = Journal()
+        self.emit = self.journal.emit
         self.spans = Spans()
         self.links: dict[str, GroupLink] = {}
         self.transport: Transport = "auto"
@@ -118,6 +119,7 @@ class Engine:
         self.is_manual = False
         self.max_reductions = 1
         self.post_optim_event: torch.Event | None = None
+        self._borrowers: dict[Unit, list[Unit]] = {}  # of units that lend parameters
         self._stack: list[_Frame] = []
         self._backward: weakref.ref[_BackwardEnd] | None = None
         self._in_flight: list[Reduction] = []
@@ -134,14 +136,27 @@ class Engine:
         """Carry out the steps of ``units`` from here on."""
         self.units = list(units)
         self.journal.adopt(self.units)
+        self._borrowers = {
+            lender: [u for u in self.units if lender in u.borrows] for u in self.units for lender in u.borrows
+        }
         for unit in self.units:
-            unit.engine_ref = weakref.ref(self)
+            unit.host_ref = weakref.ref(self)
+
+    # ---- what units ask for ----
+
+    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
+        """Return ``error`` with the position of every rank, as far as they can be known."""
+        return self.journal.explain(error, where)
+
+    def before_gather(self) -> None:
+        """Order the next all-gather after what has been done to shards."""
+        self.lanes.gather.wait_current()
 
     # ---- forward ----
 
     def before_forward(self, unit: Unit) -> None:
         """Make the full parameters of ``unit`` readable and start what the plan wants ahead."""
-        if is_in_backward():
+        if torch_private.graph_task_id() != -1:  # in backward
             self.journal.visit(unit, Edge.ENTER_RECOMPUTE)
             for member in unit.family:
                 member.wait(self.spans.number)
@@ -153,9 +168,10 @@ class Engine:
         if starts:
             unit.awaited = unit.module_ids()
             self.journal.visit(unit, Edge.ENTER_FORWARD)
+        span = self.spans.number
         for member in unit.family:
             member.holders += 1
-            member.wait(self.spans.number)
+            member.wait(span)
         if starts:
             self._run_ahead(unit.forward_prefetch)
 
@@ -164,7 +180,7 @@ class Engine:
 
         Returns: True if the output of this forward needs :meth:`before_backward` hooks, False if forward has raised.
         """
-        if is_in_backward():
+        if torch_private.graph_task_id() != -1:  # in backward
             if not unit.in_backward:
                 self._reshard(unit, after_forward=True)
             self.journal.visit(unit, Edge.EXIT_RECOMPUTE)
@@ -330,11 +346,13 @@ class Engine:
     def inputs_done(self, unit: Unit, through: object) -> None:
         """End the backward of ``unit`` as far as gradients have come: autograd has left the pass ``through`` its modules.
 
-        A unit that was called more than once may be in another pass still, or have trainable parameters without any
-        gradient yet: they come later.
+        A unit that was called more than once may be in another pass still, have trainable parameters without any gradient
+        yet, or lend parameters to a unit whose backward goes on: it ends later.
         """
         unit.open_passes.discard(through)
-        if unit.in_backward and not unit.open_passes and (unit.gradient_arrived or not unit.num_expected):
+        if not unit.in_backward or unit.open_passes or any(each.in_backward for each in self._borrowers.get(unit, ())):
+            return
+        if unit.gradient_arrived or not unit.num_expected:
             self.after_backward(unit)
 
     def after_backward(self, unit: Unit, reduces: bool = True) -> None:
@@ -377,7 +395,7 @@ class Engine:
                 raise self.journal.explain(error, f"gradients of unit '{unit.name}'") from error
         for param in launch.partial:
             del unit.partial[param]
-        unit.note(Op.REDUCE, sum(r.num_bytes for r in launch.reductions if r.is_collective))
+        unit.note(Op.REDUCE, sum([r.num_bytes for r in launch.reductions if r.is_collective]))
         self._in_flight += launch.reductions
 
     def _absorb(self, launch: _Launch, gradients: Gradients) -> Gradients:
@@ -396,7 +414,7 @@ class Engine:
         return added
 
     def _num_held_inputs(self) -> int:
-        return sum(reduction.holds_input for reduction in self._in_flight)
+        return sum([reduction.holds_input for reduction in self._in_flight])
 
     def _advance(self, reduction: Reduction) -> None:
         try:
@@ -454,10 +472,11 @@ class Engine:
 
     def _is_due(self, unit: Unit) -> bool:
         since = [*self._deferred, *self._launched] if self.is_manual else self._launched
-        is_reduced = any(launch.unit is unit for launch in since)
         if self.is_manual and unit.held and unit.policy.sync:
             return True
-        return unit.policy.sync and bool(unit.held or unit.policy.reduces_unused) and not is_reduced
+        if not unit.policy.sync or not (unit.held or unit.policy.reduces_unused):
+            return False
+        return all(launch.unit is not unit for launch in since)
 
     # ---- backward whose end the user says ----
 
@@ -674,3 +693,9 @@ def _module_frame_id() -> int:
     while frame.f_back is not None and frame.f_code.co_name not in ("_call_impl", "forward_method"):
         frame = frame.f_back
     return id(frame)
+
+
+def engine_of(unit: Unit) -> Engine | None:
+    """Return the engine that carries out the steps of ``unit``; None before there is one."""
+    host = unit.host_ref()
+    return host if isinstance(host, Engine) else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,69 +17,33 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise import torch_private
 from shardwise.comm.sync import broadcast_from_first
-from shardwise.engine.engine import Engine, live_engines
+from shardwise.engine.attachment import Attachment, Pass
+from shardwise.engine.engine import engine_of, live_engines
 from shardwise.engine.nested import cast_floating, map_tensors, tensors_in
 from shardwise.engine.notes import note_range
-from shardwise.units.unit import Unit, is_in_backward
+from shardwise.engine.roots import live_engine
+from shardwise.units.unit import is_in_backward
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-class _Pass:
-    """One pass through a unit's modules: backward has left it when all its inputs have their gradients."""
+class Hooks:
+    """The hooks of one attachment; they have no state of their own.  ``attachment``: of the modules they are for."""
 
-    __slots__ = ("_backward", "_expected", "_missing")
-
-    def __init__(self) -> None:
-        self._backward = -1
-        self._expected = self._missing = 0
-
-    def expect(self, count: int) -> None:
-        """Wait for ``count`` more gradients."""
-        self._expected += count
-
-    def passed(self) -> bool:
-        """Count one gradient of the running backward; return True if it was the last."""
-        backward = torch_private.graph_task_id()
-        if backward != self._backward:  # a graph that is kept may run backward again
-            self._backward, self._missing = backward, self._expected
-        self._missing -= 1
-        return not self._missing
-
-
-class Attachment:
-    """What a module carries: its unit, and its engine if it is a root.
-
-    Ownership runs module -> attachment -> (engine ->) unit; every way back is weak.
-
-    Attributes:
-        unit: the parameters.
-        engine: owned here by a root's attachment; None until the first forward, and for non-roots.
-        is_root: None until the first forward of the root.
-        resolve: finds the root's engine; given by the door, because it knows how units become one engine.
-        forward_methods: names of methods that are treated like ``forward``.
-    """
-
-    def __init__(self, unit: Unit, resolve: Callable[[Attachment], Engine]) -> None:
-        self.unit = unit
-        self.engine: Engine | None = None
-        self.is_root: bool | None = None
-        self.resolve = resolve
-        self.forward_methods: list[str] = []
-        self._has_looked = False
-        self._pass: _Pass | None = None  # that the modules of a unit share
-        self._passes: list[_Pass | None] = []  # of the forwards that have begun
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+        self._unit = attachment.unit
 
     def install(self) -> None:
         """Register the forward hooks on the unit's modules."""
-        for module in self.unit.modules:
+        for module in self._unit.modules:
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.after_forward, prepend=False, always_call=True)
 
     def install_state_dict_hooks(self) -> None:
         """Let state dicts be taken from, and loaded into, the shards: on every module that holds a parameter of the unit."""
-        holders = {id(module): module for param in self.unit.params if (module := param.module()) is not None}
+        holders = {id(module): module for param in self._unit.params if (module := param.module()) is not None}
         for module in holders.values():
             self.reshard_for_state_dict(module)
 
@@ -90,47 +54,42 @@ class Attachment:
 
     def before_state_dict(self, *_: Any) -> None:
         """State-dict hook, for both ways."""
-        self.unit.reshard()
-
-    def live_engine(self) -> Engine:
-        """Return the engine of this unit's root."""
-        engine = self.unit.engine_ref()
-        return self.resolve(self) if engine is None or self.is_root is None else engine
+        self._unit.reshard()
 
     @torch_private.dynamo_disabled
     def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Pre-forward hook: full parameters, inputs on the device and in the compute dtype."""
-        engine = self.live_engine()
+        engine = live_engine(self._attachment)
         if not engine.is_in_forward and engine.device.type != "cpu":
             args, kwargs = to_device(args, engine.device), to_device(kwargs, engine.device)
-        with self._range("pre_forward"):
-            engine.before_forward(self.unit)
-        precision = self.unit.precision
+        with note_range("pre_forward", self._unit.name):
+            engine.before_forward(self._unit)
+        precision = self._unit.precision
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             args, kwargs = cast_floating(args, precision.param_dtype), cast_floating(kwargs, precision.param_dtype)
-        is_watched = self.unit.wants_boundary and torch.is_grad_enabled() and self._has_boundary()
-        self._passes.append(self._watch_inputs(args, kwargs) if is_watched else None)
+        is_watched = self._unit.wants_boundary and torch.is_grad_enabled() and self._has_boundary()
+        self._attachment.passes.append(self._watch_inputs(args, kwargs) if is_watched else None)
         return args, kwargs
 
     @torch_private.dynamo_disabled
     def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Forward hook, also run when forward has raised."""
-        engine = self.unit.engine_ref()
-        through = self._passes.pop() if self._passes else None
-        with self._range("post_forward"):
-            if engine is None or not engine.after_forward(self.unit, module):
+        engine = engine_of(self._unit)
+        through = self._attachment.passes.pop() if self._attachment.passes else None
+        with note_range("post_forward", self._unit.name):
+            if engine is None or not engine.after_forward(self._unit, module):
                 return None
         if torch.is_grad_enabled():
             self._watch_outputs(output, through)
-            if self.is_root and not self._has_looked:
-                self._has_looked = True
+            if self._attachment.is_root and not self._attachment.has_looked:
+                self._attachment.has_looked = True
                 if has_nested_backward(tensors_in(output)):
                     engine.expect_nested_backwards()
-        dtype = self.unit.precision.output_dtype
+        dtype = self._unit.precision.output_dtype
         return output if dtype is None else cast_floating(output, dtype)
 
-    def _watch_outputs(self, output: Any, through: _Pass | None) -> None:
-        made_of = self.unit.num_packs
+    def _watch_outputs(self, output: Any, through: Pass | None) -> None:
+        made_of = self._unit.num_packs
 
         def pre_backward(_: Any) -> None:
             self.before_backward(through, made_of)
@@ -148,7 +107,7 @@ class Attachment:
             if base is not None and base.grad_fn is not None:
                 base.grad_fn.register_prehook(pre_backward)
 
-    def _watch_inputs(self, args: Args, kwargs: Kwargs) -> _Pass:
+    def _watch_inputs(self, args: Args, kwargs: Kwargs) -> Pass:
         watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
         through = self._pass_of_forward()
         # A module whose inputs need no gradient has no end that could be seen: the unit then ends with the whole backward.
@@ -164,42 +123,39 @@ class Attachment:
 
     def _has_boundary(self) -> bool:
         # A recomputed module of several has been counted when it ran first.
-        return len(self.unit.modules) == 1 or not is_in_backward()
+        return len(self._unit.modules) == 1 or not is_in_backward()
 
-    def _pass_of_forward(self) -> _Pass:
+    def _pass_of_forward(self) -> Pass:
         """Return what the module that starts its forward counts in: one pass for all modules of the unit.
 
         Backward leaves a unit of several modules when it has left all of them: resharding at the inputs of the last one
         would take the parameters from those before it.
         """
-        unit = self.unit
+        unit = self._unit
         is_first = unit.holders == 1 and len(unit.awaited) == len(unit.modules)
-        if self._pass is None or len(unit.modules) == 1 or is_first:
-            self._pass = _Pass()
-        return self._pass
+        attachment = self._attachment
+        if attachment.shared_pass is None or len(unit.modules) == 1 or is_first:
+            attachment.shared_pass = Pass()
+        return attachment.shared_pass
 
     @torch_private.dynamo_disabled
-    def before_backward(self, through: _Pass | None, made_of: int) -> None:
+    def before_backward(self, through: Pass | None, made_of: int) -> None:
         """Runs when the first gradient of an output is known; ``made_of``: the packing of the forward that made it."""
-        engine = self.unit.engine_ref()
+        engine = engine_of(self._unit)
         if engine is not None:
-            with self._range("pre_backward"):
-                engine.before_backward(self.unit, through, made_of)
+            with note_range("pre_backward", self._unit.name):
+                engine.before_backward(self._unit, through, made_of)
 
     @torch_private.dynamo_disabled
-    def inputs_done(self, through: _Pass) -> None:
+    def inputs_done(self, through: Pass) -> None:
         """Runs when the gradients of all inputs of one forward are known."""
-        engine = self.unit.engine_ref()
+        engine = engine_of(self._unit)
         if engine is not None:
-            engine.inputs_done(self.unit, through)
+            engine.inputs_done(self._unit, through)
 
-    def _range(self, what: str) -> AbstractContextManager[object]:
-        return note_range(what, self.unit.name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
-        from shardwise.engine.copying import copy_attachment  # it needs this class
-
-        return copy_attachment(self, memo)
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Hooks:
+        result = memo[id(self)] = Hooks(copy.deepcopy(self._attachment, memo))
+        return result
 
 
 _watches: list[RemovableHandle] = []  # two entries, made by watch_optimizers alone
@@ -268,19 +224,19 @@ def to_device(value: Any, device: torch.device) -> Any:
 def wrap_forward_method(module: nn.Module, attachment: Attachment, name: str) -> None:
     """Let method ``name`` of ``module`` run between the forward hooks, as ``forward`` does."""
     original: Callable[..., Any] = getattr(module, name)
-    module_ref = weakref.ref(module)
+    module_ref, hooks = weakref.ref(module), Hooks(attachment)
 
     @functools.wraps(original)
     def forward_method(*args: Any, **kwargs: Any) -> Any:
         owner = module_ref()
         assert owner is not None
-        args, kwargs = attachment.before_forward(owner, args, kwargs)
+        args, kwargs = hooks.before_forward(owner, args, kwargs)
         try:
             output = original(*args, **kwargs)
         except Exception:
-            attachment.after_forward(owner, args, None)
+            hooks.after_forward(owner, args, None)
             raise
-        return attachment.after_forward(owner, args, output)
+        return hooks.after_forward(owner, args, output)
 
     setattr(module, name, forward_method)
     if name not in attachment.forward_methods:

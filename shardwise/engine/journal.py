@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from shardwise.comm.agree import Bulletin, Position
 from shardwise.errors import DesyncError
@@ -44,9 +44,6 @@ class Journal:
         self._units = units
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self.plan = None
-        emit = _weak_emit(self)
-        for unit in units:
-            unit.emit = emit
 
     # ---- events ----
 
@@ -147,18 +144,6 @@ class Journal:
             forward_prefetch=_numbers_of(unit.forward_prefetch, self._numbers),
             backward_prefetch=_numbers_of(unit.backward_prefetch, self._numbers),
         )
-
-
-def _weak_emit(journal: Journal) -> Callable[[Event], None]:
-    # Units are owned by what owns the journal: they must not own it in turn.
-    ref = weakref.ref(journal)
-
-    def emit(event: Event) -> None:
-        target = ref()
-        if target is not None:
-            target.emit(event)
-
-    return emit
 
 
 def _numbers_of(refs: list[weakref.ref[Unit]] | None, numbers: dict[Unit, int]) -> tuple[int, ...] | None:

@@ -20,7 +20,8 @@ def note(what: str, unit: str | None = None) -> None:
 
 def note_range(what: str, unit: str) -> AbstractContextManager[object]:
     """Log that ``what`` begins for ``unit``; return a context that a profiler shows as one range."""
-    note(what, unit)
+    if _logger.isEnabledFor(logging.DEBUG):
+        note(what, unit)
     if torch_private.is_profiling():
         return torch.profiler.record_function(f"FSDP::{what} ({unit})")
     return nullcontext()

@@ -16,11 +16,20 @@ from shardwise.units.unit import Unit
 
 # Nothing leads from an inner module to the units of those around it.
 _units: weakref.WeakSet[Unit] = weakref.WeakSet()
+_unit_of: weakref.WeakKeyDictionary[UnitParam, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 
 
 def remember(unit: Unit) -> None:
     """Let units that are made later find the parameters of ``unit``."""
     _units.add(unit)
+    for param in unit.params:
+        _unit_of[param] = weakref.ref(unit)
+
+
+def unit_of(param: UnitParam) -> Unit | None:
+    """Return the unit that manages ``param``, None if it is gone."""
+    ref = _unit_of.get(param)
+    return None if ref is None else ref()
 
 
 def managed_by_slot() -> dict[tuple[int, str], UnitParam]:
@@ -41,7 +50,7 @@ def is_used_elsewhere(param: UnitParam, slots: Iterable[Slot]) -> bool:
 
 def axes_of_plan(param: UnitParam) -> MeshAxes | None:
     """Return the mesh that ``param`` is sharded on; None: it stayed a plain tensor, or its unit is gone."""
-    owner = param.owner()
+    owner = unit_of(param)
     group = next((each for each in owner.groups if param in each.members), None) if owner is not None else None
     return None if group is None or group.keeps_plain else group.axes
 
@@ -60,9 +69,9 @@ def fits(param: UnitParam, old: MeshAxes | None, axes: MeshAxes, dim: int, devic
 
 def leave(params: Sequence[UnitParam]) -> None:
     """Take ``params`` out of their units."""
-    owners = {id(owner): owner for param in params if (owner := param.owner()) is not None}
+    owners = {id(owner): owner for param in params if (owner := unit_of(param)) is not None}
     for owner in owners.values():
-        owner.release([param for param in params if param.owner() is owner])
+        owner.release([param for param in params if unit_of(param) is owner])
 
 
 def whole(param: UnitParam) -> nn.Parameter:

@@ -1,1 +1,1 @@
-
+"""Who holds what: which elements of which tensor are whose, in closed form.  Pure."""

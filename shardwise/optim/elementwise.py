@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from shardwise import torch_private
-from shardwise.errors import StateError
+from shardwise.errors import ConfigError, StateError
 from shardwise.optim.flat import (
     Chain,
     Found,
@@ -22,9 +21,11 @@ from shardwise.optim.flat import (
     merge_states,
     packed,
 )
+from shardwise.optim.forms import load_indexed
 from shardwise.optim.given import GivenState
-from shardwise.optim.pieces import Piece, gradient_of, local_of
-from shardwise.optim.trial import why_not_elementwise
+from shardwise.optim.pieces import PerPiece, Piece, gradient_of, local_of, state_of_piece
+from shardwise.optim.protocol import Closure, MakeOptimizer, Params, Values, loss_of
+from shardwise.optim.trial import states_after_zeros, why_not_elementwise
 
 # Unfused updates on a CPU pass over memory about ten times: joined further, large parameters leave the caches
 # (benchmarks/optimizer_step.py, few_large: 97 ms joined without a limit, 79 ms not joined).
@@ -33,8 +34,6 @@ UNLIMITED_NUMEL = 1 << 62
 RETRY_EVERY = 64  # steps
 CHECK_EVERY = 16  # steps; and in the first ones: an optimizer may start with plain state
 MANY_LAYOUTS = 16  # an allocator may put gradients of separate tensors side by side in some steps and not in others
-
-MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 
 class _Group:
@@ -68,7 +67,7 @@ class _Group:
 
 
 class ElementwiseStep:
-    """An optimizer over plain tensors that share memory with the pieces.
+    """Runs an element-wise optimizer over plain tensors that share memory with the pieces.
 
     State lies in the inner optimizer under the runs' tensors.  When gradients come in other memory, or not for all
     pieces, runs are split (state stays where it is) or joined (it is copied once unless it lies side by side), so a step
@@ -79,21 +78,26 @@ class ElementwiseStep:
 
     Args:
         make: builds the optimizer from param groups.
-        groups: pieces and options of each param group.
+        groups: parameters, in pieces, and options of each param group.
         is_flat: join pieces into runs.  is_known: the class is known to be element-wise; else its state is looked at.
+
+    Raises: ConfigError for options that need the parameters themselves.
     """
+
+    is_elementwise = True
 
     def __init__(
         self,
         make: MakeOptimizer,
-        groups: Sequence[tuple[Sequence[Piece], Mapping[str, Any]]],
+        groups: Sequence[tuple[Params, Mapping[str, Any]]],
         is_flat: bool,
         is_known: bool = True,
     ) -> None:
         self._make = make
         self._is_flat = is_flat
         self._is_known = is_known
-        self._groups = [_Group(pieces, _alone(pieces)) for pieces, _ in groups]
+        self._params = [list(param) for params, _ in groups for param in params]
+        self._groups = [_make_group(params) for params, _ in groups]
         self._given = GivenState()
         self.optimizer = make(
             [
@@ -101,18 +105,22 @@ class ElementwiseStep:
                 for group, (_, options) in zip(self._groups, groups, strict=True)
             ]
         )
+        if any(group.get("differentiable") for group in self.optimizer.param_groups):
+            raise ConfigError("differentiable=True needs the parameters themselves; it cannot be used with shards")
 
-    def add_group(self, pieces: Sequence[Piece], options: Mapping[str, Any]) -> None:
+    def add_group(self, params: Params, options: Mapping[str, Any]) -> None:
         """Add a param group to the optimizer."""
-        group = _Group(pieces, _alone(pieces))
+        group = _make_group(params)
         self.optimizer.add_param_group({**options, "params": [run.tensor for run in group.runs]})
         self._groups.append(group)
+        self._params += [list(param) for param in params]
 
-    def step(self) -> None:
-        """Update the pieces from their gradients of now.
+    def step(self, closure: Closure | None = None) -> Any:
+        """Run ``closure``, then update the pieces from their gradients of now.
 
         Raises: StateError if the optimizer turns out to keep state that is not per element.
         """
+        loss = loss_of(closure)
         try:
             for index, group in enumerate(self._groups):
                 self._prepare(index, group)
@@ -125,55 +133,58 @@ class ElementwiseStep:
         for group in () if self._is_known else self._groups:
             if not group.is_checked or group.num_steps % CHECK_EVERY == 0 or group.num_steps <= CHECK_EVERY:
                 self._check_state(group)
+        return loss
 
     @property
     def num_runs(self) -> int:
         """Number of tensors that the optimizer sees."""
         return sum(len(group.runs) for group in self._groups)
 
-    def states(self) -> dict[Piece, State]:
-        """Return the state of every piece that has any; tensors are aliases of the live state."""
-        found: dict[Piece, State] = {}
-        for group in self._groups:
-            for piece, state in self._states_of(group).items():
-                found[piece] = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+    def states(self, blank: bool = False) -> Values:
+        """Return the state of every parameter that has any; tensors are aliases of the live state."""
+        by_piece = self._blank_states() if blank else self._live_states()
+        found: dict[str, dict[str, Any]] = {}
+        for pieces in self._params:
+            states = [by_piece[piece] for piece in pieces if piece in by_piece]
+            if len(states) == len(pieces):
+                found[pieces[0].name] = _joined(states, pieces)
         return found
 
-    def blank_states(self) -> dict[Piece, State]:
-        """Return state of the right names, shapes and dtypes with values that mean nothing; nothing is changed."""
-        options = [_options(group) for group in self.optimizer.param_groups]
-        copies = [[torch.zeros_like(local_of(piece)) for piece in group.pieces] for group in self._groups]
-        trial = self._make([{**option, "params": tensors} for option, tensors in zip(options, copies, strict=True)])
-        for tensors in copies:
-            for tensor in tensors:
-                tensor.requires_grad_(False)
-                tensor.grad = torch.zeros_like(tensor)
-        torch_private.step_inside(trial)
-        return {
-            piece: dict(trial.state[tensor])
-            for group, tensors in zip(self._groups, copies, strict=True)
-            for piece, tensor in zip(group.pieces, tensors, strict=True)
-            if trial.state.get(tensor)
-        }
+    def local_states(self) -> Values:
+        """Return the same."""
+        return self.states()
 
-    def load(self, states: Mapping[Piece, State], options: Sequence[Mapping[str, Any]]) -> None:
+    def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state and options, by the optimizer's own ``load_state_dict``."""
+        states: Mapping[Piece, State] = {
+            piece: state_of_piece(values[piece.name], index)
+            for pieces in self._params
+            if pieces[0].name in values
+            for index, piece in enumerate(pieces)
+        }
         self._groups = [_Group(group.pieces, _alone(group.pieces)) for group in self._groups]
         self._given = GivenState()
         if self._is_flat:
             states = packed(states, [item for group in self._groups for item in group.find()])
         for index, group in enumerate(self._groups):
             self.optimizer.param_groups[index]["params"] = [run.tensor for run in group.runs]
-        numbered: dict[int, State] = {}
-        groups: list[dict[str, Any]] = []
-        count = 0
-        for group, option in zip(self._groups, options, strict=True):
-            for offset, piece in enumerate(group.pieces):
-                if piece in states:
-                    numbered[count + offset] = states[piece]
-            groups.append({**option, "params": list(range(count, count + len(group.pieces)))})
-            count += len(group.pieces)
-        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+        load_indexed(self.optimizer, [states.get(piece) for group in self._groups for piece in group.pieces], options)
+
+    def _live_states(self) -> dict[Piece, State]:
+        found: dict[Piece, State] = {}
+        for group in self._groups:
+            for piece, state in self._states_of(group).items():
+                found[piece] = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        return found
+
+    def _blank_states(self) -> dict[Piece, State]:
+        pieces = [piece for group in self._groups for piece in group.pieces]
+        groups = [
+            {**options, "params": [local_of(piece) for piece in group.pieces]}
+            for options, group in zip(self.optimizer.param_groups, self._groups, strict=True)
+        ]
+        states = states_after_zeros(self._make, groups)
+        return {piece: state for piece, state in zip(pieces, states, strict=True) if state}
 
     def _prepare(self, index: int, group: _Group) -> None:
         found = group.find()
@@ -264,8 +275,20 @@ def _alone(pieces: Sequence[Piece]) -> list[Run]:
     return [make_run([Found(piece, local_of(piece), None)]) for piece in pieces]
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+def _make_group(params: Params) -> _Group:
+    pieces = [piece for param in params for piece in param]
+    return _Group(pieces, _alone(pieces))
+
+
+def _joined(states: Sequence[State], pieces: Sequence[Piece]) -> State:
+    """Return the state of a parameter from that of its ``pieces``."""
+    shape = local_of(pieces[0]).shape
+    return {
+        key: PerPiece(state[key] for state in states)
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
+        else value
+        for key, value in states[0].items()
+    }
 
 
 def _is_current(runs: Sequence[Run], found: Sequence[Found]) -> bool:

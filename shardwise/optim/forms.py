@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any, Literal
+
+from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
 
@@ -77,9 +80,28 @@ def unflattened(flat: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dic
     return {"state": {name: state[name] for name in order if name in state}, "param_groups": found}
 
 
+def load_indexed(
+    optimizer: Optimizer, states: Iterable[Mapping[str, Any] | None], options: Sequence[Mapping[str, Any]]
+) -> None:
+    """Let ``optimizer`` load ``states``, one per parameter in the order of its groups, and the options of its groups."""
+    indices = count()
+    groups = [
+        {**options_of(option), "params": [next(indices) for _ in group["params"]]}
+        for option, group in zip(options, optimizer.param_groups, strict=True)
+    ]
+    state = {index: state for index, state in enumerate(states) if state is not None}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a param group, without the parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> None:
+    """Copy the options of param groups, group by group."""
+    for source, target in zip(sources, targets, strict=True):
+        target.update(options_of(source))
 
 
 def leaves_of(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -65,6 +65,11 @@ def copied(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().clone() if type(value) is torch.Tensor else pickle.loads(pickle.dumps(value))
+
+
+def state_of_piece(values: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return the state of piece ``index``; what all pieces share is copied, since each optimizer tensor counts alone."""
+    return {key: value[index] if isinstance(value, PerPiece) else copied(value) for key, value in values.items()}
 
 
 def is_sharded_tensor(param: torch.Tensor) -> TypeGuard[ShardedTensor]:

@@ -1,17 +1,18 @@
-"""Try an optimizer class on small tensors, whole and cut in two: does it treat every element alone?
+"""Optimizers tried out on tensors of their own: what state they make, and whether they treat every element alone.
 
 A list of names could not cover users' classes, and a wrong guess would train another optimizer without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
+from shardwise import torch_private
+from shardwise.optim.forms import options_of
+from shardwise.optim.protocol import Closure, MakeOptimizer
 
 # Few elements show factors and norms.  Many, in a number that any block size divides, show state that is kept per block:
 # such optimizers keep plain state for tensors that are small or no multiple of a block.
@@ -42,6 +43,25 @@ def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.d
         if not error <= 1e-4 * change.abs().max() + 1e-6 * scale:
             return "updates a tensor that is cut in two in another way than the whole"
     return None
+
+
+def states_after_zeros(
+    make: MakeOptimizer, groups: Sequence[Mapping[str, Any]], closure: Closure | None = None
+) -> list[dict[str, Any]]:
+    """Return the state that a step makes of each tensor of ``groups``, in order, without touching tensor or optimizer.
+
+    Names, shapes and dtypes are right, values mean nothing: another optimizer steps on zeros.  ``closure``: for
+    optimizers that cannot step without one.
+    """
+    stand_ins = [[torch.zeros_like(tensor, requires_grad=False) for tensor in group["params"]] for group in groups]
+    for tensor in (tensor for tensors in stand_ins for tensor in tensors):
+        tensor.grad = torch.zeros_like(tensor)
+    trial = make([{**options_of(g), "params": tensors} for g, tensors in zip(groups, stand_ins, strict=True)])
+    if closure is None:
+        torch_private.step_inside(trial)
+    else:
+        trial.step(closure)
+    return [dict(trial.state.get(tensor, {})) for tensors in stand_ins for tensor in tensors]
 
 
 def why_not_elementwise(state: Mapping[str, Any], shape: torch.Size) -> str | None:

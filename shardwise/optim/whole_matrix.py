@@ -6,7 +6,8 @@ balanced by cost.  Parameters that every rank holds whole are updated on every r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,34 +18,50 @@ from shardwise import torch_private
 from shardwise.comm.matrices import Expected, Ranks, exchange, exchange_objects, ranks_along, ranks_of_group
 from shardwise.errors import StateError
 from shardwise.layout.owners import assign_owners
+from shardwise.optim.forms import load_indexed
 from shardwise.optim.meeting import Matrix, Meeting, all_boxes, leaf_of, make_matrix, without_memory
-from shardwise.optim.pieces import PerPiece, Piece, gradient_of, is_sharded, is_sharded_tensor, local_of
+from shardwise.optim.pieces import PerPiece, Piece, gradient_of, is_sharded, is_sharded_tensor, local_of, state_of_piece
+from shardwise.optim.protocol import Closure, MakeOptimizer, Params, Values, loss_of
+from shardwise.optim.registry import step_cost
+from shardwise.optim.trial import states_after_zeros
 from shardwise.optim.whole_state import State, is_cut, receive_states, send_states
-
-MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 _FINE, _FAILED, _PARTIAL = 0, 1, 2
 
 
+@dataclass(frozen=True, slots=True)
+class _Scattered:
+    """What came back from the owners of a meeting.
+
+    Attributes:
+        statuses: global ranks and how their step went.
+        updates: the new values of this rank's pieces.
+    """
+
+    statuses: list[tuple[int, int]]
+    updates: list[tuple[Piece, torch.Tensor]]
+
+
 class WholeMatrixStep:
-    """An optimizer over the whole matrices that this rank owns.
+    """Runs an optimizer over the whole matrices that this rank owns.
 
     Args:
-        make: builds the optimizer from param groups.  cost: of updating a matrix of a shape.
-        groups: pieces, parameter by parameter, and options of each param group.
-        device: of the exchanges.
+        make: builds the optimizer, of class ``optimizer_class``, from param groups.
+        groups: parameters, in pieces, and options of each param group.
     """
+
+    is_elementwise = False
 
     def __init__(
         self,
         make: MakeOptimizer,
-        cost: Callable[[tuple[int, ...]], int],
-        groups: Sequence[tuple[Sequence[Sequence[Piece]], Mapping[str, Any]]],
-        device: torch.device,
+        optimizer_class: type[Optimizer],
+        groups: Sequence[tuple[Params, Mapping[str, Any]]],
     ) -> None:
         self._make = make
-        self._cost = cost
-        self._device = device
+        self._optimizer_class = optimizer_class
+        self._check(groups)
+        self._device = local_of(groups[0][0][0][0]).device  # of the exchanges
         self._meetings: dict[tuple[int, ...], Meeting] = {}
         self._known_ranks: dict[tuple[DeviceMesh, tuple[int, ...]], Ranks] = {}
         self._matrices: list[Matrix] = []
@@ -53,13 +70,23 @@ class WholeMatrixStep:
             [{**options, "params": params} for params, (_, options) in zip(leaves, groups, strict=True)]
         )
 
-    def add_group(self, params: Sequence[Sequence[Piece]], options: Mapping[str, Any]) -> None:
+    def _check(self, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
+        # An owner sees only its own matrices: what the class refuses must be refused on every rank.
+        stand_ins = [
+            [torch.empty(tuple(pieces[0].param.shape), dtype=pieces[0].param.dtype, device="meta") for pieces in params]
+            for params, _ in groups
+        ]
+        self._make([{**options, "params": params} for params, (_, options) in zip(stand_ins, groups, strict=True)])
+
+    def add_group(self, params: Params, options: Mapping[str, Any]) -> None:
         """Add a param group; owners of earlier matrices stay.  Collective over the ranks of its matrices."""
+        self._check([(params, options)])
         leaves = self._join(len(self.optimizer.param_groups), params)
         self.optimizer.add_param_group({**options, "params": leaves})
 
-    def owners(self) -> dict[str, int]:
-        """Return the global rank that updates each sharded parameter."""
+    @property
+    def owners(self) -> Mapping[str, int]:
+        """The global rank that updates each sharded parameter."""
         return {
             matrix.name: meeting.ranks.members[matrix.owner]
             for meeting in self._meetings.values()
@@ -69,41 +96,49 @@ class WholeMatrixStep:
 
     # ---- the step ----
 
-    def step(self) -> None:
-        """Update all parameters from their gradients of now.
+    def step(self, closure: Closure | None = None) -> Any:
+        """Run ``closure``, then update all parameters from their gradients of now.  Collective.
 
         Raises: StateError on all ranks of a matrix if its owner could not step, or if a gradient is there on some ranks
         only; no sharded parameter has changed then.
         """
-        status, cause = _FINE, None
+        loss = loss_of(closure)
         try:
-            for meeting in self._ordered():
-                status = max(status, self._gather(meeting))
-            for matrix in self._matrices:
-                if matrix.owner is None:
-                    assert matrix.leaf is not None
-                    matrix.leaf.data = local_of(matrix.pieces[0]).detach()
-                    matrix.leaf.grad = gradient_of(matrix.pieces[0])
-            if status == _FINE:
-                try:
-                    torch_private.step_inside(self.optimizer)
-                except Exception as error:
-                    status, cause = _FAILED, error
+            status = max((self._gather(meeting) for meeting in self._ordered()), default=_FINE)
+            cause = self._update() if status == _FINE else None
+            status = status if cause is None else _FAILED
             found = [self._scatter(meeting, status) for meeting in self._ordered()]
         finally:
-            for matrix in self._matrices:
-                if matrix.leaf is not None:
-                    matrix.leaf.grad = None
-                    if matrix.owner is not None:
-                        matrix.leaf.data = without_memory(matrix)
+            self._let_go()
         if cause is not None and not self._meetings:
             raise cause
-        _raise_if_wrong(found, cause)
+        _raise_if_wrong([status for scattered in found for status in scattered.statuses], cause)
         for matrix in self._matrices:
             matrix.has_state |= _flag(matrix, [gradient_of(piece) for piece in matrix.pieces]) != 0
-        for _, updates in found:
-            for piece, value in updates:
+        for scattered in found:
+            for piece, value in scattered.updates:
                 local_of(piece).detach().copy_(value)
+        return loss
+
+    def _update(self) -> Exception | None:
+        """Step the optimizer over what has been gathered and what is whole here; return what it raised."""
+        for matrix in self._matrices:
+            if matrix.owner is None:
+                leaf = leaf_of(matrix)
+                leaf.data = local_of(matrix.pieces[0]).detach()
+                leaf.grad = gradient_of(matrix.pieces[0])
+        try:
+            torch_private.step_inside(self.optimizer)
+        except Exception as error:
+            return error
+        return None
+
+    def _let_go(self) -> None:
+        """Drop gradients, and the memory of gathered matrices."""
+        for matrix in self._held():
+            leaf_of(matrix).grad = None
+            if matrix.owner is not None:
+                leaf_of(matrix).data = without_memory(matrix)
 
     def _gather(self, meeting: Meeting) -> int:
         ranks = meeting.ranks
@@ -143,7 +178,7 @@ class WholeMatrixStep:
             matrix.leaf.grad = gradient if found == {1} else None
         return status
 
-    def _scatter(self, meeting: Meeting, status: int) -> tuple[list[tuple[int, int]], list[tuple[Piece, torch.Tensor]]]:
+    def _scatter(self, meeting: Meeting, status: int) -> _Scattered:
         ranks = meeting.ranks
         sends = [
             [torch.tensor([status]), *(box.cut(leaf_of(m)) for m, box in all_boxes(meeting.mine, rank))]
@@ -160,18 +195,20 @@ class WholeMatrixStep:
             for pairs, items in zip(held, arrived, strict=True)
             for (_, piece), value in zip(pairs, items[1:], strict=True)
         ]
-        return statuses, updates
+        return _Scattered(statuses, updates)
 
     # ---- state ----
 
-    def states(self, blank: bool = False) -> dict[str, dict[str, Any]]:
+    def states(self, blank: bool = False) -> Values:
         """Return per parameter its state; a value of the parameter's shape as :class:`PerPiece`.
 
         Collective over the ranks of each meeting.  ``blank``: names, shapes and dtypes are right, values mean nothing.
         """
-        source = (
-            self._trial_states() if blank else {id(m): self.optimizer.state.get(leaf_of(m), {}) for m in self._held()}
-        )
+        if blank:
+            states = states_after_zeros(self._make, self.optimizer.param_groups)
+            source = {id(matrix): state for matrix, state in zip(self._held(), states, strict=True)}
+        else:
+            source = {id(m): self.optimizer.state.get(leaf_of(m), {}) for m in self._held()}
         found: dict[str, dict[str, Any]] = {}
         for matrix in self._matrices:
             if matrix.owner is None and source[id(matrix)]:
@@ -183,7 +220,7 @@ class WholeMatrixStep:
             found.update(send_states(meeting, source, self._device))
         return {matrix.name: found[matrix.name] for matrix in self._matrices if matrix.name in found}
 
-    def local_states(self) -> dict[str, dict[str, Any]]:
+    def local_states(self) -> Values:
         """Return the state that this rank holds, whole; not collective.
 
         Names are the same on all ranks (torch decides by them whether to make state); others' entries are empty.
@@ -195,44 +232,24 @@ class WholeMatrixStep:
                 found[matrix.name] = dict(state)
         return found
 
-    def load(self, values: Mapping[str, Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+    def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state and options.  ``values`` as :meth:`states` returns them.  Collective like it."""
         wholes: dict[int, State] = {}
         for matrix in self._matrices:
             matrix.has_state = matrix.name in values
         for meeting in self._ordered():
             wholes.update(receive_states(meeting, values, self._device))
-        numbered: dict[int, State] = {}
-        groups: list[dict[str, Any]] = []
-        count = 0
-        for index, option in enumerate(options):
-            held = [matrix for matrix in self._held() if matrix.group_index == index]
-            for place, matrix in enumerate(held):
-                if matrix.owner is None and matrix.name in values:
-                    entry = values[matrix.name].items()
-                    numbered[count + place] = {k: v[0] if isinstance(v, PerPiece) else v for k, v in entry}
-                elif wholes.get(id(matrix)):
-                    numbered[count + place] = wholes[id(matrix)]
-            groups.append({**option, "params": list(range(count, count + len(held)))})
-            count += len(held)
-        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
-
-    def _trial_states(self) -> dict[int, State]:
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        copies: dict[int, torch.Tensor] = {}
-        groups: list[list[torch.Tensor]] = [[] for _ in options]
-        for matrix in self._held():
-            tensor = torch.zeros(matrix.shape, dtype=matrix.dtype, device=self._device)
-            tensor.grad = torch.zeros_like(tensor)
-            copies[id(matrix)] = tensor
-            groups[matrix.group_index].append(tensor)
-        trial = self._make([{**option, "params": tensors} for option, tensors in zip(options, groups, strict=True)])
-        torch_private.step_inside(trial)
-        return {number: dict(trial.state.get(tensor, {})) for number, tensor in copies.items()}
+        states = [
+            state_of_piece(values[matrix.name], 0)
+            if matrix.owner is None and matrix.name in values
+            else wholes.get(id(matrix)) or None
+            for matrix in self._held()
+        ]
+        load_indexed(self.optimizer, states, options)
 
     # ---- who owns what ----
 
-    def _join(self, group_index: int, params: Sequence[Sequence[Piece]]) -> list[torch.Tensor]:
+    def _join(self, group_index: int, params: Params) -> list[torch.Tensor]:
         made = [make_matrix(group_index, list(pieces)) for pieces in params]
         fresh: dict[tuple[int, ...], list[Matrix]] = {}
         for matrix in made:
@@ -265,7 +282,7 @@ class WholeMatrixStep:
 
     def _assign(self, meeting: Meeting, matrices: list[Matrix]) -> None:
         ranks = meeting.ranks
-        costs = [self._cost(matrix.shape) for matrix in matrices]
+        costs = [step_cost(self._optimizer_class, matrix.shape) for matrix in matrices]
         owners = assign_owners(costs, ranks.size, meeting.loads)
         for matrix, owner, cost in zip(matrices, owners, costs, strict=True):
             matrix.owner = owner
@@ -297,8 +314,7 @@ def _flag(matrix: Matrix, gradients: Sequence[torch.Tensor | None]) -> int:
     return int(all(gradient is not None for gradient in real))
 
 
-def _raise_if_wrong(found: Sequence[tuple[list[tuple[int, int]], Any]], cause: Exception | None) -> None:
-    statuses = [status for items, _ in found for status in items]
+def _raise_if_wrong(statuses: Sequence[tuple[int, int]], cause: Exception | None) -> None:
     failed = sorted({rank for rank, status in statuses if status == _FAILED})
     if failed:
         raise StateError(

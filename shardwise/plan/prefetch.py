@@ -43,7 +43,7 @@ class StepPlan:
 
     Attributes:
         order: the visits it was made for.
-        calls: what the runtime will do, in order.
+        calls: what the engine will do, in order.
         ahead: for each visit, the units to unshard right after it.
         routes: how the parameters of each unit travel: (unit, "shared memory" | "send/recv" | "collectives").
     """
@@ -60,7 +60,7 @@ class StepPlan:
 
 
 class _Simulation:
-    """Units as the runtime would have them, one visit after another."""
+    """Units as the engine would have them, one visit after another."""
 
     def __init__(self, order: Order, units: Sequence[UnitFacts], depth: int) -> None:
         self.order = order

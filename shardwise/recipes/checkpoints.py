@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from shardwise import ZeroRedundancyOptimizer
 from shardwise.errors import ConfigError, StateError
 from shardwise.recipes.config import ModelShape
 from shardwise.recipes.ranks import Ranks
-from shardwise.recipes.zero_entries import load_zero_entries, zero_entries
 
 _FORMAT = 1
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -123,7 +123,7 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) ->
         ) from error
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         set_model_state_dict(model, state["model"])
-        load_zero_entries(model, optimizer, state["optimizer"])
+        _zero_share(model, optimizer).load_state_dict(state["optimizer"])
     else:
         set_state_dict(
             model,
@@ -162,7 +162,14 @@ def _os_error(failure: BaseException | None) -> OSError | None:
 
 def _collect_state(model: nn.Module, optimizer: Optimizer, *, loading: bool) -> dict[str, Any]:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        model_state, optimizer_state = get_model_state_dict(model), zero_entries(model, optimizer, loading=loading)
+        share = _zero_share(model, optimizer, loading=loading)
+        model_state, optimizer_state = get_model_state_dict(model), share.state_dict()
     else:
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
     return {"model": model_state, "optimizer": optimizer_state, "random": {"cpu": torch.get_rng_state()}}
+
+
+def _zero_share(model: nn.Module, zero: ZeroRedundancyOptimizer, *, loading: bool = False) -> Stateful:
+    """Return the state under the keys of torch's flattened state dicts: a checkpoint does not tell doors apart."""
+    names = {name.removeprefix("module."): param for name, param in model.named_parameters()}  # DDP adds the prefix
+    return zero.sharded(names, loading=loading, flat=True)

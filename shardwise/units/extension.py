@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import inspect
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
 from shardwise import torch_private
-from shardwise.comm.buffers import Lease
+from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.groups import mesh_of_one
-from shardwise.comm.protocol import GatherEnds, GatherPieces, Pending
+from shardwise.comm.protocol import Communicator, GatherEnds, GatherPieces, Pending
 from shardwise.errors import LayoutError
 from shardwise.layout.bucket import align
 from shardwise.layout.shard import row_major
 from shardwise.units.axes import MeshAxes
 from shardwise.units.param import UnitParam
-
-if TYPE_CHECKING:
-    from shardwise.units.group import ShardGroup
+from shardwise.units.precision import MixedPrecisionPolicy
 
 _ALIGNMENT = 16  # bytes, of every input in the packed section
 
@@ -73,22 +70,18 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 class ExtensionParams:
-    """The parameters of a group that have extensions."""
+    """The parameters of a group that have extensions.
 
-    def __init__(self, group: ShardGroup) -> None:
-        self._group_ref = weakref.ref(group)
+    Attributes:
+        params: these, in the group's order.
+    """
+
+    def __init__(self, axes: MeshAxes, precision: MixedPrecisionPolicy, device: torch.device) -> None:
+        self._axes = axes
+        self._precision = precision
+        self._device = device
         self._entries: list[_Extended] = []
-
-    @property
-    def _group(self) -> ShardGroup:
-        group = self._group_ref()
-        assert group is not None
-        return group
-
-    @property
-    def params(self) -> list[UnitParam]:
-        """The parameters, in the group's order."""
-        return [entry.param for entry in self._entries]
+        self.params: list[UnitParam] = []
 
     @staticmethod
     def wants(param: UnitParam) -> bool:
@@ -104,20 +97,20 @@ class ExtensionParams:
     def adopt(self, params: list[UnitParam]) -> None:
         """Manage ``params`` from here on."""
         self._entries = [_Extended(param) for param in params]
+        self.params = params
         for param in params:
             param.full = None
             param.is_hooked = False
 
-    def gather(self, plain: GatherPieces, plain_numel: int) -> Pending | None:
-        """Launch one all-gather of the plain shards and the extensions' inputs."""
+    def gather(self, plain: GatherPieces | None, comm: Communicator | None, pool: BufferPool) -> Pending | None:
+        """Launch one all-gather of the plain shards and the extensions' inputs, without ``comm`` a copy."""
         inputs: list[list[torch.Tensor]] = []
         metadata: list[Any] = []
         for entry in self._entries:
             tensors, extra = self._pre_all_gather(entry.param)
             inputs.append(tensors)
             metadata.append(extra)
-        pieces = _MixedPieces(self, plain if plain_numel else None, inputs, metadata)
-        comm = self._group.comm.shards
+        pieces = _MixedPieces(self, plain, inputs, metadata, pool)
         if comm is None:
             pieces.deliver(pieces.shard())
             return None
@@ -128,15 +121,15 @@ class ExtensionParams:
         if not hasattr(local, "fsdp_pre_all_gather"):
             return [local], None
         function: Callable[..., Any] = local.fsdp_pre_all_gather  # pyright: ignore[reportAttributeAccessIssue]
-        shard_mesh = _shard_mesh(self._group.axes)
+        shard_mesh = _shard_mesh(self._axes)
         with torch.no_grad():
             if len(inspect.signature(function).parameters) == 1:
                 tensors, extra = function(shard_mesh)
             else:
                 shape = torch.Size(param.shard.shape)
                 stride = torch.empty(shape, device="meta").stride()
-                tensors, extra = function(shard_mesh, shape, stride, param.module(), self._group.precision)
-        return [tensor.to(self._group.device) for tensor in tensors], extra
+                tensors, extra = function(shard_mesh, shape, stride, param.module(), self._precision)
+        return [tensor.to(self._device) for tensor in tensors], extra
 
     def complete(self, entry: _Extended, gathered: list[torch.Tensor], metadata: Any) -> None:
         """Build (first time) or refill the full parameter of ``entry`` from the gathered tensors."""
@@ -147,7 +140,7 @@ class ExtensionParams:
                 "so its bytes cannot be gathered; define both on the type"
             )
         function: Callable[..., Any] = local.fsdp_post_all_gather  # pyright: ignore[reportAttributeAccessIssue]
-        dtype = self._group.dtype_of_full(entry.param)
+        dtype = entry.param.dtype_of_full(self._precision)
         outputs = tuple(gathered)
         with torch.no_grad():
             if entry.param.full is not None:
@@ -172,12 +165,13 @@ class ExtensionParams:
                 full = torch_private.dtensor_from_local(full, entry.param.inner_spec)
             entry.param.full = nn.Parameter(full, requires_grad=entry.param.sharded.requires_grad)
 
-    def hold_outputs(self, entry: _Extended, shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
+    def hold_outputs(
+        self, entry: _Extended, shapes: list[tuple[tuple[int, ...], torch.dtype]], pool: BufferPool
+    ) -> list[torch.Tensor]:
         """Return contiguous tensors for the gathered inputs, the same tensor objects in every step."""
-        pool = self._group.pool
         if not entry.outputs:
             for _, dtype in shapes:
-                entry.outputs.append(_Output(torch.empty(0, dtype=dtype, device=self._group.device)))
+                entry.outputs.append(_Output(torch.empty(0, dtype=dtype, device=self._device)))
         for output, (shape, dtype) in zip(entry.outputs, shapes, strict=True):
             if output.lease is None:
                 output.lease = pool.lease(math.prod(shape) * dtype.itemsize)
@@ -216,8 +210,10 @@ class _MixedPieces:
         plain: GatherPieces | None,
         inputs: list[list[torch.Tensor]],
         metadata: list[Any],
+        pool: BufferPool,
     ) -> None:
         self._owner = owner
+        self._pool = pool
         self._plain = plain
         self._inputs = inputs
         self._metadata = metadata
@@ -249,7 +245,7 @@ class _MixedPieces:
             start = align(self._plain_bytes, _ALIGNMENT)
         for entry, tensors, metadata in zip(self._owner.entries, self._inputs, self._metadata, strict=True):
             shapes = [((sections.shape[0] * t.shape[0], *t.shape[1:]), t.dtype) for t in tensors]
-            outputs = self._owner.hold_outputs(entry, shapes)
+            outputs = self._owner.hold_outputs(entry, shapes, self._pool)
             for tensor, output in zip(tensors, outputs, strict=True):
                 num_bytes = tensor.numel() * tensor.element_size()
                 raw = output.view(-1).view(torch.uint8).view(sections.shape[0], num_bytes)

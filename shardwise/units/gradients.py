@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
 from shardwise.comm.carve import is_own
 from shardwise.comm.lanes import Lane
 from shardwise.comm.protocol import Pending, Scale
 from shardwise.layout import bucket as layout_bucket
-from shardwise.layout.bucket import Bucket, build_bucket
-from shardwise.layout.shard import Move, row_major
+from shardwise.layout.bucket import Bucket
 from shardwise.plan.policy import UnitPolicy
-from shardwise.units.gradient_memory import GradientMemory, GradientPlaces, GradientSection, as_gradient
+from shardwise.units.gradient_memory import GradientSection, as_gradient
 from shardwise.units.group import ShardGroup
 from shardwise.units.idle import mark_full
 from shardwise.units.param import UnitParam
 from shardwise.units.precision import CPUOffloadPolicy
-from shardwise.units.shards import packed_window
+from shardwise.units.reduce_layout import ReduceLayout
 
 Gradients = dict[UnitParam, torch.Tensor]
+_HERE = nullcontext()
 
 
 def take_gradients(group: ShardGroup) -> Gradients:
     """Return the local gradients of the full parameters, in the dtypes that they are reduced in, and clear them there."""
     taken: Gradients = {}
+    mark_full(group.params)  # a unit whose backward reads no parameter is not waited for
     for param in group.params:
         full = param.full
         if full is None:
             continue
-        if type(full) is not nn.Parameter:
-            mark_full(full)  # a unit whose backward reads no parameter is not waited for
         gradient = full.grad
         if gradient is None:
             continue
@@ -74,63 +72,10 @@ def add_gradients(old: Mapping[UnitParam, torch.Tensor], new: Mapping[UnitParam,
     return total
 
 
-class ReduceLayout:
-    """Where the gradients of some parameters of a group lie in a packed buffer and in this rank's section of it."""
-
-    def __init__(self, params: list[UnitParam], alignment: int, rank: int) -> None:
-        self.bucket = build_bucket([param.shard for param in params], alignment)
-        self.names = ", ".join(param.fqn for param in params[:3]) + (f" and {len(params) - 3} more" * (len(params) > 3))
-        self.is_even = self.bucket.is_even
-        self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
-        self._parts: dict[int, tuple[Move, ...]] = {}
-        self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the pool's buffers, while it keeps them
-        shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
-        places = tuple(zip(self.bucket.offsets, shapes, strict=True))
-        self.places = GradientPlaces(tuple(params), places, self.bucket.section_numel)
-        self.memory = GradientMemory(self.places)
-        self._windows = [(offset, row_major(shape), shape) for offset, shape in places]
-
-    def pack(self, gradients: list[torch.Tensor], packed: torch.Tensor) -> None:
-        """Write every rank's part of every gradient to its place; padding becomes zero."""
-        if self.is_even:
-            num_shards = self.bucket.shards[0].num_shards
-            rows = packed.view(num_shards, self.bucket.section_numel)
-            if all(gradient.dtype == packed.dtype for gradient in gradients):
-                torch.cat([gradient.reshape(num_shards, -1) for gradient in gradients], dim=1, out=rows)
-                return
-        if self.bucket.has_padding:
-            packed.zero_()
-        targets = self._packed_windows.get(packed)
-        if targets is None:
-            targets = [packed_window(packed, move) for moves in self._moves for move in moves]
-            self._packed_windows[packed] = targets
-        sources: list[torch.Tensor] = []
-        for gradient, moves in zip(gradients, self._moves, strict=True):
-            dense = gradient.contiguous()
-            start = dense.storage_offset()
-            sources += [dense.as_strided(move.shape, move.full_stride, start + move.full_offset) for move in moves]
-        torch_private.copy_all(targets, sources)
-
-    def full_parts(self, gradients: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        """Return the windows of ``gradients`` (row-major) that belong to ``rank``."""
-        parts = self._parts.get(rank)
-        if parts is None:
-            parts = self._parts[rank] = self.bucket.parts(rank)
-        return [
-            gradient.as_strided(move.shape, move.full_stride, gradient.storage_offset() + move.full_offset)
-            for gradient, move in zip(gradients, parts, strict=True)
-        ]
-
-    def windows(self, section: torch.Tensor) -> list[torch.Tensor]:
-        """Return the shards in this rank's section."""
-        start = section.storage_offset()
-        return [section.as_strided(shape, stride, start + offset) for offset, stride, shape in self._windows]
-
-
 def _layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) -> ReduceLayout:
     key = (dtype, *(param.ordinal for param in params))
     layout = group.reduce_layouts.get(key)
-    if not isinstance(layout, ReduceLayout):
+    if layout is None:
         alignment = 1 if group.device.type == "cpu" else max(16 // dtype.itemsize, 1)
         layout = group.reduce_layouts[key] = ReduceLayout(params, alignment, group.axes.shard_rank)
     return layout
@@ -226,23 +171,24 @@ class Reduction:
     ) -> None:
         self.group = group
         self.params = params
-        self.is_partial = group.comm.replicas is not None and not terms.policy.syncs_replicas
+        self._comm = group.comm
+        self.is_partial = self._comm.replicas is not None and not terms.policy.syncs_replicas
         self._layout = _layout_of(group, params, dtype)
-        self._partial = {param: partial[param] for param in params if param in partial}
+        self._partial = {param: partial[param] for param in params if param in partial} if partial else partial
         self._terms = terms
         self._scale = scale_of(group, dtype, terms.policy)
         self._pending: Pending | None = None
         self._is_scattered = False
         is_final = not self.is_partial and group.storage_device == group.device
-        is_final = is_final and all(param.dtype_of_gradient in (dtype, None) for param in params)
+        is_final = is_final and {param.dtype_of_gradient for param in params} <= {dtype, None}
         self._packing = _Packing(self._layout, gradients, dtype, group.device, is_final)
 
     # ---- launching ----
 
     def scatter(self) -> None:
         """Launch the reduce-scatter."""
-        assert self.group.comm.reduce is not None
-        self._pending = self.group.comm.reduce.reduce_scatter(self._packing, self._scale)
+        assert self._comm.reduce is not None
+        self._pending = self._comm.reduce.reduce_scatter(self._packing, self._scale)
         if self._terms.lane.is_concurrent:  # what follows need not wait for other ranks
             self.advance()
 
@@ -253,7 +199,7 @@ class Reduction:
         else:
             self._packing.fill(self._packing.target())
         self._packing.drop()
-        if self.group.comm.replicas is None and self._scale.divisor is not None:
+        if self._comm.replicas is None and self._scale.divisor is not None:
             self._packing.target().div_(self._scale.divisor)
         self.advance()
 
@@ -264,7 +210,8 @@ class Reduction:
         if self._is_scattered:
             return
         self._is_scattered = True
-        with self._terms.lane.run():
+        lane = self._terms.lane
+        with lane.run() if lane.is_concurrent else _HERE:
             if self._pending is not None:
                 self._pending.wait()
             section = self._packing.target()
@@ -273,9 +220,9 @@ class Reduction:
                     if param in self._partial:
                         window.add_(self._partial[param])
             self._pending = None
-            replicas = self.group.comm.replicas
+            replicas = self._comm.replicas
             if replicas is not None and not self.is_partial and self.has_elements:
-                scale = self._scale if self.group.comm.reduce is None else _replica_scale(self._scale)
+                scale = self._scale if self._comm.reduce is None else _replica_scale(self._scale)
                 self._pending = replicas.all_reduce(section, scale)
             elif self._terms.hook is not None:
                 self._terms.hook(section)
@@ -284,13 +231,14 @@ class Reduction:
         """Wait for the end; the current stream may read the result."""
         self.advance()
         lane = self._terms.lane
-        with lane.run():
+        with lane.run() if lane.is_concurrent else _HERE:
             if self._pending is not None:
                 self._pending.wait()
                 self._pending = None
                 if self._terms.hook is not None:
                     self._terms.hook(self._packing.target())
-        lane.current_waits(lane.mark())
+        if lane.is_concurrent:
+            lane.current_waits(lane.mark())
 
     def cancel(self) -> None:
         """Let the collective end, if it can, and forget its result."""
@@ -312,11 +260,9 @@ class Reduction:
         for param, gradient in zip(self.params, self._as_gradients(), strict=True):
             existing = param.sharded.grad
             if existing is None:
-                param.sharded.grad = (
-                    gradient
-                    if not param.is_strided
-                    else torch.empty_like(param.sharded, dtype=gradient.dtype).copy_(gradient)
-                )
+                if param.full is param.sharded and param.is_strided:
+                    gradient = torch.empty_like(param.sharded, dtype=gradient.dtype).copy_(gradient)
+                param.sharded.grad = gradient
             else:
                 olds.append(torch_private.local_of(existing))
                 news.append(torch_private.local_of(gradient))
@@ -372,7 +318,7 @@ class Reduction:
     @property
     def is_collective(self) -> bool:
         """True when shards of other ranks are summed."""
-        return self.group.comm.reduce is not None and self.has_elements
+        return self._comm.reduce is not None and self.has_elements
 
     @property
     def num_bytes(self) -> int:
@@ -466,8 +412,6 @@ def _replica_scale(scale: Scale) -> Scale:
 
 def run_gradient_hooks(params: Iterable[UnitParam]) -> None:
     """Run the hooks that users registered on sharded parameters to follow the accumulation of their gradients."""
-    for param in params:
-        if param.full is param.sharded:
-            continue  # autograd has run them
-        for hook in torch_private.post_accumulate_hooks(param.sharded):
-            hook(param.sharded)
+    # Of those that are their own full form autograd has run them.
+    for sharded, hook in torch_private.post_accumulate_hooks([p.sharded for p in params if p.full is not p.sharded]):
+        hook(sharded)

@@ -26,6 +26,7 @@ from shardwise.units.idle import FreedParameter, mark_freed, mark_full, mark_kep
 from shardwise.units.param import UnitParam
 from shardwise.units.placement import sub_parameter
 from shardwise.units.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.units.reduce_layout import ReduceLayout
 from shardwise.units.shards import Allocator, FlatBucket, FullBuffer, Shards, SubBucket, make_full_parameter
 
 
@@ -86,7 +87,8 @@ class ShardGroup:
     """Parameters of one unit that share a mesh.
 
     Attributes:
-        params: in the order of the modules.  by_size: the order in memory, large ones first.
+        params: in the order of the modules.  by_size: the order in memory, large ones first.  members: the same as a set.
+        full_bytes: of the full parameters beyond the shards.
         is_collective: gathering and reducing take a collective.
         keeps_plain: parameters are what they were before, plain tensors that stay registered.
         num_packs: how often parameters were put together.
@@ -105,7 +107,7 @@ class ShardGroup:
     ) -> None:
         self.params = params
         self.by_size = [params[index] for index in by_size([param.shard for param in params])]
-        self._members = set(params)
+        self.members = set(params)
         self.axes = axes
         self.sub_axes: MeshAxes | None = None
         self.precision = precision
@@ -120,29 +122,29 @@ class ShardGroup:
         self.num_packs = 0
         self.in_place: list[UnitParam] = []
         self._take = self._make_take()
-        self.extended = ExtensionParams(self)
+        self.extended = ExtensionParams(axes, precision, device)
         self._buckets: list[FlatBucket] = []
         self._main: Shards | None = None
         self._sub: Shards | None = None
         self._fulls: list[FullBuffer] = []
-        self._full_bytes = 0
+        self.full_bytes = 0
         self._staging: tuple[tuple[Shards, Link | None], tuple[int, bool]] | None = None
         self._ends: list[_BucketEnds] = []
         self.custom_all_gather: AllGatherFunction | None = None
         self.custom_reduce_scatter: ReduceScatterFunction | None = None
         self.reduce_process_group: dist.ProcessGroup | None = None
-        self.reduce_layouts: dict[tuple[object, ...], object] = {}
+        self.reduce_layouts: dict[tuple[object, ...], ReduceLayout] = {}
         self.allocates_from_process_group = False
         self._pool: BufferPool | None = None
         self._comm: GroupComm | None = None
 
     def release(self, params: Sequence[UnitParam]) -> None:
         """Be without those of ``params`` that are members."""
-        gone = self._members & set(params)
+        gone = self.members & set(params)
         if gone:
             self.params = [param for param in self.params if param not in gone]
             self.by_size = [param for param in self.by_size if param not in gone]
-            self._members -= gone
+            self.members -= gone
             if self.params:
                 self._pack()
 
@@ -188,16 +190,6 @@ class ShardGroup:
         return link if link.takes_gather(_Delivery(self, self._main, self._ends)) else None
 
     @property
-    def members(self) -> set[UnitParam]:
-        """The parameters as a set."""
-        return self._members
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the full parameters beyond the shards."""
-        return self._full_bytes
-
-    @property
     def main_buckets(self) -> Sequence[FlatBucket]:
         """The sections of all ranks' shards, as they are now."""
         return self._buckets
@@ -212,7 +204,7 @@ class ShardGroup:
 
     def dtype_of_full(self, param: UnitParam) -> torch.dtype:
         """Return the dtype in which ``param`` is all-gathered and used."""
-        return param.dtype if param.keeps_dtype else self.precision.dtype_of_full(param.dtype)
+        return param.dtype_of_full(self.precision)
 
     def dtype_of_reduction(self, param: UnitParam, found: torch.dtype | None = None) -> torch.dtype:
         """Return the dtype in which gradients of ``param`` are reduced and held.
@@ -236,11 +228,20 @@ class ShardGroup:
 
     def ensure_packed(self) -> None:
         """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype."""
-        if self._main is None or not self._settle() or self._has_new_extensions():
-            self._pack()
+        is_settled, may_be_extended = self._main is not None, bool(self.extended.params)  # extensions may be patched on
         for bucket in self._buckets:
+            if not is_settled or not bucket.settle():
+                is_settled = False
+                break
+            may_be_extended |= bucket.has_attributes
             self.num_packs += bucket.num_replaced
             bucket.num_replaced = 0
+            if bucket.loose:
+                bucket.stage()
+        for param in self.in_place:
+            may_be_extended |= bool(param.local.__dict__)
+        if not is_settled or (may_be_extended and not self.extended.is_current(self.params)):
+            self._pack()
         for param in (*self.in_place, *self.extended.params):
             param.follow_grad_dtype()
         for param in self.in_place:
@@ -248,19 +249,6 @@ class ShardGroup:
             if not self._is_in_place(param):
                 self._pack()
                 break
-        for bucket in self._buckets:
-            bucket.stage()
-
-    def _settle(self) -> bool:
-        return all(bucket.settle() for bucket in self._buckets)
-
-    def _has_new_extensions(self) -> bool:
-        may_be_new = self.extended.params or any(
-            bucket.has_attributes for bucket in self._buckets
-        )  # they are patched on
-        if not may_be_new and not any(param.local.__dict__ for param in self.in_place):
-            return False
-        return not self.extended.is_current(self.params)
 
     def _pack(self) -> None:
         self.num_packs += 1
@@ -277,11 +265,13 @@ class ShardGroup:
         for param in (each for each in self.by_size if each not in apart):
             by_dtype.setdefault((param.dtype, self.dtype_of_full(param)), []).append(param)
         self._buckets = [self._make_bucket(params, full_dtype) for (_, full_dtype), params in by_dtype.items()]
+        for bucket in self._buckets:
+            bucket.stage()
         self._fulls = [FullBuffer(b.layout, b.full_dtype, self.device, is_shared=not b.travels) for b in self._buckets]
         # What has no elements does not travel; nor, without collectives, what is its own full parameter.
         self._main = Shards([b for b in self._buckets if b.travels], self.axes.num_shards, self.device)
         self._sub = None
-        self._full_bytes = sum(full.num_bytes for full in self._fulls)
+        self.full_bytes = sum(full.num_bytes for full in self._fulls)
         self._ends = [_BucketEnds(self, self._main, bucket, index) for index, bucket in enumerate(self._buckets)]
         for params in by_dtype.values():
             for param in params:
@@ -346,11 +336,12 @@ class ShardGroup:
         """
         if not from_sub and (checks or self._main is None):
             self.ensure_packed()
-        shards, comm = (self._sub, self.comm.sub) if from_sub else (self._main, self.comm.shards)
+        ways = self.comm
+        shards, comm = (self._sub, ways.sub) if from_sub else (self._main, ways.shards)
         assert shards is not None
         delivery = _Delivery(self, shards, () if from_sub or self.extended.params else self._ends)
         if self.extended.params and not from_sub:
-            return self.extended.gather(delivery, len(shards.buckets))
+            return self.extended.gather(delivery if shards.buckets else None, comm, self.pool)
         if not shards.buckets:
             return None
         if comm is None:
@@ -368,7 +359,8 @@ class ShardGroup:
 
     def hold_fulls(self) -> list[torch.Tensor]:
         """Return the 1-D full buffers of the buckets that travel, with memory under them."""
-        return [full.hold(self.pool) for full in self._fulls if not full.is_shared]
+        pool = self.pool
+        return [full.hold(pool) for full in self._fulls if not full.is_shared]
 
     def register_full(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
         """Hang the full parameters on the modules; return how many of them want gradients.
@@ -380,6 +372,7 @@ class ShardGroup:
         self._show_writes()
         for number, bucket in enumerate(self._buckets):
             is_shared = self._fulls[number].is_shared
+            mark_full(bucket.params)
             for index, param in enumerate(bucket.params):
                 full = param.full
                 if full is None:
@@ -388,8 +381,6 @@ class ShardGroup:
                 elif is_shared and full.data_ptr() != param.local.data_ptr():
                     # The same parameter, with its memory where the shard is now: a graph may hold it already.
                     torch_private.set_data(full, self._make_full(number, index).detach())
-                if type(full) is not nn.Parameter:
-                    mark_full(full)
                 if param.grad_dtype is not None:
                     self._choose_grad_dtype(param, full)
                 param.full_version, param.full_address = full._version, full.data_ptr()
@@ -413,6 +404,8 @@ class ShardGroup:
             self._sync_requires_grad(param, full, on_gradient)
             num_trainable += param.sharded.requires_grad
             param.register(full)
+        if self._sub is not None:
+            self._drop_sub()
         return num_trainable
 
     def _choose_grad_dtype(self, param: UnitParam, full: nn.Parameter) -> None:
@@ -456,10 +449,11 @@ class ShardGroup:
     def version(self) -> int:
         """Return a number that changes whenever a shard is written to, as far as torch counts writes."""
         version = 0
-        for param in self.params:  # UnitParam.version, without its calls
-            sharded = param.sharded
-            version += sharded._version + torch_private.local_of(sharded)._version + param.version_base
-        return version
+        tensors: list[torch.Tensor] = []
+        for param in self.params:
+            tensors.append(param.sharded)
+            version += param.version_base
+        return version + torch_private.version_of(tensors)
 
     def written(self) -> list[UnitParam]:
         """Return the parameters whose full form somebody has written to since it was registered; the same on every rank."""
@@ -504,7 +498,7 @@ class ShardGroup:
                 rows = torch.where(rows != old.to(rows.dtype), rows.to(local.dtype), old)
             local.copy_(rows)
         torch.autograd.graph.increment_version(param.sharded)
-        mark_full(param.full)
+        mark_full([param])
         param.full_version, param.seen_version = param.full._version, param.sharded._version
         if param.full.data_ptr() != param.full_address:
             # ``.data`` was assigned to: back to the memory that is gathered into.
@@ -547,9 +541,7 @@ class ShardGroup:
     def mark_in_use(self) -> None:
         """Note that a forward or backward uses the full parameters again."""
         for bucket in self._buckets:
-            for param in bucket.params:
-                if param.full is not None:
-                    mark_full(param.full)
+            mark_full(bucket.params)
 
     def register_sharded(self, keeps_memory: bool = False) -> None:
         """Hang the sharded parameters on the modules and give the full memory back, unless ``keeps_memory``."""
@@ -560,6 +552,8 @@ class ShardGroup:
                 if slot.follower is not None:
                     slot.tell(sharded)
         self.drop(keeps_memory)
+        if self._sub is not None:
+            self._drop_sub()
 
     def drop(self, keeps_memory: bool = False) -> None:
         """Let nobody use the full parameters, and give their memory back unless ``keeps_memory``."""
@@ -568,11 +562,10 @@ class ShardGroup:
                 if not keeps_memory:
                     buffer.drop()
                 if not buffer.is_shared:
-                    for param in bucket.params:
-                        mark_freed(param.full, param.fqn, has_memory=buffer.is_held)
+                    mark_freed(bucket.params, has_memory=buffer.is_held)
         self.extended.drop(keeps_memory)
 
-    def drop_sub(self) -> None:
+    def _drop_sub(self) -> None:
         """Give the shards of the smaller mesh back."""
         self._sub = None
         for param in self.params:

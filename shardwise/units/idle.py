@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -216,12 +216,15 @@ def _idle_in(kind: type[Any], args: Any) -> list[Any]:
     return found
 
 
-def mark_freed(parameter: nn.Parameter | None, fqn: str, has_memory: bool = False) -> None:
-    """Refuse the use of ``parameter`` until :func:`mark_full`; ``has_memory``: that stays until then."""
-    if parameter is not None and type(parameter) in (nn.Parameter, KeptParameter, FreedParameter):
-        parameter.__class__ = FreedParameter
-        parameter.fqn = fqn  # pyright: ignore[reportAttributeAccessIssue]  of FreedParameter
-        parameter.has_memory = has_memory  # pyright: ignore[reportAttributeAccessIssue]
+def mark_freed(params: Iterable[UnitParam], has_memory: bool = False) -> None:
+    """Refuse the use of the full forms of ``params`` until :func:`mark_full`; ``has_memory``: that stays until then."""
+    for param in params:
+        full = param.full
+        if type(full) in _KINDS and (type(full) is not FreedParameter or full.has_memory is not has_memory):
+            assert full is not None
+            full.__class__ = FreedParameter
+            full.fqn = param.fqn  # pyright: ignore[reportAttributeAccessIssue]  of FreedParameter
+            full.has_memory = has_memory  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def mark_kept(param: UnitParam, take: Callable[[UnitParam], None]) -> None:
@@ -243,7 +246,12 @@ def may_be_written(parameter: nn.Parameter) -> bool:
     return not parameter.kept.is_as_before(parameter)
 
 
-def mark_full(parameter: nn.Parameter) -> None:
-    """Make ``parameter`` an ordinary one again."""
-    if type(parameter) is not nn.Parameter and type(parameter) in (FreedParameter, KeptParameter):
-        parameter.__class__ = nn.Parameter
+def mark_full(params: Iterable[UnitParam]) -> None:
+    """Make the full forms of ``params`` ordinary parameters again."""
+    for param in params:
+        if type(param.full) in _UNUSED:
+            param.full.__class__ = nn.Parameter  # pyright: ignore[reportOptionalMemberAccess]
+
+
+_UNUSED = (FreedParameter, KeptParameter)
+_KINDS = (nn.Parameter, *_UNUSED)

@@ -5,19 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from shardwise import torch_private
 from shardwise.layout.shard import ChunkShard
-from shardwise.units.precision import GradDtype
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-    from shardwise.units.unit import Unit
+from shardwise.torch_private import DTensorSpec
+from shardwise.units.precision import GradDtype, MixedPrecisionPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +73,6 @@ class UnitParam:
         keeps_dtype: it is used in its own dtype whatever the precision of its unit.
         grad_dtype: what was assigned to ``grad_dtype`` of the sharded parameter, or of the one it was made from; None: nothing.
         module: weak reference to the module of the first slot.
-        owner: weak reference to its unit.
         original: weak reference to the parameter it was made from, while someone holds that.
     """
 
@@ -100,7 +94,6 @@ class UnitParam:
     keeps_dtype: bool = False
     grad_dtype: GradDtype | None = None
     module: Callable[[], nn.Module | None] = field(default=_nothing)
-    owner: Callable[[], Unit | None] = field(default=_nothing)
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
     version_base: int = 0
 
@@ -112,7 +105,11 @@ class UnitParam:
     @property
     def dtype_of_gradient(self) -> torch.dtype | None:
         """The dtype of ``.grad``; None: that of whatever arrives."""
-        return self.dtype if self.grad_dtype is None else self.grad_dtype.dtype
+        return torch_private.local_of(self.sharded).dtype if self.grad_dtype is None else self.grad_dtype.dtype
+
+    def dtype_of_full(self, precision: MixedPrecisionPolicy) -> torch.dtype:
+        """Return the dtype in which it is all-gathered and used."""
+        return self.dtype if self.keeps_dtype else precision.dtype_of_full(self.dtype)
 
     @property
     def local(self) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,11 +12,9 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwise import torch_private
 from shardwise.errors import ConfigError
 from shardwise.layout.shard import ChunkShard
+from shardwise.torch_private import DTensorSpec
 from shardwise.units.axes import MeshAxes
 from shardwise.units.param import UnitParam
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,7 @@ class FlatBucket:
         travels: full parameters are copies; else they are the shards themselves, wherever these lie.
         byte_offset: where the bucket starts in a section that several buckets share.
         number: which of the sections that the ranks of a host read from each other this is.
+        loose: indices of the parameters that are not at home.
         num_replaced: parameters that user code has put others in the place of, since somebody has asked.
     """
 
@@ -124,7 +125,7 @@ class FlatBucket:
         self._homes: list[torch.UntypedStorage] = []
         # For each parameter its first slot, and the address of its home; None: the shard is empty.
         self._places: list[tuple[UnitParam, Slot, int | None]] = []
-        self._loose: list[int] = []
+        self.loose: list[int] = []
         for param, offset in zip(self.params, self.layout.offsets, strict=True):
             home = carve(self.local, offset, param.shard_shape)
             self._homes.append(home.untyped_storage())
@@ -132,7 +133,7 @@ class FlatBucket:
 
     def move_in(self) -> None:
         """Bring every parameter home that nobody else holds; note that the others are loose."""
-        self._loose = [
+        self.loose = [
             index
             for index, (param, _, address) in enumerate(self._places)
             if (address is not None or not param.is_handed_out) and not self._come_home(index)
@@ -146,13 +147,13 @@ class FlatBucket:
         dtype, device = self.dtype, self.local.device
         self.has_attributes = False
         away: list[int] = []
-        for index, (param, slot, address) in enumerate(self._places):
-            sharded = param.sharded
-            if slot.parameters[slot.name] is not sharded and not param.is_registered:
+        for param, slot, _ in self._places:
+            if slot.parameters[slot.name] is not param.sharded and not param.is_registered:
                 param.adopt_registered()
-                sharded = param.sharded
                 self.num_replaced += 1
-            local = torch_private.local_of(sharded)
+        locals_ = torch_private.locals_of([param.sharded for param in self.params])
+        for index, (param, _, address) in enumerate(self._places):
+            sharded, local = param.sharded, locals_[index]
             if local.dtype is not dtype or local.device != device:
                 return False
             if local.__dict__:
@@ -161,14 +162,14 @@ class FlatBucket:
                 param.follow_grad_dtype()
             if address is not None and self.travels and local.data_ptr() != address:
                 away.append(index)
-        self._loose = [index for index in away if not self._come_home(index)] if away else away
-        if any(torch_private.storage_use_count(self._homes[index]) for index in self._loose):
+        self.loose = [index for index in away if not self._come_home(index)] if away else away
+        if self.loose and any(torch_private.storage_use_count(self._homes[index]) for index in self.loose):
             self.relocate()  # somebody holds a home that its parameter has left
         return True
 
     def stage(self) -> None:
         """Copy loose parameters to where they travel from."""
-        for index in self._loose:
+        for index in self.loose:
             param = self.params[index]
             with torch.no_grad():
                 view_of(self.local, param.shard_shape, row_major(param.shard_shape), self.layout.offsets[index]).copy_(
@@ -223,26 +224,26 @@ class FullBuffer:
     """The full parameters of one bucket, in memory that comes and goes under a storage that stays.
 
     Autograd keeps references to the storage, so it must be the same object in forward and backward.
+
+    Attributes:
+        is_shared: the full parameters are the shards themselves.
+        is_held: the memory is there.
     """
 
     def __init__(self, layout: Bucket, dtype: torch.dtype, device: torch.device, is_shared: bool) -> None:
         """``is_shared``: the full parameters are the shards themselves (one shard per tensor); else own memory."""
         self._lease: Lease | None = None
-        self.is_shared = is_shared
+        self.is_shared = self.is_held = is_shared
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
         self.num_bytes = 0 if is_shared else layout.full_numel * dtype.itemsize
         self._dtype = dtype
         self._flat: torch.Tensor | None = None
 
-    @property
-    def is_held(self) -> bool:
-        """True while the memory is there."""
-        return self.is_shared or self._lease is not None
-
     def hold(self, pool: BufferPool) -> torch.Tensor:
         """Take memory from ``pool`` unless held; return the 1-D buffer."""
         if self._lease is None:
             self._lease = pool.lease(self.num_bytes)
+            self.is_held = True
             torch_private.swap_storage(self._storage, self._lease.storage)
             if self._flat is None:
                 with torch.inference_mode(False):
@@ -255,6 +256,7 @@ class FullBuffer:
         """Give the memory back; tensors on it must not be read until the next :meth:`hold`."""
         if self._lease is not None:
             lease, self._lease = self._lease, None
+            self.is_held = self.is_shared
             torch_private.swap_storage(self._storage, lease.storage)
             lease.release()
 
@@ -263,6 +265,7 @@ class FullBuffer:
         if self._lease is None:
             return None
         lease, self._lease = self._lease, None
+        self.is_held = self.is_shared
         torch_private.swap_storage(self._storage, lease.storage)
         return lease.lose()
 

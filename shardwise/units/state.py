@@ -31,7 +31,7 @@ class Gathering:
     """All-gather launched; the full parameters may not be read yet."""
 
     source: Source
-    pending: tuple[Pending, ...]
+    pending: tuple[Pending | None, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,10 +19,31 @@ from shardwise.units.group import ShardGroup
 from shardwise.units.idle import mark_full
 from shardwise.units.param import UnitParam
 from shardwise.units.precision import MixedPrecisionPolicy
-from shardwise.units.state import Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
+from shardwise.units.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
 
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
+
+class Host(Protocol):
+    """Whoever carries out the steps of a unit."""
+
+    def emit(self, event: Event) -> None:
+        """Hear what a unit has done."""
+        ...
+
+    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
+        """Return ``error``, of a collective at ``where``, with what the other ranks were doing."""
+        ...
+
+    def before_gather(self) -> None:
+        """Order the all-gather that follows after what has been done to shards."""
+        ...
+
+    def gradient_arrived(self, unit: Unit, ordinal: int) -> None:
+        """Hear that the gradient of a parameter of ``unit`` is there."""
+        ...
+
+
+def _nobody() -> None:
+    return None
 
 
 class Unit:
@@ -33,6 +54,7 @@ class Unit:
     Attributes:
         groups: its parameters, one group per mesh.
         policy: its behaviour; replaced whole.
+        is_full: the full parameters are registered: its state is Unsharded.
         name: paths of its modules in the root, from the first forward on.
         backward_task: the autograd task in which its backward has begun.
         open_passes: passes through its modules that backward has come to and not left.
@@ -62,6 +84,7 @@ class Unit:
         self.policy = policy
         self.name = ""
         self.state: UnitState = Sharded()
+        self.is_full = False
         self.in_backward = False
         self.backward_task = -1
         self.open_passes: set[object] = set()
@@ -85,8 +108,7 @@ class Unit:
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.engine_ref: Callable[[], Engine | None] = lambda: None
-        self.emit: Callable[[Event], None] | None = None
+        self.host_ref: Callable[[], Host | None] = _nobody
 
     def adopt_modules(self, modules: Sequence[nn.Module]) -> None:
         """Be the unit of ``modules``, which own it."""
@@ -98,10 +120,11 @@ class Unit:
         return tuple(module for ref in self._modules if (module := ref()) is not None)
 
     @property
-    def params(self) -> Iterator[UnitParam]:
+    def params(self) -> Sequence[UnitParam]:
         """All parameters of all groups."""
-        for group in self.groups:
-            yield from group.params
+        if len(self.groups) == 1:
+            return self.groups[0].params
+        return [param for group in self.groups for param in group.params]
 
     @property
     def family(self) -> tuple[Unit, ...]:
@@ -112,11 +135,6 @@ class Unit:
     def wants_boundary(self) -> bool:
         """True when counting gradients does not tell the end of its backward: the gradients of its inputs must."""
         return self.ended_late or self.policy.reduces_unused or self.num_frozen > 0 or not self.counts_gradients
-
-    @property
-    def is_full(self) -> bool:
-        """True when the full parameters are registered."""
-        return isinstance(self.state, Unsharded)
 
     @property
     def is_sharded(self) -> bool:
@@ -136,7 +154,10 @@ class Unit:
     @property
     def num_packs(self) -> int:
         """How often its parameters were put together anew, because somebody has replaced them or changed their dtype."""
-        return sum(group.num_packs for group in self.groups)
+        total = 0
+        for group in self.groups:
+            total += group.num_packs
+        return total
 
     def check_packing(self, made_of: int) -> None:
         """Raise StateError if parameters were put together anew since a forward that saw ``num_packs == made_of``."""
@@ -155,6 +176,8 @@ class Unit:
     @property
     def gather_staging(self) -> tuple[int, bool]:
         """Bytes that a launched unshard holds, and whether (all of) the full parameters are among them."""
+        if len(self.groups) == 1 and not self.policy.keeps_full_memory:
+            return self.groups[0].gather_staging
         stagings = [group.gather_staging for group in self.groups]
         if not self.policy.keeps_full_memory and all(is_in_place for _, is_in_place in stagings):
             return sum(num_bytes for num_bytes, _ in stagings), bool(stagings)
@@ -172,7 +195,10 @@ class Unit:
     @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters beyond the shards; 0 if they stay, as what does not move in a step."""
-        return 0 if self.policy.keeps_full_memory else sum(group.full_bytes for group in self.groups)
+        total = 0
+        for group in self.groups:
+            total += group.full_bytes
+        return 0 if self.policy.keeps_full_memory else total
 
     def module_ids(self) -> set[int]:
         """Return the ids of its modules."""
@@ -192,17 +218,21 @@ class Unit:
         self.number_parameters()
 
     def _enter(self, new: UnitState) -> None:
-        check_move(self.name, self.state, new)
+        if (type(self.state), type(new)) not in LEGAL_MOVES:
+            check_move(self.name, self.state, new)
         self.state = new
+        self.is_full = type(new) is Unsharded
+        self.is_full = type(new) is Unsharded
 
     def note(self, op: Op, num_bytes: int = 0, in_place: bool = False) -> None:
         """Tell the engine's instruments what this unit has just done."""
-        if self.emit is not None:
-            self.emit(Call(op, self.name, num_bytes, in_place))
+        host = self.host_ref()
+        if host is not None:
+            host.emit(Call(op, self.name, num_bytes, in_place))
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
-        engine = self.engine_ref()
-        return error if engine is None else engine.journal.explain(error, f"all-gather of unit '{self.name}'")
+        host = self.host_ref()
+        return error if host is None else host.explain(error, f"all-gather of unit '{self.name}'")
 
     # ---- parameters ----
 
@@ -217,19 +247,19 @@ class Unit:
                 return
             if isinstance(state, Gathering):
                 self.discard()
-        engine = self.engine_ref()
         version = self._version()
-        # An optimizer may have just changed the shards.
-        if engine is not None and (span is None or not isinstance(state, Sharded)):
-            engine.lanes.gather.wait_current()
+        if span is None or not isinstance(state, Sharded):  # an optimizer may have just changed the shards
+            host = self.host_ref()
+            if host is not None:
+                host.before_gather()
         from_sub = isinstance(state, Subsharded) and state.source.version == version
         if isinstance(state, Subsharded):
             self._check_sub()
         try:
-            pending = tuple(p for group in self.groups if (p := group.gather(from_sub, span is None)) is not None)
+            launched = [group.gather(from_sub, span is None) for group in self.groups]
         except TransportError as error:
             raise self._explained(error) from error
-        self._enter(Gathering(Source(version, span), pending))
+        self._enter(Gathering(Source(version, span), tuple(launched)))
         num_bytes, is_in_place = self.gather_staging
         self.note(Op.UNSHARD, num_bytes, is_in_place)
 
@@ -242,15 +272,17 @@ class Unit:
         assert isinstance(state, Gathering)
         try:
             for pending in state.pending:
-                pending.wait()
+                if pending is not None:
+                    pending.wait()
         except RuntimeError as error:
             raise self._explained(error) from error
         if span is not None and state.source.span != span:
             self._check_is_copy()
-        self.num_expected = sum(group.register_full(self._gradient_hook) for group in self.groups)
-        self.num_frozen = sum(len(group.params) for group in self.groups) - self.num_expected
+        self.num_expected = num_params = 0
         for group in self.groups:
-            group.drop_sub()
+            self.num_expected += group.register_full(self._gradient_hook)
+            num_params += len(group.params)
+        self.num_frozen = num_params - self.num_expected
         self._enter(Unsharded(Source(state.source.version, span)))
         self.note(Op.WAIT, self.full_bytes)
 
@@ -269,10 +301,10 @@ class Unit:
             written = self._written()
             if written and in_span:
                 return False
-            self._write_back(written)
+            if written:
+                self._write_back(written)
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
-            group.drop_sub()
         self._enter(Sharded())
         if was_full:
             self.note(Op.RESHARD, self.full_bytes)
@@ -282,7 +314,8 @@ class Unit:
         """Forget an all-gather that nobody has waited for."""
         assert isinstance(self.state, Gathering)
         for pending in self.state.pending:
-            pending.cancel()
+            if pending is not None:
+                pending.cancel()
         self._drop()
         self._enter(Sharded())
 
@@ -299,11 +332,11 @@ class Unit:
         """Reshard after a failure: an all-gather that cannot end any more is forgotten."""
         if isinstance(self.state, Gathering):
             for pending in self.state.pending:
-                pending.cancel()
+                if pending is not None:
+                    pending.cancel()
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
-            group.drop_sub()
-        self.state = Sharded()
+        self.state, self.is_full = Sharded(), False
 
     def reshard_after_forward(self) -> bool:
         """Do what the policy says at the end of forward; return False as :meth:`reshard` in a span does."""
@@ -368,7 +401,11 @@ class Unit:
                 )
 
     def _written(self) -> list[tuple[ShardGroup, UnitParam]]:
-        return [(group, param) for group in self.groups for param in group.written()]
+        found: list[tuple[ShardGroup, UnitParam]] = []
+        for group in self.groups:
+            for param in group.written():
+                found.append((group, param))
+        return found
 
     def _write_back(self, written: list[tuple[ShardGroup, UnitParam]]) -> None:
         for group, param in written:
@@ -379,8 +416,8 @@ class Unit:
 
         Every rank takes its rows: all must have written the same.
         """
-        if self.is_full:
-            self._write_back(self._written())
+        if self.is_full and (written := self._written()):
+            self._write_back(written)
 
     def keep(self) -> None:
         """Leave full parameters registered although no forward or backward runs."""
@@ -405,9 +442,9 @@ class Unit:
                     unit.is_nested = True  # a checkpoint within the unit runs a backward of its own: others may follow
                 if unit.is_nested or len(unit.gradient_arrived) < unit.num_expected:
                     return  # the engine knows of this backward, and nothing is complete
-            engine = unit.engine_ref()
-            if engine is not None:
-                engine.gradient_arrived(unit, ordinal)
+            host = unit.host_ref()
+            if host is not None:
+                host.gradient_arrived(unit, ordinal)
 
         return on_accumulated
 
@@ -473,15 +510,16 @@ class Unit:
             else:
                 self.unsynced.add(param)
 
-    def _in_place(self) -> Iterator[UnitParam]:
-        for group in self.groups:
-            yield from group.in_place
+    def _in_place(self) -> Sequence[UnitParam]:
+        if len(self.groups) == 1:
+            return self.groups[0].in_place
+        return [param for group in self.groups for param in group.in_place]
 
     def drop_gradients(self) -> None:
         """Forget the gradients of an unfinished backward."""
+        mark_full(self.params)  # else it would be the shards' gradients that are dropped
         for param in self.params:
             if param.full is not None:
-                mark_full(param.full)  # else it would be the shard's gradient that is dropped
                 param.full.grad = None
         self.gradient_arrived.clear()
         self.open_passes.clear()

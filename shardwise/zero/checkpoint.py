@@ -6,8 +6,8 @@ or the partition, and a plain optimizer's ``state_dict()`` loads it and is loade
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.even import Box, boxes
+from shardwise.layout.owners import Piece
 from shardwise.optim.checkpointed import Checkpoint, only_saved
 from shardwise.optim.forms import in_form, is_flat, options_of, unflattened
-from shardwise.zero.pieces import LocalPiece, flat_like, memory_order
-from shardwise.zero.state import StateOfParam, check_groups, load_into
-
-if TYPE_CHECKING:
-    from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise.optim.trial import states_after_zeros
+from shardwise.zero.local import LocalOptimizer
+from shardwise.zero.pieces import LocalPiece, elements_of, memory_order
+from shardwise.zero.state import StateOfParam, load_share
 
 
 class StateSlice(torch.Tensor):
@@ -80,7 +80,7 @@ class StateSlice(torch.Tensor):
 
 
 class ShardedState:
-    """The share of ``zero`` as a DCP ``Stateful``; made by ``zero.sharded()``.
+    """A rank's share of the state as a DCP ``Stateful``; made by ``zero.sharded()``.
 
     Keys are those of a plain optimizer's state dict, or with ``names`` (e.g. ``dict(model.named_parameters())``) the
     names of the parameters, or with ``flat`` too those of torch's ``flatten_optimizer_state_dict``. To load into an
@@ -95,19 +95,21 @@ class ShardedState:
 
     def __init__(
         self,
-        zero: ZeroRedundancyOptimizer,
+        local: LocalOptimizer,
+        loaded: Callable[[], None],
         names: Mapping[str, torch.Tensor] | None = None,
         loading: bool | Checkpoint = False,
         flat: bool = False,
     ) -> None:
         if flat and names is None:
             raise ConfigError("flat keys are made of names: pass names=dict(model.named_parameters())")
-        self._zero = zero
+        self._local = local
+        self._loaded = loaded  # called after a load
         self._loading = loading
         self._flat = flat
         by_id = {id(param): name for name, param in names.items()} if names is not None else None
         self._keys: list[int | str] = []
-        for index, param in enumerate(zero.all_params):
+        for index, param in enumerate(local.share.params):
             if by_id is not None and id(param) not in by_id:
                 raise ConfigError(f"names lacks parameter {index} of shape {tuple(param.shape)}")
             self._keys.append(index if by_id is None else by_id[id(param)])
@@ -115,35 +117,26 @@ class ShardedState:
     def state_dict(self) -> dict[str, Any]:
         """Return {"state": {key: {name: tensor or slice}}, "param_groups": [...]} of this rank's pieces, or it flat."""
         state: dict[int | str, StateOfParam] = {}
-        made = {} if self._loading is False else _blank_state(self._zero)
-        for local in self._zero.local_pieces:
-            values = self._zero.optim.state.get(local.tensor) or made.get(id(local.tensor))
+        made = {} if self._loading is False else _blank_state(self._local)
+        for own in self._local.share.local_pieces:
+            values = self._local.state_of(own) or made.get(own.piece)
             if values:
-                state[self._keys[local.piece.tensor]] = {k: _outward(v, local) for k, v in values.items()}
+                state[self._keys[own.piece.tensor]] = {k: _outward(v, own) for k, v in values.items()}
         if not isinstance(self._loading, bool):
             state = only_saved(state, self._loading, self._keys)
         keys = iter(self._keys)
-        groups = [{**options_of(g), "params": [next(keys) for _ in g["params"]]} for g in self._zero.param_groups]
+        groups = [{**options_of(g), "params": [next(keys) for _ in g["params"]]} for g in self._local.groups]
         return in_form("flat" if self._flat else "named", state, groups)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Adopt what DCP has filled in; options come from the checkpoint."""
-        zero = self._zero
         if is_flat(state_dict):
             keys = iter(map(str, self._keys))
-            state_dict = unflattened(state_dict, [[next(keys) for _ in group["params"]] for group in zero.param_groups])
-        groups = state_dict["param_groups"]
-        check_groups([len(group["params"]) for group in groups], zero)
-        by_tensor = {id(local.tensor): local for local in zero.local_pieces}
-        found: dict[int, StateOfParam] = {}
-        order = [tensor for group in zero.optim.param_groups for tensor in group["params"]]
-        for index, tensor in enumerate(order):
-            local = by_tensor[id(tensor)]
-            values = state_dict["state"].get(self._keys[local.piece.tensor])
-            if values:
-                found[index] = {name: _inward(value, local) for name, value in values.items()}
-        load_into(zero, found, groups)
-        zero.adopt_options()
+            state_dict = unflattened(
+                state_dict, [[next(keys) for _ in group["params"]] for group in self._local.groups]
+            )
+        load_share(self._local, state_dict, self._keys, _inward)
+        self._loaded()
 
 
 def _outward(value: Any, local: LocalPiece) -> Any:
@@ -152,26 +145,22 @@ def _outward(value: Any, local: LocalPiece) -> Any:
     return StateSlice.make(value, local.param, local.piece.start)
 
 
-def _inward(value: Any, local: LocalPiece) -> Any:
+def _inward(local: LocalPiece, _name: str, value: Any) -> Any:
     if isinstance(value, StateSlice):
         return value.local
     if isinstance(value, torch.Tensor) and value.dim() > 0 and not local.is_param:
-        return flat_like(value, local.param)[local.piece.start : local.piece.stop].clone()
+        return elements_of(local.piece, local.param, value).clone()
     return value
 
 
-def _blank_state(zero: ZeroRedundancyOptimizer) -> dict[int, StateOfParam]:
-    """Return state of the right names, shapes and dtypes for trainable pieces without any, by their tensors' ids."""
-    lacking = [
-        local for local in zero.local_pieces if local.param.requires_grad and not zero.optim.state.get(local.tensor)
-    ]
-    stand_ins = {id(local.tensor): torch.zeros_like(local.tensor, requires_grad=False) for local in lacking}
+def _blank_state(local: LocalOptimizer) -> dict[Piece, StateOfParam]:
+    """Return state of the right names, shapes and dtypes for trainable pieces without any."""
+    lacking = {
+        id(own.tensor): own for own in local.share.local_pieces if own.param.requires_grad and not local.state_of(own)
+    }
     groups = [
-        {**group, "params": [stand_ins[id(tensor)] for tensor in group["params"] if id(tensor) in stand_ins]}
-        for group in zero.optim.param_groups
+        {**group, "params": [tensor for tensor in group["params"] if id(tensor) in lacking]}
+        for group in local.optim.param_groups
     ]
-    scratch = type(zero.optim)(groups, **zero.optimizer_defaults)
-    for tensor in stand_ins.values():
-        tensor.grad = torch.zeros_like(tensor)
-    scratch.step()
-    return {key: dict(scratch.state.get(tensor, {})) for key, tensor in stand_ins.items()}
+    states = states_after_zeros(local.make, groups)
+    return {own.piece: state for own, state in zip(lacking.values(), states, strict=True)}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise.comm.board import Board
 from shardwise.errors import ConfigError
+from shardwise.optim.forms import options_of
 from shardwise.optim.pieces import is_sharded, is_sharded_tensor
 from shardwise.optim.trial import why_not_cut
 
@@ -104,19 +106,48 @@ def checked_optimizer_class(optimizer_class: type[Any], overlap_with_ddp: bool) 
     return plain
 
 
-def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any], device: torch.device) -> None:
+def check_partition(
+    partition: object,
+    optimizer_class: type[Optimizer],
+    params: Sequence[torch.Tensor] | Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+) -> None:
     """Try the optimizer on small tensors, whole and cut in two: ``partition="even"`` needs the same result.
 
-    Raises: ConfigError if the results differ or the optimizer refuses pieces.
+    ``params``: those of :func:`checked_params`; the options of the first group are tried.
+    Raises: ConfigError if the results differ, the optimizer refuses pieces, or there is no such partition.
     """
+    if partition not in ("whole", "even"):
+        raise ConfigError(f"partition is {partition!r}, expected 'whole' or 'even'")
+    if partition == "whole":
+        return
+    options = {**defaults, **(options_of(params[0]) if isinstance(params[0], Mapping) else {})}
     name = optimizer_class.__name__
     advice = f"{name} does not treat every element alone; use partition='whole'"
     try:
+        device = flatten_groups(params)[0].device
         reason = why_not_cut(lambda groups: optimizer_class(groups, **options), {}, device)
     except Exception as error:
         raise ConfigError(f"partition='even' cannot be used: {advice} ({error})") from error
     if reason is not None:
         raise ConfigError(f"partition='even' would change the result: {name} {reason}; {advice}")
+
+
+def agree_on(board: Board, what: str, facts: Callable[[], list[str]]) -> None:
+    """Return once ``facts``, which may do more, has returned the same on every rank.  Collective.
+
+    Raises: what ``facts`` raises on this rank; DesyncError if it raised or returned something else on another.
+    """
+    found: list[str] = []
+    error: Exception | None = None
+    try:
+        found = facts()
+    except Exception as raised:
+        error = raised
+    try:
+        board.agree(what, found, error)
+    finally:
+        del error  # an error and the frame it was raised in would keep each other, and the group, alive
 
 
 def describe_params(groups: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -15,7 +15,8 @@ from shardwise.comm.owned import Owned, PendingReduce, reduce_to_owners
 from shardwise.errors import StateError
 from shardwise.layout.owners import Piece
 from shardwise.optim.owned import GradientOwner, OwnedGradient, make_owned
-from shardwise.zero.pieces import LocalPiece, flat_like, gradient_for
+from shardwise.zero.compare import are_same
+from shardwise.zero.pieces import LocalPiece, elements_of, gradient_for
 from shardwise.zero.share import Share
 
 MESSAGE_BYTES = 4 * 1024 * 1024  # two messages are on their way at a time, each copied once out and once in
@@ -43,30 +44,52 @@ class Reduction:
     averages: dict[Piece, torch.Tensor] = field(default_factory=dict[Piece, torch.Tensor])
 
 
-def piece_gradient(piece: Piece, param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the elements of the parameter's ``gradient`` that belong to ``piece``, 1-D in the parameter's order."""
-    flat = flat_like(gradient, param)
-    return flat if piece.numel == param.numel() else flat[piece.start : piece.stop]
-
-
 def own_gradient(param: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient that this rank alone has made since the last averaging."""
     gradient = param.grad
     return gradient.fresh if isinstance(gradient, OwnedGradient) else gradient
 
 
-def presence_of(share: Share) -> tuple[torch.dtype | None, ...]:
+def _presence_of(share: Share) -> tuple[torch.dtype | None, ...]:
     """Return the dtype of each parameter's gradient to average, None where there is none: messages follow from it."""
     gradients = (own_gradient(param) for param in share.params)
     return tuple(None if gradient is None else gradient.dtype for gradient in gradients)
 
 
-def describe_presence(share: Share, presence: Sequence[torch.dtype | None]) -> list[str]:
+def _describe_presence(share: Share, presence: Sequence[torch.dtype | None]) -> list[str]:
     """Return ``presence`` in words, one line per parameter."""
     return [
         f"parameter {index} of shape {tuple(param.shape)} has {'no gradient' if dtype is None else f'one of {dtype}'}"
         for index, (param, dtype) in enumerate(zip(share.params, presence, strict=True))
     ]
+
+
+@dataclass(slots=True)
+class KnownGradients:
+    """What the ranks know of each other's gradients, so that they ask once and not in every step.
+
+    Attributes:
+        is_compared: gradients like those of the last step were the same on all ranks.
+        presences: of which parameters there may be gradients to average: the ranks have agreed on each of them.
+    """
+
+    is_compared: bool = False
+    presences: set[tuple[torch.dtype | None, ...]] = field(default_factory=set[tuple[torch.dtype | None, ...]])
+
+    def check(self, share: Share, board: Board, what: str, *, has_inputs: bool = True, only_warn: bool = False) -> None:
+        """Ask whether the gradients may be stepped on, if that is not known; options as for :func:`are_same`.
+
+        Raises: DesyncError on every rank if they differ between ranks; StateError if only some have been averaged.
+        """
+        if board.size > 1 and not check_averaged(share, what) and not self.is_compared:
+            self.is_compared = are_same(share, board, what, has_inputs=has_inputs, only_warn=only_warn)
+
+    def agree_on_presence(self, share: Share, board: Board, what: str) -> None:
+        """Raises: DesyncError on every rank if ranks have gradients of other parameters to average."""
+        presence = _presence_of(share)
+        if presence not in self.presences:
+            board.agree(what, _describe_presence(share, presence))
+            self.presences.add(presence)
 
 
 def reduce_to_pieces(run: Reduction) -> None:
@@ -131,7 +154,7 @@ def _owned(run: Reduction, piece: Piece) -> Owned:
     gradient = own_gradient(param)
     if gradient is None:
         raise StateError(f"{run.what}: parameter {piece.tensor} lost its gradient meanwhile")
-    return Owned(piece.owner, piece_gradient(piece, param, gradient))
+    return Owned(piece.owner, elements_of(piece, param, gradient))
 
 
 def _finish(run: Reduction, pieces: Sequence[Piece], pending: PendingReduce) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,11 +94,16 @@ def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return tensor.permute(memory_order(param)).reshape(-1)
 
 
+def elements_of(piece: Piece, param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``tensor`` (shape of ``param``) that belong to ``piece``, 1-D in the order of ``param``."""
+    return flat_like(tensor, param)[piece.start : piece.stop]
+
+
 def gradient_for(local: LocalPiece, gradient: torch.Tensor) -> torch.Tensor:
     """Return the part of the parameter's ``gradient`` that belongs to the piece, shaped like its tensor."""
     if local.is_param or local.param.dim() == 0:
         return gradient
-    return flat_like(gradient, local.param)[local.piece.start : local.piece.stop]
+    return elements_of(local.piece, local.param, gradient)
 
 
 def owned_views(
@@ -126,25 +130,6 @@ def _place(piece: Piece, places: Mapping[int, Place] | None) -> Place | None:
         return None
     place = places.get(piece.tensor, Place(-1 - piece.tensor, 0))  # not packed: next to nothing
     return Place(place.buffer, place.offset + piece.start)
-
-
-def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> None:
-    """Copy all options of parameter groups but the parameters, group by group."""
-    for source, target in zip(sources, targets, strict=True):
-        target.update((key, value) for key, value in source.items() if key != "params")
-
-
-@contextmanager
-def narrowed(groups: Sequence[dict[str, Any]], chosen: set[int]) -> Generator[None, None, None]:
-    """Leave only the tensors with these ids in ``groups`` for a while; the dicts stay the same objects."""
-    full = [group["params"] for group in groups]
-    try:
-        for group in groups:
-            group["params"] = [tensor for tensor in group["params"] if id(tensor) in chosen]
-        yield
-    finally:
-        for group, tensors in zip(groups, full, strict=True):
-            group["params"] = tensors
 
 
 def pack_params(

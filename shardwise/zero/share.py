@@ -46,11 +46,9 @@ class Share:
         return [local for index in sorted(indices) for local in self.local_by_param[index]]
 
     def tensors_of_group(self, number: int) -> list[torch.Tensor]:
-        """Return what the local optimizer updates of a group."""
-        return [local.tensor for piece in self.pieces_of_groups[number] for local in self._local_of(piece)]
-
-    def _local_of(self, piece: Piece) -> list[LocalPiece]:
-        return [local for local in self.local_by_param[piece.tensor] if local.piece == piece]
+        """Return what the local optimizer updates of a group, in the order of :attr:`local_pieces`."""
+        members = set(self.pieces_of_groups[number])
+        return [local.tensor for local in self.local_pieces if local.piece in members]
 
 
 def make_share(

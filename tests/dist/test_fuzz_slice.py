@@ -9,10 +9,13 @@ import torch.distributed as dist
 from helpers.ranks import on_ranks
 
 from shardwise.events import Call, Op
-from shardwise.testing.fuzz import Contender, Runner, draw, render
 from shardwise.testing.fuzz.areas import AREAS
+from shardwise.testing.fuzz.case import Contender
+from shardwise.testing.fuzz.draw import draw
 from shardwise.testing.fuzz.engines import EngineSide
 from shardwise.testing.fuzz.memory import most_full
+from shardwise.testing.fuzz.render import render
+from shardwise.testing.fuzz.runner import Runner
 from shardwise.testing.fuzz.selftest import find
 from shardwise.testing.fuzz.sides import Play, Seat
 

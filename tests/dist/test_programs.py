@@ -516,6 +516,33 @@ def test_a_layer_may_be_used_in_a_reentrant_checkpoint_and_outside_of_it() -> No
         assert_trains_alike(model, plain)
 
 
+class LentWithinACheckpoint(nn.Module):
+    """Two layers with one weight, recomputed together; the second one is a unit, and lends the weight to the first."""
+
+    def __init__(self, is_frozen: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.second.weight.requires_grad_(not is_frozen)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.sin(self.first(torch.cos(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.run, x, use_reentrant=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_unit_that_lends_a_weight_keeps_it_until_the_borrower_is_done(is_frozen: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), LentWithinACheckpoint(is_frozen))
+    plain = copy.deepcopy(model)
+    fully_shard(model[1].second)
+    fully_shard(model)
+    assert_trains_alike(model, plain)
+
+
 # ---- subclasses of tensors under the older replicate ----
 
 

@@ -73,8 +73,8 @@ def test_a_unit_is_updated_in_one_call() -> None:
                     _backward(tensors, 10 * step + microbatch)
                 optimizer.step()
                 optimizer.zero_grad()
-        assert found._stepper.num_updates == 4, found._stepper.num_updates
-        assert each._stepper.num_updates == len(_named(model))
+        assert found._stepper.num_runs == 4, found._stepper.num_updates
+        assert each._stepper.num_runs == len(_named(model))
         _assert_close(model, plain)
         fused = "fused" in options
         for a, b in zip(model.parameters(), single.parameters(), strict=True):
@@ -105,7 +105,7 @@ def test_gradients_and_memory_may_come_and_go() -> None:
         for optimizer in (found, expected):
             optimizer.step()
             optimizer.zero_grad()
-        counts.append(found._stepper.num_updates)
+        counts.append(found._stepper.num_runs)
     _assert_close(model, plain)
     # Its step count differs for good, so that it is updated by itself and cuts its unit in three.
     assert counts[0] == 4, counts

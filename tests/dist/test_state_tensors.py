@@ -311,7 +311,7 @@ def test_runs_stay_joined_while_state_is_held(door: str) -> None:
         optimizer.zero_grad()
         _backward(door, model, step)
         optimizer.step()
-        counts.append(optimizer._stepper.num_updates)
+        counts.append(optimizer._stepper.num_runs)
         if step == 3:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         held.append(optimizer.state_dict())
@@ -327,15 +327,15 @@ def test_state_that_was_let_go_is_joined() -> None:
         p.grad = factor  # gradients that are no neighbours: state is made piece by piece
     optimizer.step()
     held = optimizer.state_dict()
-    assert optimizer._stepper.num_updates == len(SIZES)
+    assert optimizer._stepper.num_runs == len(SIZES)
     for step in range(3):
         _flat_gradients(model, _factors(0))
         optimizer.step()
-        assert optimizer._stepper.num_updates == len(SIZES), step
+        assert optimizer._stepper.num_runs == len(SIZES), step
     del held
     for _ in range(RETRY_EVERY):
         optimizer.step()
-    assert optimizer._stepper.num_updates == 1
+    assert optimizer._stepper.num_runs == 1
     plain = Params()
     reference = torch.optim.Adam(plain.parameters(), **KINDS["adam"][1])
     for _ in range(4 + RETRY_EVERY):

@@ -116,7 +116,7 @@ def test_hooks_of_ddp_give_the_same_bits() -> None:
             for step in range(4):
                 zero.zero_grad()
                 _backward(ddp, step)
-                zero._is_compared = False
+                zero.stepper.known.is_compared = False
                 zero.step()
         assert len(seen.whats) == 4
         assert seen.warnings == []
@@ -247,7 +247,7 @@ def test_other_dtypes_and_orders() -> None:
         with _Gathers() as seen:
             zero.step()
         assert len(seen.whats) == 1
-        zero._is_compared = False
+        zero.stepper.known.is_compared = False
         param.grad = values * (1 + dist.get_rank())
         with pytest.raises(DesyncError, match="gradients differ"):
             zero.step()

@@ -179,7 +179,7 @@ def test_a_skipped_step_is_found_at_the_next_agreement() -> None:
     group, rank = _group(), dist.get_rank()
     zero = _zero(group)
     if rank == 1:
-        zero.mark_stepped()
+        zero.stepper.mark_stepped()
     text = _raises(zero.consolidate_state_dict)
     assert "rank 1: 1 step(s) so far" in text
 

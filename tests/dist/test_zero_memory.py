@@ -161,7 +161,9 @@ def test_ranks_may_hold_different_aliases() -> None:
         model = _model()
         kept = {0: model.state_dict(), 1: list(model.state_dict().values())[1:4]}.get(rank)
         zero = _zero(model, partition)
-        sizes = [(call.owner, sum(tensor.numel() for tensor in call.tensors)) for call in zero.layout.broadcasts]
+        sizes = [
+            (call.owner, sum(tensor.numel() for tensor in call.tensors)) for call in zero.stepper.layout.broadcasts
+        ]
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, sizes)
         assert all(other == sizes for other in every), every

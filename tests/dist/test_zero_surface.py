@@ -92,6 +92,17 @@ def test_lr_scheduler() -> None:
 
 
 @on_ranks(1, 2, 4)
+def test_groups_put_in_place_of_the_old_are_followed() -> None:
+    x = torch.tensor([1.0], requires_grad=True)
+    o = ZeroRedundancyOptimizer([x], optimizer_class=SGD, lr=0.1)
+    o.param_groups = [{**o.param_groups[0], "lr": 0.5}]
+    x.backward()
+    o.step()
+    assert x.item() == pytest.approx(0.5)
+    assert o.param_groups[0]["lr"] == 0.5
+
+
+@on_ranks(1, 2, 4)
 def test_step_with_kwargs() -> None:
     kwarg: list[Any] = []
     x = torch.tensor([1.0], requires_grad=True)

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from shardwise.engine.build import attachment_of
+from shardwise.engine.attachment import attachment_of
+from shardwise.engine.engine import engine_of
 from shardwise.plan.memory import peak_bytes
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import Block
@@ -114,7 +115,7 @@ def run_peak() -> None:
         model(x).sum().backward()
     attachment = attachment_of(model)
     assert attachment is not None
-    engine = attachment.unit.engine_ref()
+    engine = engine_of(attachment.unit)
     assert engine is not None
     assert engine.journal.plan is not None
     engine.pool.reset_peak()

@@ -12,7 +12,8 @@ import shardwise.comm.links.send_recv
 import shardwise.layout.bucket
 from shardwise import set_default_transport
 from shardwise.comm.links.link import Transport
-from shardwise.engine.build import attachment_of
+from shardwise.engine import engine as engines
+from shardwise.engine.attachment import attachment_of
 from shardwise.engine.engine import Engine
 from shardwise.events import Call, Event
 
@@ -20,7 +21,7 @@ from shardwise.events import Call, Event
 def engine_of(model: nn.Module) -> Engine:
     attachment = attachment_of(model)
     assert attachment is not None
-    engine = attachment.unit.engine_ref()
+    engine = engines.engine_of(attachment.unit)
     assert engine is not None, "the model has not run yet"
     return engine
 

@@ -222,9 +222,9 @@ def test_views_know_their_base() -> None:
 def test_module_parameters_and_hooks() -> None:
     layer = nn.Linear(2, 2)
     assert private.parameters_of(layer)["weight"] is layer.weight
-    assert private.post_accumulate_hooks(layer.weight) == []
+    assert private.post_accumulate_hooks([layer.weight]) == []
     layer.weight.register_post_accumulate_grad_hook(print)
-    assert private.post_accumulate_hooks(layer.weight) == [print]
+    assert private.post_accumulate_hooks([layer.weight]) == [(layer.weight, print)]
 
 
 def test_parameters_made_from_local_tensors_are_what_nn_parameter_makes(fake_ranks: object) -> None:

@@ -80,8 +80,8 @@ def test_flat_steps_equal_single_ones_whatever_gradients_come(sizes: list[int], 
     memory = torch.randn(sum(sizes))
     tensors = {str(i): t for i, t in enumerate(memory.clone().split(sizes))}
     single = [t.clone() for t in memory.split(sizes)]
-    pieces = [piece for name, tensor in tensors.items() for piece in pieces_of(name, tensor)]
-    flat = ElementwiseStep(lambda groups: torch.optim.Adam(groups, lr=0.1), [(pieces, {})], True)
+    params = [pieces_of(name, tensor) for name, tensor in tensors.items()]
+    flat = ElementwiseStep(lambda groups: torch.optim.Adam(groups, lr=0.1), [(params, {})], True)
     expected = torch.optim.Adam(single, lr=0.1)
     for mask in masks:
         gradients = torch.randn(sum(sizes))
@@ -102,7 +102,7 @@ def test_neighbours_by_chance_do_not_cost_a_layout_per_step() -> None:
     single = [tensor.clone() for tensor in together]
     flat = ElementwiseStep(
         lambda groups: torch.optim.Adam(groups, lr=0.1),
-        [([piece for name, tensor in tensors.items() for piece in pieces_of(name, tensor)], {})],
+        [([pieces_of(name, tensor) for name, tensor in tensors.items()], {})],
         True,
     )
     expected = torch.optim.Adam(single, lr=0.1)

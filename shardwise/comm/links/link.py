@@ -110,6 +110,9 @@ class Spans:
 
     A link is opened by the first collective that could use it: a rank that runs a forward without collectives, as
     replicas may, waits for nobody.
+
+    Attributes:
+        number: one that no other span of this engine has; None outside of any.
     """
 
     def __init__(self) -> None:
@@ -117,11 +120,7 @@ class Spans:
         self._count = 0
         self._kind: SpanKind = "forward"
         self._entries: dict[str, _Entry] = {}
-
-    @property
-    def number(self) -> int | None:
-        """A number that no other span of this engine has; None outside of any."""
-        return self._count if self._depth else None
+        self.number: int | None = None
 
     def register(self, group: dist.ProcessGroup, prepare: Callable[[], Link | None]) -> None:
         """Let ``prepare`` say, before each span, by which link the ranks of ``group`` talk; None: by none."""
@@ -157,6 +156,7 @@ class Spans:
         if not self._depth:
             self._kind = kind
             self._count += 1
+            self.number = self._count
         self._depth += 1
 
     def end(self) -> None:
@@ -169,10 +169,13 @@ class Spans:
                         entry.link.close()
                     entry.is_open = entry.is_agreed = False
         self._depth = max(self._depth - 1, 0)
+        if not self._depth:
+            self.number = None
 
     def abort(self) -> None:
         """Leave all spans after a failure."""
         self._depth = 0
+        self.number = None
         for entry in self._entries.values():
             entry.is_prepared = False
             if entry.is_open:

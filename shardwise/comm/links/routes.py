@@ -1,4 +1,4 @@
-"""The communicator that the runtime talks to: the group's link where it serves, the backend's collectives elsewhere."""
+"""The communicator that units talk to: the group's link where it serves, the backend's collectives elsewhere."""
 
 from __future__ import annotations
 

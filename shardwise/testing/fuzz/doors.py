@@ -75,6 +75,12 @@ def _syncs_buffers(case: Case, contender: Contender) -> bool:
     return not case.settings.sync_buffers or contender.door in ("replicate_older", "ddp", "zero1", "torch_zero")
 
 
+def _notices_data(case: Case, contender: Contender) -> bool:
+    """DTensors ignore what is assigned to their ``.data``; so does torch's class, where it takes the model."""
+    assigns = any(isinstance(action, do.Change) and action.how == "data_set" for action in case.actions)
+    return not assigns or contender.door not in SHARDING_DOORS or not has_kind(case.model.root, "Conv")
+
+
 def _joins(case: Case, contender: Contender) -> bool:
     joins = any(isinstance(action, do.JoinLoop) for action in case.actions)
     return not joins or contender.door in ("ddp", "zero1", "torch_zero", *OVERLAP_DOORS)
@@ -118,6 +124,7 @@ RULES: tuple[Callable[[Case, Contender], bool], ...] = (
     _has_policies,
     _has_whole_matrices,
     _syncs_buffers,
+    _notices_data,
     _joins,
     _has_units,
     _defers_alike,
@@ -198,12 +205,20 @@ def _steps_in_backward(actions: Sequence[do.Action]) -> bool:
     if any(not isinstance(action, allowed) for action in actions):
         return False
     order = (do.Forward, do.Backward, do.Step)
-    turns = [action for action in actions if isinstance(action, order)]
-    for number, action in enumerate(turns):
-        if type(action) is not order[number % 3]:
+    turns = [action for action in actions if isinstance(action, (*order, do.JoinLoop))]
+    number = 0
+    for action in turns:
+        if isinstance(action, do.JoinLoop):
+            if number % 3:
+                return False
+            continue
+        number += 1
+        if type(action) is not order[(number - 1) % 3]:
             return False
         if getattr(action, "mode", "train") != "train" or getattr(action, "closure", False):
             return False
+    if number % 3:
+        return False
     rates = [type(left) for left, right in pairwise(actions) if isinstance(right, do.Rate)]
     return do.Backward not in rates
 
@@ -222,6 +237,11 @@ def _rows_of_codes(node: Node) -> list[int]:
     """Return the rows of parameters of a tensor subclass, which DDP and ZeRO would have to send whole."""
     own = [node.size] if node.kind == "Quant" else []
     return own + [rows for child in node.children for rows in _rows_of_codes(child)]
+
+
+def has_kind(node: Node, kind: str) -> bool:
+    """True if ``kind`` is in the tree."""
+    return node.kind == kind or any(has_kind(child, kind) for child in node.children)
 
 
 def _recomputes(node: Node) -> bool:

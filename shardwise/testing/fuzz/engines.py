@@ -13,6 +13,8 @@ from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
 import shardwise
+from shardwise.engine.attachment import attachment_of
+from shardwise.engine.roots import live_engine
 from shardwise.testing.fuzz import peers
 from shardwise.testing.fuzz.case import Contender
 from shardwise.testing.fuzz.memory import Watch
@@ -170,7 +172,8 @@ class EngineSide(Side):
         if self.watch is not None:
             self.watch.listen()
         if self._shows_unsynced:
-            units = cast(Any, self.model)._attachment().live_engine().units
+            attachment = attachment_of(self.model)
+            units = live_engine(attachment).units if attachment is not None else []
             self.hidden = frozenset({"grad"}) if any(unit.unsynced for unit in units) else frozenset()
         return super().record(moment)
 

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.build import attachment_of
-from shardwise.engine.engine import Engine
+from shardwise.engine.attachment import attachment_of
+from shardwise.engine.engine import Engine, engine_of
 from shardwise.events import Call, Event, Op
 from shardwise.plan.prefetch import StepPlan
+from shardwise.testing.fuzz.codes import Codes
 
 
 def most_full(calls: Iterable[Call]) -> int:
@@ -45,7 +46,7 @@ class Watch:
         """Listen from here on, if the engine is there by now."""
         model = self._model()
         attachment = attachment_of(model) if model is not None else None
-        engine = attachment.unit.engine_ref() if attachment is not None else None
+        engine = engine_of(attachment.unit) if attachment is not None else None
         if engine is not None and (self._engine is None or self._engine() is not engine):
             self._engine = weakref.ref(engine)
             engine.journal.instruments.append(self)
@@ -78,9 +79,9 @@ class Watch:
 
 
 def registered_bytes(model: nn.Module) -> int:
-    """Return the bytes of parameters that are registered whole on ``model``."""
+    """Return the bytes of parameters that are registered whole on ``model``, but for those that keep codes of their own."""
     seen: dict[int, int] = {}
     for param in model.parameters():
-        if not isinstance(param, DTensor):
+        if not isinstance(param, (DTensor, Codes)):
             seen[id(param)] = param.numel() * param.element_size()
     return sum(seen.values())

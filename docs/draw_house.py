@@ -1,0 +1,193 @@
+"""Draw the house: which rooms the package has, what stands in each, and which room imports which.
+
+``python docs/draw_house.py`` reads the imports of every file and writes the picture into docs/architecture.md, between its
+two markers; it needs the standard library alone.  ``tests/test_pages.py`` fails while the page shows another house.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "shardwise"
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN = "<!-- drawn by docs/draw_house.py: change the code, then run it -->"
+END = "<!-- end of the drawing -->"
+LEAVES = "leaves"  # the files beside the folders, which every room may import
+FRONT = "shardwise"  # the public names: what users import, and the rooms that are users too
+PURPOSES = {
+    LEAVES: "What every room may import: events, errors, torch's private names.",
+    FRONT: "The public names, nothing else.",
+}
+
+
+@dataclass(frozen=True)
+class Room:
+    """A folder of the package; ``files``: path in the package -> first line of its docstring."""
+
+    name: str
+    purpose: str
+    files: Mapping[str, str]
+    num_lines: int
+    imports: frozenset[str]
+
+    @property
+    def node(self) -> str:
+        """Its name in the picture, which takes no slash."""
+        return self.name.replace("/", "_")
+
+    @property
+    def size(self) -> str:
+        """Its lines, to the hundred: the page is not another one for every line that is added."""
+        return f"{max(round(self.num_lines, -2), 100):,} lines"
+
+    @property
+    def count(self) -> str:
+        """Its files, in words."""
+        return f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
+
+
+def draw(package: Path = PACKAGE) -> str:
+    """Return the picture as Markdown: rooms and arrows, a table, and the files of every room."""
+    rooms = find_rooms(package)
+    return "\n".join([*_picture(rooms), "", *_table(rooms), "", *_files(rooms)])
+
+
+def embed(page: str, drawing: str) -> str:
+    """Return ``page`` with ``drawing`` between its markers.  Raises: ValueError if a marker is missing."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page lacks a marker; it needs the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n\n{drawing}\n\n{END}{after}"
+
+
+def find_rooms(package: Path) -> list[Room]:
+    """Return all rooms, the highest first: each stands above every room that it imports.
+
+    Raises: ValueError if rooms import each other in a circle.
+    """
+    members: dict[str, list[Path]] = {}
+    for path in sorted(package.rglob("*.py")):
+        members.setdefault(_room_of(path.relative_to(package)), []).append(path)
+    rooms = {name: _room(name, paths, package, members) for name, paths in members.items()}
+    heights = _heights(rooms)
+    return sorted(rooms.values(), key=lambda room: (-heights[room.name], room.name))
+
+
+def _room_of(path: Path) -> str:
+    if len(path.parts) > 1:
+        return path.parent.as_posix()
+    return FRONT if path.name == "__init__.py" else LEAVES
+
+
+def _room(name: str, paths: list[Path], package: Path, members: Mapping[str, list[Path]]) -> Room:
+    files = {path.relative_to(package).as_posix(): _first_line(path) for path in paths}
+    purpose = PURPOSES[name] if name in PURPOSES else files.pop(f"{name}/__init__.py")
+    wanted = {target for path in paths for target in _imported(path, package, members)}
+    return Room(name, purpose, files, sum(map(_count, paths)), frozenset(wanted - {name}))
+
+
+def _first_line(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0].replace("``", "`")
+
+
+def _count(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def _imported(path: Path, package: Path, rooms: Iterable[str]) -> Iterator[str]:
+    """Yield the rooms that ``path`` imports from, wherever in the file it does."""
+    for node in _running(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.partition(".")[0] == package.name:
+                yield _room_named(name.split(".")[1:], package, rooms)
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes below ``node`` but those that only type checkers read."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield child
+            yield from _running(child)
+
+
+def _room_named(parts: list[str], package: Path, rooms: Iterable[str]) -> str:
+    if not parts:
+        return FRONT
+    inner = "/".join(parts[:2])
+    if (package / parts[0]).is_dir():
+        return inner if inner in rooms else parts[0]
+    return LEAVES if (package / f"{parts[0]}.py").is_file() else FRONT
+
+
+def _heights(rooms: Mapping[str, Room]) -> dict[str, int]:
+    heights: dict[str, int] = {}
+
+    def height(name: str, way: tuple[str, ...]) -> int:
+        if name in way:
+            raise ValueError(f"rooms import each other in a circle: {' -> '.join((*way[way.index(name) :], name))}")
+        if name not in heights:
+            heights[name] = 1 + max((height(each, (*way, name)) for each in rooms[name].imports), default=0)
+        return heights[name]
+
+    for name in rooms:
+        height(name, ())
+    return heights
+
+
+def _picture(rooms: list[Room]) -> Iterator[str]:
+    """An arrow for an import that is not already implied by a longer way; the table has all of them."""
+    by_name = {room.name: room for room in rooms}
+
+    def below(name: str) -> set[str]:
+        return {each for direct in by_name[name].imports for each in (direct, *below(direct))}
+
+    yield "```mermaid"
+    yield "flowchart TD"
+    for room in rooms:
+        yield f'    {room.node}["<b>{room.name}</b><br/>{room.count}, {room.size}"]'
+    for room in rooms:
+        implied = {each for direct in room.imports for each in below(direct)}
+        for target in sorted(room.imports - implied):
+            yield f"    {room.node} --> {by_name[target].node}"
+    yield "```"
+
+
+def _table(rooms: list[Room]) -> Iterator[str]:
+    order = {room.name: number for number, room in enumerate(rooms)}
+    yield "| room | what it is for | size | imports |"
+    yield "| --- | --- | --- | --- |"
+    for room in rooms:
+        imports = ", ".join(sorted(room.imports, key=order.__getitem__))
+        yield f"| `{room.name}` | {room.purpose} | {room.count}, {room.size} | {imports} |"
+
+
+def _files(rooms: list[Room]) -> Iterator[str]:
+    for room in rooms:
+        yield f"<details><summary><b>{room.name}</b>: {room.count}</summary>"
+        yield ""
+        yield from (f"- `{name}`: {line}" for name, line in room.files.items())
+        yield ""
+        yield "</details>"
+        yield ""
+
+
+def main() -> None:
+    """Bring the page up to date; say whether it was."""
+    page = PAGE.read_text()
+    drawn = embed(page, draw())
+    PAGE.write_text(drawn)
+    print(f"{PAGE.relative_to(ROOT)}: {'as it was' if drawn == page else 'drawn anew'}")
+
+
+if __name__ == "__main__":
+    main()

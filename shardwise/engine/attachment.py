@@ -1,0 +1,72 @@
+"""What a sharded module carries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.engine.engine import Engine
+from shardwise.units.unit import Unit
+
+ATTACHMENT = "_shardwise_attachment"
+PENDING = "shardwise: attachments to complete"  # among the memo of a deep copy: pairs of an attachment and its copy
+
+
+class Pass:
+    """One pass through a unit's modules: backward has left it when all its inputs have their gradients."""
+
+    __slots__ = ("_backward", "_expected", "_missing")
+
+    def __init__(self) -> None:
+        self._backward = -1
+        self._expected = self._missing = 0
+
+    def expect(self, count: int) -> None:
+        """Wait for ``count`` more gradients."""
+        self._expected += count
+
+    def passed(self) -> bool:
+        """Count one gradient of the running backward; return True if it was the last."""
+        backward = torch_private.graph_task_id()
+        if backward != self._backward:  # a graph that is kept may run backward again
+            self._backward, self._missing = backward, self._expected
+        self._missing -= 1
+        return not self._missing
+
+
+class Attachment:
+    """The unit of a module, and its engine if it is a root.
+
+    Ownership runs module -> attachment -> (engine ->) unit; every way back is weak.
+
+    Attributes:
+        unit: the parameters.
+        engine: owned here by a root's attachment; None until the first forward, and for non-roots.
+        is_root: None until the first forward of the root.
+        forward_methods: names of methods that are treated like ``forward``.
+        has_looked: a first forward has been searched for reentrant checkpoints.
+        shared_pass: that the modules of a unit share.  passes: of the forwards that have begun.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.engine: Engine | None = None
+        self.is_root: bool | None = None
+        self.forward_methods: list[str] = []
+        self.has_looked = False
+        self.shared_pass: Pass | None = None
+        self.passes: list[Pass | None] = []
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Attachment:
+        """Return one with an empty unit, which is filled in when the outermost copy is done."""
+        result = Attachment(Unit([], self.unit.precision, self.unit.policy))
+        memo[id(self)] = result
+        memo.setdefault(PENDING, []).append((self, result))
+        return result
+
+
+def attachment_of(module: nn.Module) -> Attachment | None:
+    """Return what a door has attached to ``module``, None if none was applied."""
+    return module.__dict__.get(ATTACHMENT)

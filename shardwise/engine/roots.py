@@ -1,0 +1,126 @@
+"""Roots: at the first forward the module that runs it owns the engine of all units below it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from shardwise.engine.attachment import Attachment, attachment_of
+from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.optimizers import check_optimizers
+from shardwise.engine.wiring import new_engine
+from shardwise.errors import StateError
+from shardwise.plan.naming import compress_paths
+from shardwise.units.precision import CPUOffloadPolicy
+
+
+def live_engine(attachment: Attachment) -> Engine:
+    """Return the engine of ``attachment``'s root: at the first forward the module that runs it becomes the root.
+
+    Raises: RuntimeError if an inner unit has been a root before, or the root unit has several modules, or parameters
+        are still on meta or not where the offload policy wants them.
+    """
+    engine = engine_of(attachment.unit)
+    return _become_root(attachment) if engine is None or attachment.is_root is None else engine
+
+
+def provisional_engine(attachment: Attachment) -> Engine:
+    """Return an engine for calls before the first forward (``unshard``); the root takes its units over later."""
+    engine = engine_of(attachment.unit)
+    if engine is None:
+        engine = attachment.engine = new_engine([attachment.unit])
+    return engine
+
+
+def _become_root(attachment: Attachment) -> Engine:
+    modules = list(attachment.unit.modules)
+    if len(modules) > 1:
+        raise StateError(f"FSDP requires a single root module but got {tuple(modules)}")
+    root = modules[0]
+    attachments = _attachments_in(root, attachment)
+    for inner in attachments[1:]:
+        if inner.is_root is not None and engine_of(inner.unit) is not None:
+            raise StateError(
+                f"FSDP state has already been lazily initialized for {inner.unit.name or _path_in(root, inner)}\n"
+                "FSDP requires running forward through the root module first"
+            )
+    _name_units(root, attachments)
+    _check_materialized(attachments)
+    check_optimizers(param for each in attachments for param in each.unit.params)
+    if attachment.unit.uses_default_reshard:
+        attachment.unit.policy = replace(attachment.unit.policy, reshard_after_forward=False)
+    engine = new_engine([each.unit for each in attachments])
+    for inner in attachments:
+        if inner.engine is not None:
+            if inner.engine.is_manual and inner is not attachment:
+                raise StateError(
+                    "set_manual_backward_finalization must be called on the root FSDP module; it was called on "
+                    f"{inner.unit.name or _path_in(root, inner)}"
+                )
+            _inherit(engine, inner.engine)
+        inner.is_root, inner.engine = False, None
+    attachment.is_root, attachment.engine = True, engine
+    return engine
+
+
+def _inherit(engine: Engine, old: Engine) -> None:
+    engine.is_last_backward = engine.is_last_backward and old.is_last_backward
+    engine.is_manual = engine.is_manual or old.is_manual
+    engine.post_optim_event = engine.post_optim_event or old.post_optim_event
+    heard = engine.journal.instruments
+    heard += [each for each in old.journal.instruments if each not in heard]
+
+
+def _attachments_in(root: nn.Module, first: Attachment) -> list[Attachment]:
+    found = {id(first): first}
+    for module in root.modules():
+        each = attachment_of(module)
+        if each is not None:
+            found.setdefault(id(each), each)
+    return list(found.values())
+
+
+def _path_in(root: nn.Module, attachment: Attachment) -> str:
+    inner = attachment.unit.modules
+    return ", ".join(name for name, module in root.named_modules() if module in inner)
+
+
+def _name_units(root: nn.Module, attachments: Sequence[Attachment]) -> None:
+    names: dict[int, list[str]] = {}
+    for name, module in root.named_modules():
+        each = attachment_of(module)
+        if each is not None:
+            names.setdefault(id(each), []).append(name)
+    paths = {id(param): name for name, param in root.named_parameters()}
+    for each in attachments:
+        each.unit.name = compress_paths(names.get(id(each), [""]))
+        for param in each.unit.params:
+            param.fqn = paths.get(id(param.sharded), param.fqn)
+
+
+def _check_materialized(attachments: Sequence[Attachment]) -> None:
+    for each in attachments:
+        for param in each.unit.params:
+            param.adopt_registered()
+    on_meta = [p.fqn for each in attachments for p in each.unit.params if p.sharded.device.type == "meta"]
+    if on_meta:
+        raise StateError(
+            "FSDP parameters should be materialized from meta device before training, but the following were still on "
+            f"meta device: {on_meta}\nFor example, call module.to_empty(device) to materialize to device and "
+            "call module.reset_parameters() on each module to initialize values."
+        )
+    misplaced = [
+        (p.fqn, p.local.device)
+        for each in attachments
+        for group in each.unit.groups
+        if isinstance(group.offload, CPUOffloadPolicy)
+        for p in group.params
+        if p.local.device.type != "cpu"
+    ]
+    if misplaced:
+        raise StateError(
+            "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU state "
+            f"dict or call module.to_empty(device='cpu'). Found following parameters on non-CPU device: {misplaced}\n"
+        )

@@ -1,0 +1,252 @@
+"""Steps in the backward of torch's DistributedDataParallel: bucket by bucket, while later buckets are still reduced.
+
+All collectives start on the thread that runs backward, in the order of DDP's buckets: torch's interleaved hook starts
+broadcasts from callbacks of the backend's threads, in an order that differs between ranks, and hangs on gloo.
+"""
+
+# No ``from __future__ import annotations``: DDP compares the hook's annotations with the types themselves.
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.comm.owned import Owned, PendingBroadcast, PendingReduce, launch_broadcasts, reduce_to_owners
+from shardwise.errors import ConfigError
+from shardwise.torch_private import call_after_backward, graph_task_id
+from shardwise.zero.gradients import mark_spent
+from shardwise.zero.pieces import LocalPiece, elements_of, gradient_for, is_dense
+from shardwise.zero.stepper import ShareStepper
+
+DDPHook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
+Reduce = Literal["all", "owner"]
+Warmup = Literal["update", "skip"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Overlap:
+    """What a hook is made with.
+
+    Attributes:
+        hook: reduces a bucket's gradients, unless ``reduce`` is "owner".
+        ddp: weakly: its reducer holds the hook, so that each would keep the other alive.
+        index_of: the number of each parameter in the share.
+        strides: of the parameters when DDP laid out its buckets.
+    """
+
+    hook: DDPHook
+    ddp: weakref.ref[DistributedDataParallel]
+    stepper: ShareStepper
+    reduce: Reduce
+    warmup: Warmup
+    is_interleaved: bool
+    index_of: dict[torch.Tensor, int] = field(default_factory=dict[torch.Tensor, int])
+    strides: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A bucket whose gradients, views of ``buffer``, are on their way."""
+
+    indices: list[int]
+    gradients: list[torch.Tensor]
+    reduced: "Future[torch.Tensor] | PendingReduce"
+    buffer: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Backward:
+    """What is under way in one backward."""
+
+    num_begun: int = 0
+    has_step: bool = True
+    has_unused: bool = False
+    buckets: list[_Bucket] = field(default_factory=list[_Bucket])
+    broadcasts: list[PendingBroadcast] = field(default_factory=list[PendingBroadcast])
+
+
+def make_hook(overlap: Overlap) -> DDPHook:
+    """Return the hook to register with DDP."""
+    running = _Backward()
+    _take_up_params(overlap)
+
+    def zero_step_hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        if bucket.index() == 0:
+            _begin(overlap, running)
+        return _on_bucket(overlap, running, state, bucket)
+
+    return zero_step_hook
+
+
+def _take_up_params(overlap: Overlap) -> None:
+    params = overlap.stepper.share.params
+    for index in range(len(overlap.strides), len(params)):
+        overlap.index_of[params[index]] = index
+        overlap.strides.append(params[index].stride())
+
+
+def _begin(overlap: Overlap, running: _Backward) -> None:
+    for pending in running.broadcasts:  # left by a backward that raised
+        pending.wait()
+    running.buckets, running.broadcasts = [], []
+    ddp = overlap.ddp()
+    assert ddp is not None  # it runs this backward
+    # Counted, not read from DDP: a rank that joined early (Join) does not notice that DDP has settled its buckets.
+    num_skipped = 0 if overlap.warmup == "update" else 3 if ddp.static_graph else 2
+    running.has_step = running.num_begun >= num_skipped
+    running.has_unused = ddp.find_unused_parameters and not ddp.static_graph
+    running.num_begun += 1
+    if running.has_step:
+        _take_up_params(overlap)
+        _check_memory_order(overlap)
+        overlap.stepper.refresh()
+
+
+def _check_memory_order(overlap: Overlap) -> None:
+    """Raises: ConfigError for a parameter whose strides have changed: DDP may lay out its buckets by the old ones."""
+    for index, (param, stride) in enumerate(zip(overlap.stepper.share.params, overlap.strides, strict=True)):
+        if param.stride() != stride:
+            text = (
+                f"parameter {index} of shape {tuple(param.shape)} has strides {param.stride()}, but had {stride} when the "
+                "hook was made: in which order DDP's buckets hold its gradient is not known. Change memory formats first, "
+                "then make DDP and the hook"
+            )
+            board = overlap.stepper.board
+            board.report_failure(f"rank {board.rank}: {text}")
+            raise ConfigError(text)
+
+
+def _on_bucket(overlap: Overlap, running: _Backward, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    if not running.has_step:
+        return overlap.hook(state, bucket)
+    future = _launch(overlap, running, state, bucket)
+    if overlap.is_interleaved and not running.has_unused and len(running.buckets) > 1:
+        _step_bucket(overlap, running, running.buckets.pop(0))
+    if bucket.is_last():
+        if graph_task_id() == -1:  # DDP in Join: a rank without inputs plays the buckets outside of any backward
+            _finish(overlap, running)
+        else:
+            call_after_backward(lambda: _finish(overlap, running))
+    return future
+
+
+def _launch(overlap: Overlap, running: _Backward, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    gradients = _gradient_views(bucket)
+    indices = [overlap.index_of.get(param, -1) for param in bucket.parameters()]
+    if overlap.reduce == "all":
+        future = overlap.hook(state, bucket)
+        running.buckets.append(_Bucket(indices, gradients, future, bucket.buffer()))
+        return future
+    stepper = overlap.stepper
+    place = dict(zip(indices, gradients, strict=True))
+    owned: list[Owned] = []
+    for piece in stepper.share.pieces_of(indices):
+        gradient = elements_of(piece, stepper.share.params[piece.tensor], place[piece.tensor])
+        owned.append(Owned(piece.owner, gradient))
+    reduced = reduce_to_owners(owned, stepper.board, _what(stepper), stepper.staging(bucket.buffer().device))
+    running.buckets.append(_Bucket(indices, gradients, reduced, bucket.buffer()))
+    done: Future[torch.Tensor] = Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def _gradient_views(bucket: dist.GradBucket) -> list[torch.Tensor]:
+    """Return the gradients as they lie in the bucket: in the memory order of their parameters.
+
+    ``bucket.gradients()`` reads the same bytes as row-major, which permutes those of channels_last or transposed ones.
+    """
+    return [
+        gradient if param.is_contiguous() or not is_dense(param) else gradient.as_strided(param.shape, param.stride())
+        for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+    ]
+
+
+def _finish(overlap: Overlap, running: _Backward) -> None:
+    """Step what is left.  Runs after the last node of backward and before DDP hands out the gradients."""
+    if running.has_unused and graph_task_id() != -1 and overlap.reduce == "all":
+        running.buckets = []
+        call_after_backward(lambda: _step_from_gradients(overlap, running))
+        return
+    while running.buckets:
+        _step_bucket(overlap, running, running.buckets.pop(0))
+    _end(overlap, running)
+    if overlap.reduce == "owner" and graph_task_id() != -1:
+        call_after_backward(lambda: mark_spent(overlap.stepper.share, weakref.ref(overlap.stepper)))
+
+
+def _end(overlap: Overlap, running: _Backward) -> None:
+    for pending in running.broadcasts:
+        pending.wait()
+    running.broadcasts = []
+    overlap.stepper.mark_stepped()
+
+
+def _step_bucket(overlap: Overlap, running: _Backward, bucket: _Bucket) -> None:
+    stepper = overlap.stepper
+    known = [index for index in bucket.indices if index >= 0]
+    if isinstance(bucket.reduced, PendingReduce):
+        mine = stepper.share.local_pieces_of(known)
+        parts = bucket.reduced.wait().split(bucket.reduced.sizes)
+        pairs = [
+            (local, part.as_strided(local.tensor.shape, local.tensor.stride()))
+            for local, part in zip(mine, parts, strict=True)
+        ]
+        _keep_whole(bucket, pairs)
+    else:
+        place = _gradients_of(bucket, _wait_future(stepper, bucket.reduced))
+        pairs = [
+            (local, gradient_for(local, place[local.piece.tensor])) for local in stepper.share.local_pieces_of(known)
+        ]
+    if pairs:
+        stepper.local.step_pieces(pairs)
+    running.broadcasts += launch_broadcasts(stepper.layout.broadcasts_of(known), stepper.board, _what(stepper))
+
+
+def _wait_future(stepper: ShareStepper, future: Future[torch.Tensor]) -> torch.Tensor:
+    try:
+        result = future.wait()
+    except RuntimeError as error:
+        raise stepper.board.explain(_what(stepper), error) from error
+    return result[0] if isinstance(result, list) else result
+
+
+def _gradients_of(bucket: _Bucket, reduced: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return the reduced gradients by parameter index: DDP's views of its buffer, or the same cuts of a new tensor."""
+    if reduced.data_ptr() == bucket.buffer.data_ptr():
+        views = bucket.gradients
+    else:
+        flat = reduced.view(-1).split([gradient.numel() for gradient in bucket.gradients])
+        views = [
+            part.as_strided(gradient.shape, gradient.stride(), part.storage_offset())
+            for part, gradient in zip(flat, bucket.gradients, strict=True)
+        ]
+    return dict(zip(bucket.indices, views, strict=True))
+
+
+def _keep_whole(bucket: _Bucket, pairs: list[tuple[LocalPiece, torch.Tensor]]) -> None:
+    """Write averages of whole parameters where DDP will take ``.grad`` from."""
+    place = dict(zip(bucket.indices, bucket.gradients, strict=True))
+    for local, gradient in pairs:
+        if local.is_param:
+            place[local.piece.tensor].copy_(gradient)
+
+
+def _step_from_gradients(overlap: Overlap, running: _Backward) -> None:
+    """Step on ``.grad`` as DDP left it: parameters that no rank used have none and must not change."""
+    stepper = overlap.stepper
+    pairs = [
+        (local, gradient_for(local, local.param.grad))
+        for local in stepper.share.local_pieces
+        if local.param.grad is not None
+    ]
+    stepper.local.step_pieces(pairs)
+    running.broadcasts += launch_broadcasts(stepper.layout.broadcasts, stepper.board, _what(stepper))
+    _end(overlap, running)
+
+
+def _what(stepper: ShareStepper) -> str:
+    return f"step number {stepper.num_steps + 1} in DDP's backward"
