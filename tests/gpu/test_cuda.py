@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.inside import engine_of
+from helpers.ranks import on_ranks
 from torch import nn
 
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from shardwise.engine.attachment import attachment_of
-from shardwise.engine.engine import engine_of
 from shardwise.plan.memory import peak_bytes
-from shardwise.testing import WorkerPool
 from shardwise.testing.models import Block
 
 pytestmark = pytest.mark.gpu
+NUM_RANKS = max(1, min(torch.cuda.device_count(), 2))
 
 
 def on_gpu() -> torch.device:
@@ -43,17 +43,17 @@ class Nested(nn.Module):
         return self.lin(x + ys[0] + ys[1])
 
 
-def run_inputs() -> None:
+@on_ranks(1, backend="nccl", fresh=True)
+def test_root_moves_inputs_to_the_device() -> None:
     on_gpu()
     model = fully_shard(Nested())
     model(torch.randn(3), (torch.randn(3), torch.randn(3)), z={"w": torch.randn(1)}).sum().backward()
 
 
-def test_root_moves_inputs_to_the_device(pool: WorkerPool) -> None:
-    pool.run(run_inputs, num_ranks=1, backend="nccl", fresh=True)
-
-
-def run_parity(offload: OffloadPolicy, precision: MixedPrecisionPolicy) -> None:
+@on_ranks(NUM_RANKS, backend="nccl", fresh=True)
+@pytest.mark.parametrize("offload", [OffloadPolicy(), CPUOffloadPolicy()])
+@pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)])
+def test_equals_torch_fsdp2(offload: OffloadPolicy, precision: MixedPrecisionPolicy) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy as TorchOffload
     from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
     from torch.distributed.fsdp import OffloadPolicy as TorchNoOffload
@@ -80,14 +80,8 @@ def run_parity(offload: OffloadPolicy, precision: MixedPrecisionPolicy) -> None:
         assert torch.equal(losses[0], losses[1]), step
 
 
-@pytest.mark.parametrize("offload", [OffloadPolicy(), CPUOffloadPolicy()])
-@pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)])
-def test_equals_torch_fsdp2(pool: WorkerPool, offload: OffloadPolicy, precision: MixedPrecisionPolicy) -> None:
-    num_ranks = min(torch.cuda.device_count(), 2)
-    pool.run(run_parity, num_ranks=num_ranks, backend="nccl", fresh=True, offload=offload, precision=precision)
-
-
-def run_lifetime() -> None:
+@on_ranks(NUM_RANKS, backend="nccl", fresh=True)
+def test_buffers_outlive_slow_streams() -> None:
     device = on_gpu()
     model, reference = build(), build()
     x = torch.randn(8, 256, device=device)
@@ -102,26 +96,15 @@ def run_lifetime() -> None:
         assert torch.equal(left.grad.to_local(), right.grad.to_local())
 
 
-def test_buffers_outlive_slow_streams(pool: WorkerPool) -> None:
-    num_ranks = min(torch.cuda.device_count(), 2)
-    pool.run(run_lifetime, num_ranks=num_ranks, backend="nccl", fresh=True)
-
-
-def run_peak() -> None:
+@on_ranks(1, backend="nccl", fresh=True)
+def test_peak_is_the_plan_s() -> None:
     device = on_gpu()
     model = build()
     x = torch.randn(8, 256, device=device)
     for _ in range(3):
         model(x).sum().backward()
-    attachment = attachment_of(model)
-    assert attachment is not None
-    engine = engine_of(attachment.unit)
-    assert engine is not None
+    engine = engine_of(model)
     assert engine.journal.plan is not None
     engine.pool.reset_peak()
     model(x).sum().backward()
     assert engine.pool.peak_leased_bytes == peak_bytes(engine.journal.plan.calls)
-
-
-def test_peak_is_the_plan_s(pool: WorkerPool) -> None:
-    pool.run(run_peak, num_ranks=1, backend="nccl", fresh=True)
