@@ -1,4 +1,4 @@
-"""Shared fixtures: one worker pool for the whole session."""
+"""Shared fixtures: one worker pool for the whole session.  (Where this file lies, pytest finds ``helpers``.)"""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator["WorkerPool"]:  # noqa: F821, UP037
+    from helpers.jobs import PRELOAD
+
     from shardwise.testing import WorkerPool
 
-    with WorkerPool(max_ranks=int(os.environ.get("SHARDWISE_MOST_RANKS", "4"))) as workers:
+    most_ranks = int(os.environ.get("SHARDWISE_MOST_RANKS", "4"))
+    with WorkerPool(max_ranks=most_ranks, fresh_preload=PRELOAD) as workers:
         yield workers
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let xdist take files in the order of collection: by number of tests, the longest files would come last, one by one."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

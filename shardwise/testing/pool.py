@@ -100,7 +100,10 @@ class WorkerPool:
         max_ranks: the largest ``num_ranks`` that :meth:`run` will be asked for.
         timeout_s: seconds a call may take before the ranks' stacks are collected and the processes replaced.
         keeps_group: make one group that lives as long as the processes; every call is then by ``max_ranks`` ranks.
-        preload: modules that a server imports once, which new processes are forked from: they start in milliseconds.
+        preload: modules that a server imports once, which new processes are forked from: they start in milliseconds, and
+            sets of strings have one order in all of them.
+        fresh_preload: the same for fresh calls alone, which then leave the workers as they are.  One server serves all
+            pools of a process: it imports what was asked for before it began.
     """
 
     def __init__(
@@ -110,10 +113,12 @@ class WorkerPool:
         *,
         keeps_group: bool = False,
         preload: Sequence[str] = (),
+        fresh_preload: Sequence[str] = (),
     ) -> None:
         self._context: Any = mp.get_context("forkserver" if preload else "spawn")
         if preload:
             self._context.set_forkserver_preload(list(preload))
+        self._fresh_preload = fresh_preload
         self._max_ranks = max_ranks
         self._keeps_group = keeps_group
         self._timeout_s = timeout_s
@@ -146,8 +151,8 @@ class WorkerPool:
             function: importable (module-level); it and its arguments picklable.
             backend: of the group; "none" makes no process group.
             timeout_s: after how many seconds the pool gives up.  group_timeout_s: after how many a collective does.
-            fresh: start new processes: DTensor caches meshes with the names of their groups, and a later group of the same
-                shape may have other names.
+            fresh: call it in new processes: DTensor caches meshes with the names of their groups, and a later group of the
+                same shape may have other names.
 
         Raises: RankFailure with every rank's traceback (or stack, if it hung).
         """
@@ -186,12 +191,17 @@ class WorkerPool:
             is_failure: says of a returned value that the other ranks may be waiting for this one in vain: like a rank that
                 raised, it leaves them a few seconds.
         """
-        if self._keeps_group and num_ranks != self._max_ranks:
-            raise ValueError(f"num_ranks is {num_ranks}, but the group that is kept has {self._max_ranks}")
+        if num_ranks > self._max_ranks or (self._keeps_group and num_ranks != self._max_ranks):
+            limit = "the group that is kept has" if self._keeps_group else "max_ranks is"
+            raise ValueError(f"num_ranks is {num_ranks}, but {limit} {self._max_ranks}")
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        if fresh:
+        if fresh and not self._fresh_preload:
             self.replace()
-        self._start()
+        elif fresh:
+            options: dict[str, Any] = {"num_ranks": num_ranks, "backend": backend, "is_failure": is_failure}
+            with WorkerPool(num_ranks, limit_s, preload=self._fresh_preload) as own:
+                return own.attempt(function, **options, group_timeout_s=group_timeout_s, **kwargs)
+        self._start(self._max_ranks if self._keeps_group else num_ranks)
         self._num_calls += 1
         payload = pickle.dumps((function, kwargs))
         number = self._num_starts if self._keeps_group else self._num_calls
@@ -206,6 +216,7 @@ class WorkerPool:
         """End the processes at once; the next call starts new ones."""
         for process in self._processes:
             process.kill()
+        for process in self._processes:
             process.join()
         self._processes, self._pipes = [], []
 
@@ -224,12 +235,11 @@ class WorkerPool:
         self._processes, self._pipes = [], []
         self._directory.cleanup()
 
-    def _start(self) -> None:
-        if self._processes and all(process.is_alive() for process in self._processes):
-            return
-        self.replace()
-        self._num_starts += 1
-        for index in range(self._max_ranks):
+    def _start(self, num_ranks: int) -> None:
+        if not all(process.is_alive() for process in self._processes):
+            self.replace()
+        self._num_starts += not self._processes
+        for index in range(len(self._processes), num_ranks):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs, self._stack_path(index)), daemon=False)
             process.start()

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from inside import engine_of
+from helpers.compare import REORDERED, assert_same, average_gradients
+from helpers.inside import Recorder, engine_of
+from helpers.ranks import on_ranks
+from helpers.sharded import batch, loss_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.tensor import init_device_mesh
 
 from shardwise import FSDPModule, StateError, fully_shard, replicate
-from shardwise.events import Call, Event, Op
-from shardwise.testing import WorkerPool
-from shardwise.testing.models import batch_for, build
+from shardwise.events import Op
+from shardwise.testing.models import build
 
 
 def older(model: nn.Module, **_: Any) -> nn.Module:
@@ -48,31 +50,14 @@ def by_hand(door: str, model: nn.Module, is_hybrid: bool = False) -> Any:
     return model
 
 
-def part(number: int) -> torch.Tensor:
-    size = dist.get_world_size()
-    return batch_for("plain", number, 4 * size).chunk(size)[dist.get_rank()]
-
-
-def loss_of(model: nn.Module, number: int) -> torch.Tensor:
-    return model(part(number)).square().mean()
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def step_alike(model: nn.Module, reference: nn.Module) -> None:
     """Compare gradients with the mean of the ranks' references; step both."""
-    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (param.grad is None) == (other.grad is None), name
-        if other.grad is not None:
-            dist.all_reduce(other.grad, op=dist.ReduceOp.AVG)
-            torch.testing.assert_close(full(param.grad), other.grad, msg=lambda text, name=name: name + text)
+    average_gradients(reference)
+    assert_same(model, reference, REORDERED)
     for each in (model, reference):
         torch.optim.SGD(each.parameters(), lr=0.1).step()
         each.zero_grad()
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(param), other)
+    assert_same(model, reference, REORDERED)
 
 
 def run_accumulation(door: str, is_hybrid: bool, is_async: bool, syncs_last: bool) -> None:
@@ -84,7 +69,9 @@ def run_accumulation(door: str, is_hybrid: bool, is_async: bool, syncs_last: boo
             loss_of(model, 10 * step + number).backward()
             loss_of(reference, 10 * step + number).backward()
             if door in ("fully_shard", "replicate"):
-                assert all(param.grad is None for param in model.parameters()), "gradients show before they are complete"
+                assert all(param.grad is None for param in model.parameters()), (
+                    "gradients show before they are complete"
+                )
         model.set_requires_gradient_sync(True)
         handle = model.finalize_backward(async_op=is_async)
         assert (handle is not None) is is_async
@@ -96,15 +83,17 @@ def run_accumulation(door: str, is_hybrid: bool, is_async: bool, syncs_last: boo
         step_alike(model, reference)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("door", BY_HAND)
 @pytest.mark.parametrize("is_async", [False, True])
-def test_several_backwards_are_reduced_by_one_call(pool: WorkerPool, door: str, is_async: bool) -> None:
-    pool.run(run_accumulation, door=door, is_hybrid=False, is_async=is_async, syncs_last=False)
+def test_several_backwards_are_reduced_by_one_call(door: str, is_async: bool) -> None:
+    run_accumulation(door=door, is_hybrid=False, is_async=is_async, syncs_last=False)
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("door", sorted({"fully_shard", "torch"} & {*BY_HAND}))
-def test_several_backwards_are_reduced_by_one_call_over_replicas(pool: WorkerPool, door: str) -> None:
-    pool.run(run_accumulation, num_ranks=4, door=door, is_hybrid=True, is_async=True, syncs_last=True)
+def test_several_backwards_are_reduced_by_one_call_over_replicas(door: str) -> None:
+    run_accumulation(door=door, is_hybrid=True, is_async=True, syncs_last=True)
 
 
 def run_every_backward_syncs(door: str, is_hybrid: bool) -> None:
@@ -121,16 +110,24 @@ def run_every_backward_syncs(door: str, is_hybrid: bool) -> None:
         step_alike(model, reference)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("door", DOORS)
-def test_backwards_may_all_sync_before_one_call(pool: WorkerPool, door: str) -> None:
-    pool.run(run_every_backward_syncs, door=door, is_hybrid=False)
+def test_backwards_may_all_sync_before_one_call(door: str) -> None:
+    run_every_backward_syncs(door=door, is_hybrid=False)
 
 
-def test_sums_over_shards_alone_wait_for_the_replicas(pool: WorkerPool) -> None:
-    pool.run(run_every_backward_syncs, num_ranks=4, door="fully_shard", is_hybrid=True)
+@on_ranks(4)
+def test_sums_over_shards_alone_wait_for_the_replicas() -> None:
+    run_every_backward_syncs(door="fully_shard", is_hybrid=True)
 
 
-def run_one_unit_is_late(is_async: bool) -> None:
+def older_unit(model: nn.Module) -> Any:
+    return replicate(model, device_ids=None)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_unit_without_sync_keeps_its_gradients_for_a_later_call(is_async: bool) -> None:
     model, reference = build("plain"), build("plain")
     for child in model.children():
         older_unit(child)
@@ -147,15 +144,6 @@ def run_one_unit_is_late(is_async: bool) -> None:
         step_alike(model, reference)
 
 
-def older_unit(model: nn.Module) -> Any:
-    return replicate(model, device_ids=None)
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_unit_without_sync_keeps_its_gradients_for_a_later_call(pool: WorkerPool, is_async: bool) -> None:
-    pool.run(run_one_unit_is_late, is_async=is_async)
-
-
 class Heads(nn.Module):
     """Two losses, each of which needs half of the parameters."""
 
@@ -167,37 +155,24 @@ class Heads(nn.Module):
         return self.left(x).square().mean(), self.right(x).square().mean()
 
 
-def run_in_parts() -> None:
+@on_ranks(2)
+def test_gradients_that_come_in_parts_are_reduced_together() -> None:
     torch.manual_seed(0)
     model, reference = Heads(), Heads()
     reference.load_state_dict(model.state_dict())
     fully_shard(model)
     model.set_manual_backward_finalization(True)
-    calls: list[Call] = []
     for number in range(3):
         for each in (model, reference):
-            left, right = each(part(number))
+            left, right = each(batch(number))
             if number == 0 and each is model:
-                engine_of(model).journal.instruments.append(Hears(calls))
+                recorder = Recorder(engine_of(model))
             left.backward()
             right.backward()
         assert model.left.weight.grad is None
         model.finalize_backward()
         step_alike(model, reference)
-    assert sum(call.op.value == "reduce" for call in calls) == 3, "the halves were reduced apart"
-
-
-class Hears:
-    def __init__(self, calls: list[Call]) -> None:
-        self.calls = calls
-
-    def on_event(self, event: Event) -> None:
-        if isinstance(event, Call):
-            self.calls.append(event)
-
-
-def test_gradients_that_come_in_parts_are_reduced_together(pool: WorkerPool) -> None:
-    pool.run(run_in_parts)
+    assert sum(call.op is Op.REDUCE for call in recorder.calls) == 3, "the halves were reduced apart"
 
 
 class Chosen(nn.Module):
@@ -211,7 +186,8 @@ class Chosen(nn.Module):
         return self.layers[min(dist.get_rank(), 1)](x)
 
 
-def run_unused() -> None:
+@on_ranks(2)
+def test_what_a_rank_does_not_use_is_reduced_by_the_call() -> None:
     torch.manual_seed(0)
     model, reference = Chosen(), Chosen()
     reference.load_state_dict(model.state_dict())
@@ -227,11 +203,8 @@ def run_unused() -> None:
         step_alike(model, reference)
 
 
-def test_what_a_rank_does_not_use_is_reduced_by_the_call(pool: WorkerPool) -> None:
-    pool.run(run_unused)
-
-
-def run_wrong_order() -> None:
+@on_ranks(2)
+def test_a_wrong_order_is_an_error_on_every_rank() -> None:
     model = sharded("fully_shard", build("plain"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model, 0).backward()
@@ -243,7 +216,7 @@ def run_wrong_order() -> None:
         with pytest.raises(StateError, match="must be called on the root FSDP module; this is '1'"):
             call()
     model.finalize_backward()
-    inside = part(0).requires_grad_()
+    inside = batch(0).requires_grad_()
     for call in (model.finalize_backward, lambda: model.set_manual_backward_finalization(False)):
         handle = inside.register_hook(lambda _, call=call: call())
         with pytest.raises(StateError, match=r"after backward completes|cannot change mode during backward"):
@@ -273,27 +246,24 @@ def run_wrong_order() -> None:
     optimizer.step()
 
 
-def run_inner_mode() -> None:
+@on_ranks(2)
+def test_the_mode_of_an_inner_module_is_an_error() -> None:
     model = build("plain")
     for child in model.children():
         fully_shard(child)
     model[1].set_manual_backward_finalization(True)
     fully_shard(model)
     with pytest.raises(StateError, match="must be called on the root FSDP module; it was called on 1"):
-        model(part(0))
+        model(batch(0))
 
 
-def test_a_wrong_order_is_an_error_on_every_rank(pool: WorkerPool) -> None:
-    pool.run(run_wrong_order)
-    pool.run(run_inner_mode)
-
-
-def run_failing_backward() -> None:
+@on_ranks(2)
+def test_a_backward_that_raises_leaves_the_ones_before_it() -> None:
     model, reference = by_hand("fully_shard", build("plain")), build("plain")
     for step in range(2):
         for each in (model, reference):
             loss_of(each, step).backward()
-        x = part(7).requires_grad_()
+        x = batch(7).requires_grad_()
         x.register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(x).sum().backward()
@@ -301,14 +271,19 @@ def run_failing_backward() -> None:
         step_alike(model, reference)
 
 
-def test_a_backward_that_raises_leaves_the_ones_before_it(pool: WorkerPool) -> None:
-    pool.run(run_failing_backward)
-
-
 # ---- memory that stays ----
 
 
-def run_kept_memory(door: str) -> None:
+def take_full(module: Any) -> list[nn.Parameter]:
+    module.unshard()
+    found = list(module.parameters())
+    module.reshard()
+    return found
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", KEEPS)
+def test_kept_memory_stays_where_it_is(door: str) -> None:
     model = build("plain")
     for child in model.children():
         KEEPS[door](child)
@@ -338,19 +313,8 @@ def run_kept_memory(door: str) -> None:
     step_alike(model, reference)
 
 
-def take_full(module: Any) -> list[nn.Parameter]:
-    module.unshard()
-    found = list(module.parameters())
-    module.reshard()
-    return found
-
-
-@pytest.mark.parametrize("door", KEEPS)
-def test_kept_memory_stays_where_it_is(pool: WorkerPool, door: str) -> None:
-    pool.run(run_kept_memory, door=door)
-
-
-def run_kept_values() -> None:
+@on_ranks(2)
+def test_kept_memory_shows_nothing_stale_and_is_planned() -> None:
     model = sharded("fully_shard", build("plain"))
     model.set_keep_unsharded_storage(True)
     fulls = take_full(model[0])
@@ -361,21 +325,16 @@ def run_kept_values() -> None:
     with pytest.raises(StateError, match="was given back"):
         fulls[0].untyped_storage()
     model.set_keep_unsharded_storage(True)
-    calls: list[Call] = []
     for number in range(3):
         loss_of(model, number).backward()
     engine = engine_of(model)
-    engine.journal.instruments.append(Hears(calls))
+    recorder = Recorder(engine)
     loss_of(model, 3).backward()
-    assert tuple(calls) == engine.journal.plan.calls
-    moved = [call for call in calls if call.op in (Op.WAIT, Op.RESHARD)]
+    assert tuple(recorder.calls) == engine.journal.plan.calls
+    moved = [call for call in recorder.calls if call.op in (Op.WAIT, Op.RESHARD)]
     assert moved
     assert not any(call.num_bytes for call in moved), "memory that stays was counted as coming and going"
     leased = engine.pool.leased_bytes
     model.double()
-    model(part(4).double()).sum().backward()
+    model(batch(4).double()).sum().backward()
     assert engine.pool.leased_bytes == 2 * leased, "memory of the parameters before the conversion stays too"
-
-
-def test_kept_memory_shows_nothing_stale_and_is_planned(pool: WorkerPool) -> None:
-    pool.run(run_kept_values)

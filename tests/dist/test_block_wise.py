@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from shardwise import ConfigError, LayoutError, ShardedOptimizer, StateError, ZeroRedundancyOptimizer, fully_shard
-from shardwise.testing import WorkerPool
 
 BLOCK, MIN_NUMEL = 256, 4096
 
@@ -120,7 +120,8 @@ def _step(params: dict[str, torch.Tensor], optimizer: Any, step: int) -> None:
     optimizer.step()
 
 
-def declared_elementwise_is_refused() -> None:
+@on_ranks(2, 4)
+def test_state_by_blocks_declared_elementwise_is_refused() -> None:
     """On every rank, before anything has moved, with what it keeps and what to do."""
     for form in FORMS:
         with pytest.raises(ConfigError, match="keeps state '(codes|scales|momentum)'.*update='whole_matrix'"):
@@ -132,7 +133,8 @@ def declared_elementwise_is_refused() -> None:
             ZeroRedundancyOptimizer(plain, BlockMomentum, partition="even", form=form)
 
 
-def found_out_later() -> None:
+@on_ranks(2, 4)
+def test_state_by_blocks_is_found_out_when_it_turns_up() -> None:
     """State that turns up in the third step, or for tensors larger than those that were tried: an error, not a silence."""
     for options, num_fine in (({"form": "later"}, 2), ({"min_numel": 1 << 17}, 0)):
         size = (2048, 256) if "min_numel" in options else (64, 256)
@@ -146,7 +148,8 @@ def found_out_later() -> None:
             found.step()
 
 
-def whole_matrices_are_those_of_the_plain_optimizer() -> None:
+@on_ranks(2, 4)
+def test_whole_matrices_are_those_of_the_plain_optimizer() -> None:
     """To the bit, state dicts and loading included."""
     for form in FORMS:
         params, values = _sharded(), {name: nn.Parameter(value) for name, value in _values().items()}
@@ -177,11 +180,16 @@ def _assert_same(found: Any, expected: Any) -> None:
         for key, value in values.items():
             other = found[index][key]
             assert type(other) is type(value), (index, key)
-            pairs = [(other, value)] if not isinstance(value, Codes) else [(other.codes, value.codes), (other.scales, value.scales)]
+            pairs = (
+                [(other, value)]
+                if not isinstance(value, Codes)
+                else [(other.codes, value.codes), (other.scales, value.scales)]
+            )
             assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs), (index, key)
 
 
-def whole_tensors_are_right_with_zero() -> None:
+@on_ranks(2, 4)
+def test_whole_tensors_are_right_with_zero() -> None:
     for form, bucket_view in product(FORMS, (False, True)):
         params = {name: nn.Parameter(value) for name, value in _values().items()}
         values = {name: nn.Parameter(value) for name, value in _values().items()}
@@ -200,7 +208,8 @@ def whole_tensors_are_right_with_zero() -> None:
         assert [n for n, p in params.items() if not torch.equal(p, values[n])] == []
 
 
-def plain_parameters_are_not_joined() -> None:
+@on_ranks(2, 4)
+def test_plain_parameters_are_not_joined() -> None:
     """Neighbours in memory, not sharded: each is a tensor of its own for the optimizer, as it is without us."""
     for form in FORMS:
         flat = torch.cat([value.flatten() for value in _values().values()])
@@ -215,7 +224,8 @@ def plain_parameters_are_not_joined() -> None:
         assert [n for n, p in params.items() if not torch.equal(p, values[n])] == []
 
 
-def state_of_another_form_is_not_taken() -> None:
+@on_ranks(2, 4)
+def test_state_of_another_form_is_not_taken() -> None:
     params = _sharded()
     blocks = ShardedOptimizer(params, BlockMomentum, update="whole_matrix", form="class")
     _step(params, blocks, 0)
@@ -224,7 +234,8 @@ def state_of_another_form_is_not_taken() -> None:
         found.load_state_dict(blocks.state_dict())
 
 
-def over_fully_shard() -> None:
+@on_ranks(2, 4)
+def test_blocks_over_fully_shard() -> None:
     torch.manual_seed(0)
     model, plain = (nn.Sequential(nn.Linear(96, 100), nn.Linear(100, 96)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
@@ -238,28 +249,3 @@ def over_fully_shard() -> None:
             optimizer.step()
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.full_tensor(), b)
-
-
-CHECKS = (
-    declared_elementwise_is_refused,
-    found_out_later,
-    whole_matrices_are_those_of_the_plain_optimizer,
-    whole_tensors_are_right_with_zero,
-    plain_parameters_are_not_joined,
-    state_of_another_form_is_not_taken,
-    over_fully_shard,
-)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_blocks(pool: WorkerPool, check: Any) -> None:
-    pool.run(check, num_ranks=4)
-
-
-def _all_in_one_world() -> None:
-    for check in CHECKS:
-        check()
-
-
-def test_blocks_on_two_ranks(pool: WorkerPool) -> None:
-    pool.run(_all_in_one_world, num_ranks=2)

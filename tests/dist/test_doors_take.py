@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import copy
-from typing_extensions import get_overloads
 
 import pytest
 import torch
 import torch.distributed as dist
-from inside import engine_of
+from helpers.compare import full
+from helpers.inside import engine_of
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import get_overloads
 
-from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard, replicate, shard_model
-from shardwise.errors import ConfigError, StateError
-from shardwise.testing import WorkerPool
+from shardwise import (
+    ConfigError,
+    ShardedOptimizer,
+    StateError,
+    ZeroRedundancyOptimizer,
+    fully_shard,
+    replicate,
+    shard_model,
+)
 from shardwise.testing.models import Block
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Odd(nn.Module):
@@ -48,7 +52,12 @@ def make() -> nn.Sequential:
     return model
 
 
-def run_root_first(outer: str) -> None:
+OUTER = ("same", "other dim", "replicate", "older replicate", "unsharded by hand")
+
+
+@on_ranks()
+@pytest.mark.parametrize(("outer", "num_ranks"), [("other mesh", 4), *((outer, 2) for outer in OUTER)])
+def test_the_root_may_be_sharded_before_its_blocks(outer: str) -> None:
     """Units that are made in the wrong order are those of the right one, and train as one process."""
     size, rank = dist.get_world_size(), dist.get_rank()
     model, plain = make(), make()
@@ -89,15 +98,8 @@ def run_root_first(outer: str) -> None:
         fully_shard(model[0].up)
 
 
-@pytest.mark.parametrize(
-    "outer",
-    ["same", "other dim", "other mesh", "replicate", "older replicate", "unsharded by hand"],
-)
-def test_the_root_may_be_sharded_before_its_blocks(pool: WorkerPool, outer: str) -> None:
-    pool.run(run_root_first, outer=outer, num_ranks=4 if outer == "other mesh" else 2)
-
-
-def run_root_first_on_meta() -> None:
+@on_ranks(2)
+def test_the_root_may_be_sharded_first_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Block(6, 9), Block(6, 5))
     fully_shard(model)
@@ -110,7 +112,8 @@ def run_root_first_on_meta() -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
-def run_tied_with_root_stays() -> None:
+@on_ranks(2)
+def test_a_weight_that_the_root_uses_too_stays_with_the_root() -> None:
     """A block whose weight the root uses too computes with the root's."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
@@ -125,7 +128,8 @@ def run_tied_with_root_stays() -> None:
         torch.testing.assert_close(full(left.grad), right.grad)
 
 
-def run_what_is_refused() -> None:
+@on_ranks(2)
+def test_what_doors_refuse() -> None:
     for door in (fully_shard, replicate):
         with pytest.raises(ConfigError, match=r"found the class Block\. Make an instance"):
             door(Block)
@@ -144,7 +148,8 @@ def run_what_is_refused() -> None:
     ShardedOptimizer(model.named_parameters(), torch.optim.Adam)
 
 
-def run_other_methods() -> None:
+@on_ranks(2)
+def test_a_method_that_is_not_forward_says_how_to_register_it() -> None:
     class WithMethod(nn.Linear):
         def encode(self, x: torch.Tensor) -> torch.Tensor:
             return x @ self.weight.t()
@@ -153,17 +158,6 @@ def run_other_methods() -> None:
         model = door(WithMethod(6, 4))
         with pytest.raises(StateError, match="register_fsdp_forward_method"):
             model.encode(torch.ones(2, 6))
-
-
-def run_all() -> None:
-    run_root_first_on_meta()
-    run_tied_with_root_stays()
-    run_what_is_refused()
-    run_other_methods()
-
-
-def test_what_doors_are_given(pool: WorkerPool) -> None:
-    pool.run(run_all)
 
 
 def test_type_checkers_see_what_doors_return() -> None:

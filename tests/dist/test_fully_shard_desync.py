@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ranks import on_ranks
 from torch import nn
 
 from shardwise import DesyncError, fully_shard
@@ -73,17 +74,14 @@ def test_another_number_of_microbatches_is_named(pool: WorkerPool) -> None:
     assert "rank 0" in messages[1], messages
 
 
-def run_symmetric_change() -> None:
+@on_ranks(2)
+def test_a_change_on_all_ranks_is_no_error() -> None:
     model, x = build(), torch.randn(2, 8)
     for reverse in (False, False, True, True, False):
         model(x, reverse=reverse).sum().backward()
     with torch.no_grad():
         model(x)
     model(x, skip=1).sum().backward()
-
-
-def test_a_change_on_all_ranks_is_no_error(pool: WorkerPool) -> None:
-    pool.run(run_symmetric_change, num_ranks=2)
 
 
 def test_the_error_is_public() -> None:

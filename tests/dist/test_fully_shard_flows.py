@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-import torch.distributed as dist
+from helpers.compare import assert_averaged
+from helpers.ranks import on_ranks
+from helpers.sharded import batch, build_sharded
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import fully_shard, share_comm_ctx
-from shardwise.testing import WorkerPool
-from shardwise.testing.models import Block, batch_for, build, units_of
+from shardwise.testing.models import Block, build
 
 
-def sharded(seed: int = 0) -> nn.Module:
-    model = build("plain", seed)
-    for module in units_of("plain", model):
-        fully_shard(module)
-    return fully_shard(model)
-
-
-def mine(seed: int = 0) -> torch.Tensor:
-    return batch_for("plain", seed, 4 * dist.get_world_size()).chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def same_gradients(model: nn.Module, reference: nn.Module) -> None:
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        expected = other.grad.clone()
-        dist.all_reduce(expected, op=dist.ReduceOp.AVG)
-        torch.testing.assert_close(param.grad.full_tensor(), expected)
-
-
-def run_inference_first() -> None:
+@on_ranks(2)
+def test_a_model_may_infer_before_and_between_steps() -> None:
     for mode in (torch.inference_mode, torch.no_grad):
-        model, reference = sharded(), build("plain")
+        model, reference = build_sharded(), build("plain")
         with mode():
-            assert torch.equal(model(mine()), reference(mine()))
+            assert torch.equal(model(batch()), reference(batch()))
         for _ in range(2):
-            model(mine()).square().sum().backward()
-            reference(mine()).square().sum().backward()
+            model(batch()).square().sum().backward()
+            reference(batch()).square().sum().backward()
             with mode():
-                model(mine(1))
-        same_gradients(model, reference)
+                model(batch(1))
+        assert_averaged(model, reference)
 
 
-def run_explicit_unshard() -> None:
-    model, reference = sharded(), build("plain")
+@on_ranks(2)
+def test_units_unsharded_by_hand_train_alike() -> None:
+    model, reference = build_sharded(), build("plain")
     handle = model[0].unshard(async_op=True)
     assert handle is not None
     handle.wait()
@@ -57,49 +41,52 @@ def run_explicit_unshard() -> None:
     model[0].reshard()
     assert isinstance(model[0].up.weight, DTensor)
     model[1].unshard()
-    model(mine()).square().sum().backward()
-    reference(mine()).square().sum().backward()
-    same_gradients(model, reference)
+    model(batch()).square().sum().backward()
+    reference(batch()).square().sum().backward()
+    assert_averaged(model, reference)
     model[2].unshard(async_op=True)
     model.zero_grad()
     reference.zero_grad()
-    model(mine(2)).square().sum().backward()
-    reference(mine(2)).square().sum().backward()
-    same_gradients(model, reference)
+    model(batch(2)).square().sum().backward()
+    reference(batch(2)).square().sum().backward()
+    assert_averaged(model, reference)
 
 
-def run_grad_function() -> None:
-    model, reference = sharded(), build("plain")
-    x, y = mine().requires_grad_(), mine().requires_grad_()
+@on_ranks(2)
+def test_autograd_grad_of_an_input_touches_no_parameter() -> None:
+    model, reference = build_sharded(), build("plain")
+    x, y = batch().requires_grad_(), batch().requires_grad_()
     (left,) = torch.autograd.grad(model(x).square().sum(), x)
     (right,) = torch.autograd.grad(reference(y).square().sum(), y)
     assert torch.equal(left, right)
     assert all(param.grad is None and isinstance(param, DTensor) for param in model.parameters())
-    model(mine()).square().sum().backward()
-    reference(mine()).square().sum().backward()
-    same_gradients(model, reference)
+    model(batch()).square().sum().backward()
+    reference(batch()).square().sum().backward()
+    assert_averaged(model, reference)
 
 
-def run_two_models() -> None:
-    generator, critic = sharded(1), sharded(2)
+@on_ranks(2)
+def test_two_models_share_a_communication_context() -> None:
+    generator, critic = build_sharded(seed=1), build_sharded(seed=2)
     plain = build("plain", 1), build("plain", 2)
     share_comm_ctx([generator, critic])
     for step in range(3):
-        critic(generator(mine(step))).square().sum().backward()
-        plain[1](plain[0](mine(step))).square().sum().backward()
-        critic(generator(mine(step)).detach()).sum().backward()
-        plain[1](plain[0](mine(step)).detach()).sum().backward()
+        critic(generator(batch(step))).square().sum().backward()
+        plain[1](plain[0](batch(step))).square().sum().backward()
+        critic(generator(batch(step)).detach()).sum().backward()
+        plain[1](plain[0](batch(step)).detach()).sum().backward()
     for model, reference in zip((generator, critic), plain, strict=True):
-        same_gradients(model, reference)
+        assert_averaged(model, reference)
 
 
-def run_create_graph() -> None:
-    model, reference = sharded(), build("plain")
+@on_ranks(2)
+def test_a_gradient_may_be_differentiated_again() -> None:
+    model, reference = build_sharded(), build("plain")
     for each in (model, reference):
-        x = mine().requires_grad_()
+        x = batch().requires_grad_()
         (grad,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
         (grad.square().sum() + each(x).sum()).backward()
-    same_gradients(model, reference)
+    assert_averaged(model, reference)
 
 
 class Odd(nn.Module):
@@ -115,7 +102,8 @@ class Odd(nn.Module):
         return (x * self.scale if times != 3 else None), "done"
 
 
-def run_odd() -> None:
+@on_ranks(2)
+def test_a_block_may_run_any_number_of_times_and_return_no_tensor() -> None:
     torch.manual_seed(0)
     model, reference = Odd(), Odd()
     reference.load_state_dict(model.state_dict())
@@ -123,11 +111,11 @@ def run_odd() -> None:
     fully_shard(model)
     for times in (1, 2, 3, 0, 2, 1):
         for each in (model, reference):
-            out, text = each(mine(times), times)
+            out, text = each(batch(times), times)
             assert text == "done"
             if out is not None:
                 out.square().sum().backward()
-    same_gradients(model, reference)
+    assert_averaged(model, reference)
 
 
 class Segments(nn.Module):
@@ -149,7 +137,8 @@ class Segments(nn.Module):
         return x
 
 
-def run_recomputed_segments() -> None:
+@on_ranks(2)
+def test_recomputed_segments_may_hold_several_units() -> None:
     for nested in (False, True):
         for use_reentrant in (False, True):
             torch.manual_seed(0)
@@ -161,22 +150,6 @@ def run_recomputed_segments() -> None:
             for step in range(3):
                 for each in (model, reference):
                     each.zero_grad()
-                    each(mine(step).requires_grad_()).square().sum().backward()
-                same_gradients(model, reference)
+                    each(batch(step).requires_grad_()).square().sum().backward()
+                assert_averaged(model, reference)
                 assert all(isinstance(param, DTensor) for param in model.parameters())
-
-
-FLOWS = [
-    run_recomputed_segments,
-    run_inference_first,
-    run_explicit_unshard,
-    run_grad_function,
-    run_two_models,
-    run_create_graph,
-    run_odd,
-]
-
-
-@pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.__name__)
-def test_flow(pool: WorkerPool, flow: object) -> None:
-    pool.run(flow, num_ranks=2)

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.testing import WorkerPool
 
 
-def run_transformers(kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_transformers_train_as_with_ddp(kind: str) -> None:
     import transformers
 
     torch.manual_seed(0)
@@ -52,11 +54,6 @@ def run_transformers(kind: str) -> None:
     assert sorted(model.state_dict()) == sorted(reference.module.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_transformers_train_as_with_ddp(pool: WorkerPool, kind: str) -> None:
-    pool.run(run_transformers, kind=kind)
-
-
 class LoRALinear(nn.Module):
     def __init__(self, width: int, rank: int) -> None:
         super().__init__()
@@ -67,7 +64,8 @@ class LoRALinear(nn.Module):
         return self.base(x.to(torch.bfloat16)).float() + self.up(self.down(x))
 
 
-def run_lora() -> None:
+@on_ranks(2)
+def test_frozen_bf16_base_with_fp32_adapters_in_one_unit() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(LoRALinear(9, 3) for _ in range(3)))
     reference = DistributedDataParallel(copy.deepcopy(model))
@@ -86,10 +84,6 @@ def run_lora() -> None:
             optim.zero_grad()
         torch.testing.assert_close(losses[0], losses[1])
     assert model[0].base.weight.dtype == torch.bfloat16
-
-
-def test_frozen_bf16_base_with_fp32_adapters_in_one_unit(pool: WorkerPool) -> None:
-    pool.run(run_lora)
 
 
 def pre_all_gather(
@@ -132,7 +126,9 @@ def patch(model: nn.Module) -> None:
             local.fsdp_post_all_gather = post_all_gather.__get__(local)
 
 
-def run_extensions(hybrid: bool) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("hybrid", "num_ranks"), [(False, 2), (True, 4)], ids=["shards", "replicas"])
+def test_all_gather_extensions_patched_on_after(hybrid: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
     torch.manual_seed(0)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -153,11 +149,6 @@ def run_extensions(hybrid: bool) -> None:
         assert torch.equal(losses[0], losses[1])
     for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(left.to_local(), right.to_local())
-
-
-def test_all_gather_extensions_patched_on_after(pool: WorkerPool) -> None:
-    pool.run(run_extensions, hybrid=False, num_ranks=2)
-    pool.run(run_extensions, hybrid=True, num_ranks=4)
 
 
 class Doubled(torch.Tensor):
@@ -208,7 +199,8 @@ class Doubled(torch.Tensor):
         return full, (full,)
 
 
-def run_wrapper_subclass() -> None:
+@on_ranks(2)
+def test_parameters_that_are_tensor_subclasses() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 8)
     reference = copy.deepcopy(model)
@@ -227,7 +219,3 @@ def run_wrapper_subclass() -> None:
         torch.testing.assert_close(model.weight.grad.full_tensor(), reference.weight.grad)
         model.zero_grad()
         reference.zero_grad()
-
-
-def test_parameters_that_are_tensor_subclasses(pool: WorkerPool) -> None:
-    pool.run(run_wrapper_subclass, num_ranks=2)

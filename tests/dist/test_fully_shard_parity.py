@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from inside import engine_of, over, parts_from
+from helpers.compare import EXACT, REORDERED, assert_same
+from helpers.inside import engine_of, over, parts_from
+from helpers.ranks import on_ranks
+from helpers.sharded import build_sharded
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise import fully_shard
 from shardwise.comm.links.link import Transport
-from shardwise.testing import WorkerPool
 from shardwise.testing.models import MODELS, batch_for, build, units_of
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -28,10 +28,6 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 LINKS: dict[Transport, str | None] = {"auto": "shared memory", "gloo": "send/recv", "collective": None}
 TRANSPORTS_AND_RANKS = [("auto", 2), ("gloo", 2), ("auto", 4)]
-EXACT = {"rtol": 0.0, "atol": 0.0}
-# Sums of a few float32 terms in another order: some units in the last place (1e-7) of the largest term, cancelled down.
-REORDERED = {"rtol": 1e-5, "atol": 1e-6}
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # sums over other batches, over many steps
 
 
 def assert_used(model: nn.Module, transport: Transport) -> None:
@@ -39,34 +35,9 @@ def assert_used(model: nn.Module, transport: Transport) -> None:
     assert (link.name if link is not None else None) == LINKS[transport]
 
 
-def shard(name: str, model: nn.Module, reshard_after_forward: bool | None) -> nn.Module:
-    for module in units_of(name, model):
-        fully_shard(module, reshard_after_forward=reshard_after_forward)
-    return fully_shard(model, reshard_after_forward=reshard_after_forward)
-
-
-def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def assert_same(model: nn.Module, reference: nn.Module, tolerance: dict[str, float] = CLOSE) -> None:
-    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
-    assert list(ours) == list(theirs)
-    for name, param in ours.items():
-        for mine, other, what in ((param, theirs[name], "value"), (param.grad, theirs[name].grad, "gradient")):
-            mine, other = full(mine), full(other)
-            assert (mine is None) == (other is None), f"{what} of {name}: {mine} against {other}"
-            if mine is not None:
-                torch.testing.assert_close(
-                    mine, other, **tolerance, msg=lambda text, w=what, n=name: f"{w} of {n}: {text}"
-                )
-
-
-def against_one_process(
-    model: str, optimizer: str, reshard: bool | None, transport: Transport, steps: int = 6
-) -> None:
+def against_one_process(model: str, optimizer: str, reshard: bool | None, transport: Transport, steps: int = 6) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    reference, sharded = build(model), shard(model, build(model), reshard)
+    reference, sharded = build(model), build_sharded(model, reshard_after_forward=reshard)
     optimizers = [OPTIMIZERS[optimizer](list(each.parameters())) for each in (reference, sharded)]
     for step in range(steps):
         batch = batch_for(model, step, 4 * size)
@@ -85,21 +56,16 @@ def against_one_process(
     assert_used(sharded, transport)
 
 
-def run_against_one_process(optimizer: str, transport: Transport) -> None:
-    with over(transport), parts_from(8):
-        for model in MODELS:
-            for reshard in (None, True, False) if dist.get_world_size() == 2 else (None, False):
-                against_one_process(model, optimizer, reshard, transport)
-
-
+@on_ranks()
 @pytest.mark.parametrize(
     ("optimizer", "transport", "num_ranks"),
     [("sgd", "auto", 2), *(("adamw-foreach", *each) for each in TRANSPORTS_AND_RANKS)],
 )
-def test_equals_one_process_on_the_whole_batch(
-    pool: WorkerPool, optimizer: str, transport: Transport, num_ranks: int
-) -> None:
-    pool.run(run_against_one_process, optimizer=optimizer, transport=transport, num_ranks=num_ranks)
+def test_equals_one_process_on_the_whole_batch(optimizer: str, transport: Transport) -> None:
+    with over(transport), parts_from(8):
+        for model in MODELS:
+            for reshard in (None, True, False) if dist.get_world_size() == 2 else (None, False):
+                against_one_process(model, optimizer, reshard, transport)
 
 
 def run_against_peers(num_steps: int, transport: Transport) -> None:
@@ -121,7 +87,7 @@ def against_peers(num_steps: int, transport: Transport) -> None:
         for module in units_of(name, theirs):
             torch_fully_shard(module, reshard_after_forward=reshard)
         torch_fully_shard(theirs, reshard_after_forward=reshard)
-        models = [shard(name, build(name), reshard), theirs, DistributedDataParallel(build(name))]
+        models = [build_sharded(name, reshard_after_forward=reshard), theirs, DistributedDataParallel(build(name))]
         optimizers = [OPTIMIZERS[optimizer](list(each.parameters())) for each in models]
         for step in range(num_steps):
             batch = batch_for(name, step, 4 * size).chunk(size)[rank]
@@ -138,16 +104,12 @@ def against_peers(num_steps: int, transport: Transport) -> None:
         assert_used(models[0], transport)
 
 
+@on_ranks()
 @pytest.mark.parametrize(
     ("transport", "num_ranks"), [("auto", 2), ("gloo", 2), ("collective", 2), ("auto", 4), ("collective", 4)]
 )
-def test_equals_torch_fsdp2_to_the_bit_and_ddp(pool: WorkerPool, transport: Transport, num_ranks: int) -> None:
-    pool.run(run_against_peers, num_steps=6, transport=transport, num_ranks=num_ranks)
-
-
-def run_accumulation(transport: Transport) -> None:
-    with over(transport), parts_from(8):
-        accumulate(transport)
+def test_equals_torch_fsdp2_to_the_bit_and_ddp(transport: Transport) -> None:
+    run_against_peers(num_steps=6, transport=transport)
 
 
 def accumulate(transport: Transport) -> None:
@@ -155,7 +117,7 @@ def accumulate(transport: Transport) -> None:
     for name in MODELS:
         for reshard in (True, False) if size == 2 else (True,):
             for sync_each in (True, False):
-                reference, sharded = build(name), shard(name, build(name), reshard)
+                reference, sharded = build(name), build_sharded(name, reshard_after_forward=reshard)
                 for step in range(2):
                     for microbatch in range(3):
                         sharded.set_requires_gradient_sync(sync_each or microbatch == 2)
@@ -168,20 +130,17 @@ def accumulate(transport: Transport) -> None:
                 assert_used(sharded, transport)
 
 
+@on_ranks()
 @pytest.mark.parametrize(("transport", "num_ranks"), TRANSPORTS_AND_RANKS)
-def test_accumulates_with_and_without_sync(pool: WorkerPool, transport: Transport, num_ranks: int) -> None:
-    pool.run(run_accumulation, transport=transport, num_ranks=num_ranks)
-
-
-def run_deepcopy(transport: Transport) -> None:
+def test_accumulates_with_and_without_sync(transport: Transport) -> None:
     with over(transport), parts_from(8):
-        copy_and_run(transport)
+        accumulate(transport)
 
 
 def copy_and_run(transport: Transport) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for name in MODELS:
-        model = shard(name, build(name), None)
+        model = build_sharded(name)
         batch = batch_for(name, 0, 4 * size).chunk(size)[rank]
         before = model(batch).detach()
         twin = copy.deepcopy(model)
@@ -198,6 +157,8 @@ def copy_and_run(transport: Transport) -> None:
             assert_used(each, transport)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_deepcopy_is_independent(pool: WorkerPool, transport: Transport) -> None:
-    pool.run(run_deepcopy, transport=transport, num_ranks=2)
+def test_deepcopy_is_independent(transport: Transport) -> None:
+    with over(transport), parts_from(8):
+        copy_and_run(transport)

@@ -8,53 +8,36 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from inside import engine_of
+from helpers.inside import Recorder, engine_of
+from helpers.ranks import on_ranks
+from helpers.sharded import build_sharded, loss_of, share
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardwise import FSDPModule, StateError, fully_shard, set_default_transport
+from shardwise import FSDPModule, fully_shard, set_default_transport
 from shardwise.comm.links.link import Transport
-from shardwise.events import Call, Event, Op, OrderChanged
+from shardwise.events import Op, OrderChanged
 from shardwise.plan.memory import peak_bytes
-from shardwise.testing import WorkerPool
-from shardwise.testing.models import Block, batch_for, build, units_of
+from shardwise.testing.models import Block, batch_for
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def on_event(self, event: Event) -> None:
-        self.events.append(event)
-
-
-def sharded(name: str = "plain", reshard: bool | int | None = None) -> nn.Module:
-    model = build(name)
-    for module in units_of(name, model):
-        fully_shard(module, reshard_after_forward=reshard)
-    return fully_shard(model, reshard_after_forward=reshard)
-
-
-def step(model: nn.Module, name: str = "plain", seed: int = 0) -> None:
-    batch = batch_for(name, seed, 4 * dist.get_world_size()).chunk(dist.get_world_size())[dist.get_rank()]
-    model(batch).square().mean().backward()
-
-
-def run_trace_equals_plan(transport: Transport) -> None:
+@on_ranks(2, 4)
+@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
+def test_trace_and_memory_equal_the_plan(transport: Transport) -> None:
     set_default_transport(transport)
     for name in ("plain", "tied"):
         for reshard in (None, True, False):
-            model = sharded(name, reshard)
-            step(model, name)
-            step(model, name)
-            engine, recorder = engine_of(model), Recorder()
+            model = build_sharded(name, reshard_after_forward=reshard)
+            loss_of(model, name=name).backward()
+            loss_of(model, name=name).backward()
+            engine = engine_of(model)
             plan = engine.journal.plan
             assert plan is not None
-            engine.journal.instruments.append(recorder)
+            recorder = Recorder(engine)
             engine.pool.reset_peak()
             before = engine.pool.num_allocations
-            step(model, name)
+            loss_of(model, name=name).backward()
             assert tuple(recorder.events) == plan.calls, (name, reshard)
             assert engine.journal.plan is plan
             assert engine.pool.peak_leased_bytes == peak_bytes(plan.calls)
@@ -65,13 +48,10 @@ def run_trace_equals_plan(transport: Transport) -> None:
     set_default_transport("auto")
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_trace_and_memory_equal_the_plan(pool: WorkerPool, num_ranks: int, transport: Transport) -> None:
-    pool.run(run_trace_equals_plan, num_ranks=num_ranks, transport=transport)
-
-
-def run_units_at_peak(transport: Transport, num_units: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(("transport", "num_units"), [("auto", 1), ("collective", 2)])
+def test_forward_holds_two_units_with_prefetch(transport: Transport, num_units: int) -> None:
+    """In shared memory a unit is read at once when it is needed: there the next one takes no memory ahead."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
     for layer in model:
         fully_shard(layer)
@@ -87,13 +67,8 @@ def run_units_at_peak(transport: Transport, num_units: int) -> None:
     assert engine_of(model).pool.peak_leased_bytes == num_units * 64 * 64 * 4
 
 
-@pytest.mark.parametrize(("transport", "num_units"), [("auto", 1), ("collective", 2)])
-def test_forward_holds_two_units_with_prefetch(pool: WorkerPool, transport: Transport, num_units: int) -> None:
-    """In shared memory a unit is read at once when it is needed: there the next one takes no memory ahead."""
-    pool.run(run_units_at_peak, transport=transport, num_units=num_units, num_ranks=2)
-
-
-def run_counts() -> None:
+@on_ranks(2)
+def test_collective_counts() -> None:
     ops = torch.ops.c10d
     blocks = 3
     for reshard, gathers_in_backward in ((None, blocks), (True, blocks + 1), (False, 0)):
@@ -113,30 +88,20 @@ def run_counts() -> None:
             }
 
 
-def test_collective_counts(pool: WorkerPool) -> None:
-    pool.run(run_counts, num_ranks=2)
-
-
-def run_no_collective_alone() -> None:
-    model = sharded()
+@on_ranks(1)
+def test_one_rank_makes_no_collective() -> None:
+    model = build_sharded()
     with CommDebugMode() as counts:
-        step(model)
+        loss_of(model).backward()
     assert counts.get_total_counts() == 0
 
 
-def test_one_rank_makes_no_collective(pool: WorkerPool) -> None:
-    pool.run(run_no_collective_alone, num_ranks=1)
-
-
-def run_without_launcher() -> None:
+@on_ranks(1, backend="none")
+def test_works_without_a_process_group() -> None:
     model = nn.Linear(3, 3)
     fully_shard(model)
     model(torch.randn(2, 3)).sum().backward()
     assert dist.get_world_size() == 1
-
-
-def test_works_without_a_process_group(pool: WorkerPool) -> None:
-    pool.run(run_without_launcher, num_ranks=1, backend="none")
 
 
 def registered(module: nn.Module) -> bool:
@@ -144,9 +109,10 @@ def registered(module: nn.Module) -> bool:
     return kind
 
 
-def run_registration() -> None:
+@on_ranks(2, 4)
+def test_registered_parameters() -> None:
     for reshard in (True, False, 2):
-        model = sharded(reshard=reshard)
+        model = build_sharded(reshard_after_forward=reshard)
         assert all(isinstance(param, DTensor) for param in model.parameters())
         model(torch.randn(2, 7))
         assert registered(model[0].up) == (reshard is not False)
@@ -156,15 +122,10 @@ def run_registration() -> None:
             if isinstance(module, FSDPModule):
                 module.reshard()
         assert all(isinstance(param, DTensor) and param.device_mesh.ndim == 1 for param in model.parameters())
-        step(model)
+        loss_of(model).backward()
         assert all(isinstance(param, DTensor) for param in model.parameters())
     assert type(model).__name__ == "FSDPSequential"
     assert type(model[:2]).__name__ == "Sequential"
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_registered_parameters(pool: WorkerPool, num_ranks: int) -> None:
-    pool.run(run_registration, num_ranks=num_ranks)
 
 
 class Bomb(torch.autograd.Function):
@@ -208,12 +169,14 @@ def assert_clean(model: nn.Module) -> None:
     assert engine_of(model).pool.leased_bytes == 0
 
 
-def run_exceptions(sync_first: bool) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
+@on_ranks(2)
+@pytest.mark.parametrize("sync_first", [True, False])
+def test_an_exception_leaves_nothing_behind(sync_first: bool) -> None:
+    size = dist.get_world_size()
     models = [fragile(), fragile()]
     for index, model in enumerate(models):
         for number in range(4):
-            batch = batch_for("plain", number, 4 * size).chunk(size)[rank]
+            batch = share(batch_for("plain", number, 4 * size))
             model.set_requires_gradient_sync(sync_first or number == 3)
             if index == 0 and number in (1, 2):
                 for fails_forward in (True, False):
@@ -228,12 +191,8 @@ def run_exceptions(sync_first: bool) -> None:
         assert torch.equal(left.grad.to_local(), right.grad.to_local())
 
 
-@pytest.mark.parametrize("sync_first", [True, False])
-def test_an_exception_leaves_nothing_behind(pool: WorkerPool, sync_first: bool) -> None:
-    pool.run(run_exceptions, sync_first=sync_first, num_ranks=2)
-
-
-def run_hook_raises() -> None:
+@on_ranks(2)
+def test_a_raising_gradient_hook_leaves_all_gradients() -> None:
     model, other = fragile(), fragile()
 
     def fail(_: torch.Tensor) -> None:
@@ -241,70 +200,61 @@ def run_hook_raises() -> None:
 
     handle = model.first.up.weight.register_post_accumulate_grad_hook(fail)
     with pytest.raises(ArithmeticError, match="boom in a hook"):
-        step(model)
+        loss_of(model).backward()
     handle.remove()
-    step(other)
+    loss_of(other).backward()
     assert_clean(model)
     for _ in range(2):
         for left, right in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(left.grad.to_local(), right.grad.to_local())
-        step(model)
-        step(other)
+        loss_of(model).backward()
+        loss_of(other).backward()
 
 
-def test_a_raising_gradient_hook_leaves_all_gradients(pool: WorkerPool) -> None:
-    pool.run(run_hook_raises, num_ranks=2)
-
-
-def run_interrupt() -> None:
+@on_ranks(2)
+def test_an_interrupt_leaves_nothing_behind() -> None:
     model = fragile()
-    step(model)
+    loss_of(model).backward()
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     handle = model.second.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        step(model)
+        loss_of(model).backward()
     handle.remove()
-    step(model)
+    loss_of(model).backward()
     assert_clean(model)
 
 
-def test_an_interrupt_leaves_nothing_behind(pool: WorkerPool) -> None:
-    pool.run(run_interrupt, num_ranks=2)
-
-
-def run_order_change() -> None:
-    model, recorder = sharded(), Recorder()
-    step(model)
-    step(model)
-    engine_of(model).journal.instruments.append(recorder)
+@on_ranks(2)
+def test_another_order_unshards_on_demand_and_plans_again() -> None:
+    model = build_sharded()
+    loss_of(model).backward()
+    loss_of(model).backward()
+    recorder = Recorder(engine_of(model))
     x = torch.randn(2, 7)
     model[1](x).sum().backward()
     assert any(isinstance(event, OrderChanged) for event in recorder.events)
     model[0](x)
-    step(model)
+    loss_of(model).backward()
     assert all(isinstance(param, DTensor) for param in model.parameters())
     recorder.events.clear()
-    step(model)
-    step(model)
-    calls = [event for event in recorder.events[-len(engine_of(model).journal.plan.calls) :] if isinstance(event, Call)]
+    loss_of(model).backward()
+    loss_of(model).backward()
+    calls = recorder.calls[-len(engine_of(model).journal.plan.calls) :]
     assert tuple(calls) == engine_of(model).journal.plan.calls
     assert any(call.op is Op.UNSHARD for call in calls)
 
 
-def test_another_order_unshards_on_demand_and_plans_again(pool: WorkerPool) -> None:
-    pool.run(run_order_change, num_ranks=2)
-
-
-def run_del_frees() -> None:
+@on_ranks(2)
+def test_deleting_the_model_frees_it_at_once() -> None:
     gc.collect()
     gc.disable()
     try:
-        model = sharded()
-        step(model)
-        step(model)
+        model = build_sharded()
+        loss_of(model).backward()
+        loss_of(model).backward()
         probes = [weakref.ref(module) for module in model.modules()]
         probes.append(weakref.ref(engine_of(model)))
         probes += [weakref.ref(param) for param in model.parameters()]
@@ -315,11 +265,8 @@ def run_del_frees() -> None:
         gc.enable()
 
 
-def test_deleting_the_model_frees_it_at_once(pool: WorkerPool) -> None:
-    pool.run(run_del_frees, num_ranks=2)
-
-
-def run_steady_memory() -> None:
+@on_ranks(2, 4)
+def test_steady_state_is_a_rank_s_share() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     num_params = sum(param.numel() for param in model.parameters())
@@ -336,34 +283,3 @@ def run_steady_memory() -> None:
             storage = tensor.to_local().untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     assert sum(storages.values()) <= 1.02 * 16 * num_params / size, (rank, sum(storages.values()), num_params)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_steady_state_is_a_rank_s_share(pool: WorkerPool, num_ranks: int) -> None:
-    pool.run(run_steady_memory, num_ranks=num_ranks)
-
-
-def run_errors() -> None:
-    with pytest.raises(ValueError, match="does not support containers that do not implement forward"):
-        fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
-    model = sharded()
-    with pytest.raises(AssertionError, match="can only be applied to a module once"):
-        fully_shard(model)
-    with pytest.raises(ValueError, match="should be a factor of 2, not 3"):
-        fully_shard(nn.Linear(2, 2), reshard_after_forward=3)
-    inner = nn.Linear(2, 2)
-    outer = nn.Sequential(inner)
-    fully_shard(inner)
-    fully_shard(outer)
-    inner(torch.randn(1, 2))
-    with pytest.raises(RuntimeError, match="already been lazily initialized"):
-        outer(torch.randn(1, 2))
-    with torch.device("meta"):
-        on_meta = nn.Linear(2, 2)
-    fully_shard(on_meta)
-    with pytest.raises(StateError, match=r"still on meta device: \['weight', 'bias'\]"):
-        on_meta(torch.randn(1, 2))
-
-
-def test_wrong_use_is_told(pool: WorkerPool) -> None:
-    pool.run(run_errors, num_ranks=2)

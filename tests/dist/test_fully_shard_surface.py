@@ -1,4 +1,4 @@
-"""The rest of FSDP2's surface: precision, placement, communication settings, state dicts, prefetch, errors."""
+"""The rest of FSDP2's surface: precision, placement, communication settings, clipping, tied weights, logs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import average_gradients
+from helpers.ranks import on_ranks
+from helpers.sharded import batch, build_sharded
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -30,26 +26,9 @@ from shardwise import (
     fully_shard,
     replicate,
 )
-from shardwise.testing import WorkerPool
-from shardwise.testing.models import Block, batch_for, build, units_of
+from shardwise.testing.models import Block, batch_for, build
 
 ops = torch.ops.c10d
-
-
-def shard_all(model: nn.Module, name: str = "plain", **kwargs: Any) -> nn.Module:
-    for module in units_of(name, model):
-        fully_shard(module, **kwargs)
-    return fully_shard(model, **kwargs)
-
-
-def mine(seed: int = 0, name: str = "plain") -> torch.Tensor:
-    return batch_for(name, seed, 4 * dist.get_world_size()).chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def mean_gradients(model: nn.Module) -> None:
-    for param in model.parameters():
-        if param.grad is not None:
-            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
 
 
 def assert_gradients(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
@@ -59,17 +38,18 @@ def assert_gradients(model: nn.Module, reference: nn.Module, **tolerance: float)
             torch.testing.assert_close(param.grad.full_tensor(), other.grad, **tolerance, msg=lambda m, n=name: n + m)
 
 
-def run_mixed_precision() -> None:
+@on_ranks(2)
+def test_mixed_precision_computes_and_reduces_in_its_dtypes() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-    model = shard_all(build("plain"), mp_policy=policy)
+    model = build_sharded(mp_policy=policy)
     reference = build("plain").to(torch.bfloat16)
     seen: list[torch.dtype] = []
     model[1].up.register_forward_pre_hook(lambda module, args: seen.extend((module.weight.dtype, args[0].dtype)))
-    out = model(mine())
+    out = model(batch())
     assert out.dtype == torch.float32
     assert seen == [torch.bfloat16, torch.bfloat16]
     out.square().sum().backward()
-    reference(mine().to(torch.bfloat16)).float().square().sum().backward()
+    reference(batch().to(torch.bfloat16)).float().square().sum().backward()
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
         gradient = other.grad.float()
         dist.all_reduce(gradient, op=dist.ReduceOp.AVG)
@@ -77,26 +57,22 @@ def run_mixed_precision() -> None:
         assert torch.equal(param.grad.full_tensor(), gradient)
 
 
-def run_held_in_reduce_dtype() -> None:
+@on_ranks(2)
+def test_gradients_without_sync_are_held_in_the_reduce_dtype() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    model = shard_all(build("plain"), mp_policy=policy)
+    model = build_sharded(mp_policy=policy)
     reference = build("plain").to(torch.bfloat16)
     total = {name: 0.0 for name, _ in reference.named_parameters()}
     for number in range(4):
         with shardwise.policy(model, sync=number == 3):
-            model(mine(number)).float().sum().backward()
-        reference(mine(number).to(torch.bfloat16)).float().sum().backward()
+            model(batch(number)).float().sum().backward()
+        reference(batch(number).to(torch.bfloat16)).float().sum().backward()
         for name, param in reference.named_parameters():
             total[name] = total[name] + param.grad.float()
             param.grad = None
     for name, param in model.named_parameters():
         dist.all_reduce(total[name], op=dist.ReduceOp.AVG)
         torch.testing.assert_close(param.grad.full_tensor(), total[name])
-
-
-def test_mixed_precision(pool: WorkerPool) -> None:
-    pool.run(run_mixed_precision)
-    pool.run(run_held_in_reduce_dtype)
 
 
 class Conv(nn.Module):
@@ -108,7 +84,8 @@ class Conv(nn.Module):
         return self.lin(self.conv(x).flatten(2).mean(-1))
 
 
-def run_placement() -> None:
+@on_ranks(2, 4)
+def test_any_dim_can_be_cut_unevenly() -> None:
     size = dist.get_world_size()
     for dim in (1, -1):
         torch.manual_seed(0)
@@ -123,18 +100,14 @@ def run_placement() -> None:
         assert torch.equal(model(x), reference(x))
         model(x).square().sum().backward()
         reference(x).square().sum().backward()
-        mean_gradients(reference)
+        average_gradients(reference)
         assert_gradients(model, reference)
     with pytest.raises(AssertionError, match="Shard dim 1 is invalid for 1D tensor"):
         fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p: Shard(1))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_any_dim_can_be_cut_unevenly(pool: WorkerPool, num_ranks: int) -> None:
-    pool.run(run_placement, num_ranks=num_ranks)
-
-
-def run_mesh_per_parameter() -> None:
+@on_ranks(4)
+def test_parameters_of_one_unit_on_two_meshes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     everyone = FSDPMeshInfo(init_device_mesh("cpu", (4,)), 0)
     inner = FSDPMeshInfo(mesh["inner"], 0)
@@ -167,22 +140,19 @@ def run_mesh_per_parameter() -> None:
         assert norm > total.sqrt() * 0.99
 
 
-def test_parameters_of_one_unit_on_two_meshes(pool: WorkerPool) -> None:
-    pool.run(run_mesh_per_parameter, num_ranks=4)
-
-
-def run_divide_factor() -> None:
+@on_ranks(2)
+def test_gradient_divide_factor() -> None:
     reference = build("plain")
     for factor, force_sum in ((None, True), (3.0, False), (3.0, True), (float(dist.get_world_size()), False)):
-        model = shard_all(build("plain"))
+        model = build_sharded()
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(force_sum)
                 if factor is not None:
                     module.set_gradient_divide_factor(factor)
-        model(mine()).square().sum().backward()
+        model(batch()).square().sum().backward()
         reference.zero_grad()
-        reference(mine()).square().sum().backward()
+        reference(batch()).square().sum().backward()
         for param in reference.parameters():
             dist.all_reduce(param.grad)
             param.grad.div_(factor or dist.get_world_size())
@@ -190,17 +160,13 @@ def run_divide_factor() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(build("plain"), mesh=mesh)
     model.set_gradient_divide_factor(3.0)
-    model(mine()).square().sum().backward()
+    model(batch()).square().sum().backward()
     reference.zero_grad()
-    reference(mine()).square().sum().backward()
+    reference(batch()).square().sum().backward()
     for param in reference.parameters():
         dist.all_reduce(param.grad)
         param.grad.div_(3.0)
     assert_gradients(model, reference)
-
-
-def test_gradient_divide_factor(pool: WorkerPool) -> None:
-    pool.run(run_divide_factor)
 
 
 class CountingAllGather:
@@ -225,8 +191,9 @@ class CountingReduceScatter(CountingAllGather):
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-def run_communication_settings() -> None:
-    model, reference = shard_all(build("plain")), build("plain")
+@on_ranks(2)
+def test_custom_collectives_and_hooks_are_used() -> None:
+    model, reference = build_sharded(), build("plain")
     gather, scatter = CountingAllGather(), CountingReduceScatter()
     model[0].set_custom_all_gather(gather)
     model[0].set_custom_reduce_scatter(scatter)
@@ -237,28 +204,13 @@ def run_communication_settings() -> None:
     model[2].set_allocate_memory_from_process_group_for_comm(True)
     model._set_unshard_async_op(True)
     for each in (model, reference):
-        each(mine()).square().sum().backward()
-    mean_gradients(reference)
+        each(batch()).square().sum().backward()
+    average_gradients(reference)
     assert_gradients(model, reference)
     assert (gather.calls, scatter.calls, len(seen)) == (2, 1, 1)
     assert seen[0].numel() >= sum(param.to_local().numel() for param in model[1].parameters())
     with pytest.raises(AssertionError, match="custom"):
         model[0].set_allocate_memory_from_process_group_for_comm(True)
-    for wrong, error in ((0, ValueError), (2.5, TypeError), (True, TypeError)):
-        with pytest.raises(error, match="max_input_buffers must be"):
-            model.set_reduce_scatter_max_input_buffers(wrong)
-    with pytest.raises(ValueError, match="Expects FSDPModule"):
-        model.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
-    with pytest.raises(ValueError, match="should be a bool"):
-        model.set_reshard_after_forward(2)
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    hybrid = fully_shard(nn.Linear(2, 2), mesh=mesh)
-    with pytest.raises(ValueError, match="stream cannot be set when using native HSDP"):
-        hybrid.set_all_reduce_hook(print, stream=object())
-
-
-def test_communication_settings(pool: WorkerPool) -> None:
-    pool.run(run_communication_settings)
 
 
 class Branches(nn.Module):
@@ -270,7 +222,8 @@ class Branches(nn.Module):
         return self.end(self.left(x) if left else self.right(x))
 
 
-def run_unused_differ_by_rank() -> None:
+@on_ranks(2)
+def test_ranks_may_use_different_parameters() -> None:
     torch.manual_seed(0)
     model = nn.Module()
     model = Branches()
@@ -284,72 +237,14 @@ def run_unused_differ_by_rank() -> None:
             each(x, is_left).sum().backward()
         for param in reference.parameters():
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        mean_gradients(reference)
+        average_gradients(reference)
         assert_gradients(model, reference)
         model.zero_grad()
         reference.zero_grad()
 
 
-def test_ranks_may_use_different_parameters(pool: WorkerPool) -> None:
-    pool.run(run_unused_differ_by_rank)
-
-
-def run_state_dicts() -> None:
-    model, other = shard_all(build("plain", 1)), shard_all(build("plain", 2))
-    reference = build("plain", 1)
-    optims = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, other, reference)]
-    for each in (model, other):
-        each(mine()).sum().backward()
-    for optim in optims[:2]:
-        optim.step()
-    with CommDebugMode() as counts:
-        state = model.state_dict()
-    assert counts.get_total_counts() == 0
-    assert all(isinstance(value, DTensor) for value in state.values())
-    name = "0.up.weight"
-    pointer = state[name].to_local().untyped_storage().data_ptr()
-    assert pointer == dict(model.named_parameters())[name].to_local().untyped_storage().data_ptr()
-    model.unshard()
-    assert isinstance(model.state_dict()[name], DTensor)
-    model.reshard()
-    with torch.no_grad():
-        model(mine())
-    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
-    model.set_reshard_after_forward(False)
-    with torch.no_grad():
-        model(mine())
-    assert not isinstance(model[0].up.weight, DTensor)
-    model.load_state_dict({key: value.clone() for key, value in state.items()})
-    assert isinstance(model[0].up.weight, DTensor)
-    model.set_reshard_after_forward(True)
-    for assign in (False, True):
-        fresh = shard_all(build("plain", 3))
-        fresh.load_state_dict({key: value.clone() for key, value in state.items()}, assign=assign)
-        with torch.no_grad():
-            assert torch.equal(fresh(mine()), model(mine()))
-        fresh(mine()).sum().backward()
-    with pytest.raises(RuntimeError, match="Missing key"):
-        model.load_state_dict({key: value for key, value in state.items() if key != name})
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    full_model = get_model_state_dict(model, options=options)
-    full_optim = get_optimizer_state_dict(model, optims[0], options=options)
-    assert bool(full_model) == (dist.get_rank() == 0)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(other, full_model, options=options)
-    set_optimizer_state_dict(other, optims[1], full_optim, options=options)
-    for left, right in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(left.to_local(), right.to_local())
-        for key in ("exp_avg", "exp_avg_sq", "step"):
-            values = [o.state[p][key] for o, p in ((optims[0], left), (optims[1], right))]
-            values = [v.to_local() if isinstance(v, DTensor) else v for v in values]
-            assert torch.equal(*values), key
-
-
-def test_state_dicts(pool: WorkerPool) -> None:
-    pool.run(run_state_dicts)
-
-
-def run_meta_init() -> None:
+@on_ranks(2, 4)
+def test_meta_initialisation() -> None:
     for width in (7, 1):
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(5, width), nn.Linear(width, 4))
@@ -372,93 +267,23 @@ def run_meta_init() -> None:
         model[0].reset_parameters()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_meta_initialisation(pool: WorkerPool, num_ranks: int) -> None:
-    pool.run(run_meta_init, num_ranks=num_ranks)
-
-
-def run_replicate() -> None:
-    for how in ("mesh", "list", "older"):
-        torch.manual_seed(0 if how != "older" else dist.get_rank())
-        model = nn.Sequential(Block(7, 15), Block(7, 9), nn.BatchNorm1d(7))
-        if how == "older":
-            before = torch.optim.SGD(model.parameters(), lr=0.1)
-            assert replicate(model, process_group=dist.group.WORLD) is model
-            values = [param.detach().clone() for param in model.parameters()]
-            for value in values:
-                dist.broadcast(value, 0)
-            assert all(torch.equal(left, right) for left, right in zip(model.parameters(), values, strict=True))
-            reference = nn.Sequential(Block(7, 15), Block(7, 9), nn.BatchNorm1d(7))
-            reference.load_state_dict(model.state_dict())
-            optims = [torch.optim.SGD(reference.parameters(), lr=0.1), before]
-        else:
-            reference = copy.deepcopy(model)
-            for block in list(model)[:2] if how == "mesh" else []:
-                replicate(block)
-            replicate([model]) if how == "list" else replicate(model)
-            optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
-        assert isinstance(model, shardwise.ReplicateModule)
-        for step in range(4):
-            for microbatch in range(2):
-                model.set_requires_gradient_sync(microbatch == 1)
-                loss = model(mine(2 * step + microbatch)).square().sum()
-                with CommDebugMode() as counts:
-                    loss.backward()
-                expected = (3 if how == "mesh" else 1) if microbatch else 0
-                assert counts.get_comm_counts()[ops.allreduce_] == expected
-            for microbatch in range(2):
-                reference(mine(2 * step + microbatch)).square().sum().backward()
-            mean_gradients(reference)
-            for left, right in zip(model.parameters(), reference.parameters(), strict=True):
-                if how != "older":
-                    assert left.placements == left.grad.placements == (Replicate(),)
-                    assert left.device_mesh.mesh_dim_names == ("replicate",)
-                ours = left.grad.to_local() if how != "older" else left.grad
-                torch.testing.assert_close(ours, right.grad)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
-    with pytest.raises(RuntimeError, match="Expected device_id to be int or torch.device"):
-        replicate(nn.Linear(2, 2), device_id="cpu")
-    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
-        replicate(fully_shard(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match="expects a 1D DeviceMesh"):
-        replicate(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")))
-    mixed = nn.Sequential(Block(7, 15), Block(7, 9))
-    fully_shard(mixed[0])
-    replicate(mixed)
-    mixed(mine()).sum().backward()
-    assert mixed[0].up.weight.grad.placements == (Shard(0),)
-    assert mixed[1].up.weight.grad.placements == (Replicate(),)
-
-
-def test_replicate(pool: WorkerPool) -> None:
-    pool.run(run_replicate)
-
-
-def run_policy() -> None:
-    model = shard_all(build("plain"))
+@on_ranks(2)
+def test_policy_is_restored() -> None:
+    model = build_sharded()
     with pytest.raises(ArithmeticError), shardwise.policy(model, sync=False):
-        model(mine()).sum().backward()
+        model(batch()).sum().backward()
         assert all(param.grad is None for param in model.parameters())
         raise ArithmeticError
-    model(mine()).sum().backward()
+    model(batch()).sum().backward()
     reference = build("plain")
     for _ in range(2):
-        reference(mine()).sum().backward()
-    mean_gradients(reference)
+        reference(batch()).sum().backward()
+    average_gradients(reference)
     assert_gradients(model, reference)
-    with pytest.raises(ValueError, match="has no field"), shardwise.policy(model, synch=False):
-        pass
-    with pytest.raises(ValueError, match="contains no sharded module"), shardwise.policy(nn.Linear(1, 1), sync=False):
-        pass
 
 
-def test_policy_is_restored(pool: WorkerPool) -> None:
-    pool.run(run_policy)
-
-
-def run_clip() -> None:
+@on_ranks(2)
+def test_clip_over_meshes_in_one_all_reduce() -> None:
     for norm_type in (1.0, 2.0, math.inf):
         for shards in (1, 2):
             mesh = init_device_mesh("cpu", (2 // shards, shards), mesh_dim_names=("replicate", "shard"))
@@ -487,19 +312,16 @@ def run_clip() -> None:
         clip_grad_norm_([head], 1.0, norm_type=-1.0)
 
 
-def test_clip_over_meshes_in_one_all_reduce(pool: WorkerPool) -> None:
-    pool.run(run_clip)
-
-
-def run_scaler() -> None:
-    model = shard_all(build("plain"))
+@on_ranks(2)
+def test_grad_scaler() -> None:
+    model = build_sharded()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.scale(model(mine()).sum()).backward()
+    scaler.scale(model(batch()).sum()).backward()
     scaler.unscale_(optim)
     reference = build("plain")
-    reference(mine()).sum().backward()
-    mean_gradients(reference)
+    reference(batch()).sum().backward()
+    average_gradients(reference)
     assert_gradients(model, reference)
     if dist.get_rank() == 0:
         model[0].up.weight.grad.to_local().fill_(math.inf)
@@ -510,26 +332,20 @@ def run_scaler() -> None:
     assert torch.equal(model[0].up.weight.full_tensor(), before)
 
 
-def test_grad_scaler(pool: WorkerPool) -> None:
-    pool.run(run_scaler)
-
-
-def run_changing_requires_grad() -> None:
-    model, reference = shard_all(build("plain")), build("plain")
+@on_ranks(2)
+def test_requires_grad_may_change_between_steps() -> None:
+    model, reference = build_sharded(), build("plain")
     for step in range(4):
         for each in (model, reference):
             each[1].requires_grad_(step % 2 == 0)
             each.zero_grad()
-            each(mine(step)).sum().backward()
-        mean_gradients(reference)
+            each(batch(step)).sum().backward()
+        average_gradients(reference)
         assert_gradients(model, reference)
 
 
-def test_requires_grad_may_change_between_steps(pool: WorkerPool) -> None:
-    pool.run(run_changing_requires_grad)
-
-
-def run_groups_and_two_graphs() -> None:
+@on_ranks(2)
+def test_units_of_several_modules_and_several_graphs() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(7, 15), Block(7, 9), Block(7, 3))
     reference = copy.deepcopy(model)
@@ -538,11 +354,11 @@ def run_groups_and_two_graphs() -> None:
     assert fully_shard.state(model[0]) is fully_shard.state(model[1])
     assert fully_shard.state(model[0]) is not fully_shard.state(model)
     for each in (model, reference):
-        losses = [each(mine(seed)).square().sum() for seed in range(2)]
+        losses = [each(batch(seed)).square().sum() for seed in range(2)]
         losses[1].backward(retain_graph=True)
         losses[0].backward()
         losses[1].backward()
-    mean_gradients(reference)
+    average_gradients(reference)
     assert_gradients(model, reference)
     partial = nn.Sequential(Block(7, 15), Block(7, 9), Block(7, 3))
     fully_shard([partial[1], partial[2]])
@@ -555,11 +371,8 @@ def run_groups_and_two_graphs() -> None:
         group_root[0](torch.randn(1, 2))
 
 
-def test_units_of_several_modules_and_several_graphs(pool: WorkerPool) -> None:
-    pool.run(run_groups_and_two_graphs)
-
-
-def run_tied_units() -> None:
+@on_ranks(2)
+def test_weights_tied_across_units() -> None:
     for order in ("siblings", "nested"):
         model, reference = build("tied"), build("tied")
         if order == "siblings":
@@ -573,10 +386,10 @@ def run_tied_units() -> None:
         assert model.head.weight is model.embed.weight
         optims = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, reference)]
         for step in range(4):
-            tokens = mine(step, "tied")
+            tokens = batch(step, "tied")
             for each in (model, reference):
                 each(tokens).square().sum().backward()
-            mean_gradients(reference)
+            average_gradients(reference)
             assert_gradients(model, reference, rtol=1e-4, atol=1e-5)
             for optim in optims:
                 optim.step()
@@ -587,59 +400,8 @@ def run_tied_units() -> None:
             assert torch.equal(twin(tokens), model(tokens))
 
 
-def test_weights_tied_across_units(pool: WorkerPool) -> None:
-    pool.run(run_tied_units)
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.encode(x)
-
-
-def run_wrong_use() -> None:
-    model = nn.Sequential(Encoder(), Encoder())
-    for each in (*model, model):
-        fully_shard(each)
-    x = torch.randn(2, 4)
-    with pytest.raises(
-        shardwise.StateError, match=r"encode\(\) computed with parameters that are sharded[\s\S]*inner.weight"
-    ):
-        model[0].encode(x)
-    kept: list[torch.Tensor] = []
-    model[0].inner.register_forward_hook(lambda module, *_: kept.append(module.weight))
-    model(x).sum().backward()
-    with pytest.raises(shardwise.StateError, match=r"'0.inner.weight'.*was given back"):
-        kept[0].sum()
-    assert kept[0].shape == (4, 4)
-    model.zero_grad()
-    model(x).sum().backward()
-    early = nn.Linear(3, 3)
-    optim = torch.optim.SGD(early.parameters(), lr=0.1)
-    fully_shard(early)
-    with pytest.raises(
-        shardwise.StateError, match=r"built before fully_shard and holds the unsharded \['weight', 'bias'\]"
-    ):
-        early(torch.randn(1, 3))
-    del optim
-    early(torch.randn(1, 3)).sum().backward()
-    with pytest.raises(ValueError, match="expected a MixedPrecisionPolicy"):
-        fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)
-    with pytest.raises(ValueError, match="Invalid shard_placement_fn result"):
-        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda param: "dim 0")
-
-
-def test_wrong_use_names_the_parameter_and_the_fix(pool: WorkerPool) -> None:
-    pool.run(run_wrong_use)
-
-
-def run_torch_policies() -> None:
+@on_ranks(2)
+def test_policies_of_torch_are_understood() -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy as TorchOffload
     from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 
@@ -648,11 +410,8 @@ def run_torch_policies() -> None:
     assert model(torch.randn(2, 4)).dtype == torch.bfloat16
 
 
-def test_policies_of_torch_are_understood(pool: WorkerPool) -> None:
-    pool.run(run_torch_policies)
-
-
-def run_named_dims() -> None:
+@on_ranks(4, fresh=True)
+def test_named_axes_of_a_full_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     reference = build("plain")
     for dims in (
@@ -679,23 +438,10 @@ def run_named_dims() -> None:
         num_parts = 4 if len(names) == 2 else 2
         (reference(batch_for("plain", 0, 8)).square().sum() / num_parts).backward()
         assert_gradients(model, reference, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="At least one of shard or replicate"):
-        shardwise.DataParallelMeshDims()
-    with pytest.raises(ValueError, match="not found in mesh.mesh_dim_names"):
-        fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=shardwise.DataParallelMeshDims(shard="pp"))
-    with pytest.raises(ValueError, match="must be DTensors on the full SPMD mesh"):
-        fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=shardwise.DataParallelMeshDims(shard="dp"))
-    with pytest.raises(ValueError, match="1D or 2D DeviceMesh but got"):
-        fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c")))
-    with pytest.raises(AssertionError, match="with mesh_dim_names specified"):
-        fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 2)))
 
 
-def test_named_axes_of_a_full_mesh(pool: WorkerPool) -> None:
-    pool.run(run_named_dims, num_ranks=4, fresh=True)
-
-
-def run_logs() -> None:
+@on_ranks(2)
+def test_log_lines_and_profiler_ranges() -> None:
     import logging
 
     lines: list[str] = []
@@ -705,10 +451,10 @@ def run_logs() -> None:
     logger.addHandler(handler)
     level = logger.level
     logger.setLevel(logging.DEBUG)
-    model = shard_all(build("plain"))
+    model = build_sharded()
     try:
         with torch.profiler.profile(acc_events=True) as profile:
-            model(mine()).sum().backward()
+            model(batch()).sum().backward()
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
@@ -716,7 +462,3 @@ def run_logs() -> None:
         assert f"FSDP::{what}" in lines, what
     assert "FSDP::root_post_backward" in lines
     assert {"FSDP::pre_forward (1)", "FSDP::pre_backward (1)"} <= {event.key for event in profile.key_averages()}
-
-
-def test_log_lines_and_profiler_ranges(pool: WorkerPool) -> None:
-    pool.run(run_logs)

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from helpers.ranks import on_ranks
 
 from shardwise.events import Call, Op
-from shardwise.testing import WorkerPool
+from shardwise.testing.fuzz.areas import AREAS
 from shardwise.testing.fuzz.case import Contender
 from shardwise.testing.fuzz.draw import draw
-from shardwise.testing.fuzz.render import render
-from shardwise.testing.fuzz.runner import Runner
-from shardwise.testing.fuzz.areas import AREAS
 from shardwise.testing.fuzz.engines import EngineSide
 from shardwise.testing.fuzz.memory import most_full
+from shardwise.testing.fuzz.render import render
+from shardwise.testing.fuzz.runner import Runner
 from shardwise.testing.fuzz.selftest import find
 from shardwise.testing.fuzz.sides import Play, Seat
 
@@ -53,7 +53,8 @@ def test_a_planted_fault_is_found() -> None:
     assert find("gathers are stale", 5, 2, print)
 
 
-def count_full_parameters() -> None:
+@on_ranks(2)
+def test_full_parameters_alive_are_counted_beside_the_plan() -> None:
     counted = 0
     for seed in range(4):
         play = Play.load(render(draw(seed, "precision", max_ranks=2)))
@@ -64,10 +65,6 @@ def count_full_parameters() -> None:
         assert side.watch is not None
         counted += side.watch.num_steps
     assert counted > 2, "steps that went as planned"
-
-
-def test_full_parameters_alive_are_counted_beside_the_plan(pool: WorkerPool) -> None:
-    pool.run(count_full_parameters, num_ranks=2)
 
 
 def test_the_most_full_parameters_of_calls() -> None:

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import full
+from helpers.ranks import on_ranks
+from helpers.sharded import batch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 
 from shardwise import ConfigError, MixedPrecisionPolicy, fully_shard, replicate
-from shardwise.testing import WorkerPool
-from shardwise.testing.models import batch_for, build
+from shardwise.testing.models import build
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -28,11 +29,6 @@ def older(model: nn.Module) -> nn.Module:
 DOORS: dict[str, Callable[..., Any]] = {"fully_shard": fully_shard, "replicate": replicate, "older": older}
 # Before 2.15 torch's class knows nothing of grad_dtype.
 BESIDE = {**DOORS, **({"torch": torch_fully_shard} if hasattr(torch.Tensor, "_has_grad_dtype_override") else {})}
-
-
-def part(number: int) -> torch.Tensor:
-    size = dist.get_world_size()
-    return batch_for("plain", number, 4 * size).chunk(size)[dist.get_rank()]
 
 
 def chosen(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -48,13 +44,9 @@ def sharded(door: str, model: nn.Module, **arguments: Any) -> Any:
     return BESIDE[door](model, **arguments)
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def backward(model: nn.Module, number: int) -> None:
     dtype = next(model.parameters()).dtype
-    model(part(number).to(dtype)).square().mean().backward()
+    model(batch(number).to(dtype)).square().mean().backward()
 
 
 def assert_gradients(model: nn.Module, reference: nn.Module, dtype: torch.dtype) -> None:
@@ -66,7 +58,11 @@ def assert_gradients(model: nn.Module, reference: nn.Module, dtype: torch.dtype)
         torch.testing.assert_close(full(param.grad), other.grad, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: n + m)
 
 
-def run_accumulation(door: str, is_early: bool, syncs: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("door", BESIDE)
+@pytest.mark.parametrize("is_early", [True, False], ids=["chosen-before", "chosen-after"])
+@pytest.mark.parametrize("syncs", [True, False], ids=["syncs", "syncs-last"])
+def test_microbatches_accumulate_in_it(door: str, is_early: bool, syncs: bool) -> None:
     model, reference = build("plain").to(BF16), chosen(build("plain").to(BF16), FP32)
     model = sharded(door, chosen(model, FP32)) if is_early else chosen(sharded(door, model), FP32)
     for step in range(2):
@@ -80,14 +76,9 @@ def run_accumulation(door: str, is_early: bool, syncs: bool) -> None:
             each.zero_grad()
 
 
-@pytest.mark.parametrize("door", BESIDE)
-@pytest.mark.parametrize("syncs", [True, False])
-def test_microbatches_accumulate_in_it(pool: WorkerPool, door: str, syncs: bool) -> None:
-    pool.run(run_accumulation, door=door, is_early=True, syncs=syncs)
-    pool.run(run_accumulation, door=door, is_early=False, syncs=syncs)
-
-
-def run_conversions(door: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("door", DOORS)
+def test_it_is_kept_over_conversions_loading_and_copies(door: str) -> None:
     model, reference = sharded(door, chosen(build("plain"), FP64)), chosen(build("plain"), FP64)
     backward(model, 0)
     backward(reference, 0)
@@ -118,12 +109,8 @@ def run_conversions(door: str) -> None:
         torch.testing.assert_close(full(param.grad), full(other.grad))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_it_is_kept_over_conversions_loading_and_copies(pool: WorkerPool, door: str) -> None:
-    pool.run(run_conversions, door=door)
-
-
-def run_later_choice() -> None:
+@on_ranks(2)
+def test_it_may_be_chosen_after_a_step() -> None:
     model = sharded("fully_shard", build("plain").to(BF16))
     backward(model, 0)
     assert all(param.grad.dtype is BF16 for param in model.parameters())
@@ -137,15 +124,13 @@ def run_later_choice() -> None:
     assert_gradients(model, reference, FP32)
 
 
-def test_it_may_be_chosen_after_a_step(pool: WorkerPool) -> None:
-    pool.run(run_later_choice)
-
-
-def run_precision(door: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("door", sorted({"fully_shard", "replicate", "torch"} & {*BESIDE}))
+def test_a_reduce_dtype_goes_before_it(door: str) -> None:
     model, reference = chosen(build("plain"), BF16), chosen(build("plain").to(BF16), FP32)
     policy = (TorchPrecision if door == "torch" else MixedPrecisionPolicy)(BF16, FP32)
     model = sharded(door, model, mp_policy=policy)
-    backward_in = part(0)
+    backward_in = batch(0)
     model(backward_in).square().mean().backward()
     reference(backward_in.to(BF16)).square().mean().backward()
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
@@ -154,12 +139,13 @@ def run_precision(door: str) -> None:
         assert torch.equal(full(param.grad), other.grad.to(BF16)), "not reduced in reduce_dtype"
 
 
-@pytest.mark.parametrize("door", sorted({"fully_shard", "replicate", "torch"} & {*BESIDE}))
-def test_a_reduce_dtype_goes_before_it(pool: WorkerPool, door: str) -> None:
-    pool.run(run_precision, door=door)
+def policy_of(door: str) -> Any:
+    return (TorchPrecision if door == "torch" else MixedPrecisionPolicy)(param_dtype=BF16)
 
 
-def run_any(door: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("door", BESIDE)
+def test_none_takes_gradients_as_they_come(door: str) -> None:
     model = sharded(door, chosen(build("plain"), None), **({} if door == "older" else {"mp_policy": policy_of(door)}))
     backward(model, 0)
     expected = FP32 if door == "older" else BF16
@@ -169,19 +155,12 @@ def run_any(door: str) -> None:
     assert {param.grad.dtype for param in model.parameters()} == {expected}
 
 
-def policy_of(door: str) -> Any:
-    return (TorchPrecision if door == "torch" else MixedPrecisionPolicy)(param_dtype=BF16)
-
-
-@pytest.mark.parametrize("door", BESIDE)
-def test_none_takes_gradients_as_they_come(pool: WorkerPool, door: str) -> None:
-    pool.run(run_any, door=door)
-
-
-def run_unknown_zeros(door: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
+def test_zeros_for_unused_parameters_need_a_dtype(door: str) -> None:
     model = sharded(door, chosen(build("plain"), None))
     model.set_reduce_scatter_unused_params(True)
-    with pytest.raises(ConfigError if door != "torch" else ValueError, match="reduce_dtype"):
+    with pytest.raises(ConfigError, match="reduce_dtype"):
         backward(model, 0)
     model = sharded(door, chosen(build("plain"), None), mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32))
     model.set_reduce_scatter_unused_params(True)
@@ -189,12 +168,9 @@ def run_unknown_zeros(door: str) -> None:
     assert {param.grad.dtype for param in model.parameters()} == {FP32}
 
 
-def test_zeros_for_unused_parameters_need_a_dtype(pool: WorkerPool) -> None:
-    pool.run(run_unknown_zeros, door="fully_shard")
-    pool.run(run_unknown_zeros, door="replicate")
-
-
-def run_default_reduction(reduce_dtype: torch.dtype | None) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("reduce_dtype", [None, FP32, BF16])
+def test_gradients_are_held_and_reduced_as_in_the_installed_torch(reduce_dtype: torch.dtype | None) -> None:
     ours = sharded("fully_shard", build("plain"), mp_policy=MixedPrecisionPolicy(BF16, reduce_dtype))
     theirs = build("plain")
     policy = TorchPrecision(BF16, reduce_dtype)
@@ -210,14 +186,8 @@ def run_default_reduction(reduce_dtype: torch.dtype | None) -> None:
         assert torch.equal(full(param.grad), full(other.grad))
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, FP32, BF16])
-def test_gradients_are_held_and_reduced_as_in_the_installed_torch(
-    pool: WorkerPool, reduce_dtype: torch.dtype | None
-) -> None:
-    pool.run(run_default_reduction, reduce_dtype=reduce_dtype)
-
-
-def run_own_dtype() -> None:
+@on_ranks(2)
+def test_a_parameter_may_be_used_in_its_own_dtype() -> None:
     def keep(param: nn.Parameter) -> torch.dtype | None:
         return param.dtype if param.ndim == 1 else None
 
@@ -233,14 +203,10 @@ def run_own_dtype() -> None:
             return (x @ self.weight) * self.scale
 
     model = fully_shard(Scaled(), mp_policy=MixedPrecisionPolicy(BF16, param_dtype_override_fn=keep))
-    model(part(0)).sum().backward()
+    model(batch(0)).sum().backward()
     assert seen == [(BF16, FP32)]
-    mean = part(0).to(BF16).sum(-1).float().sum()
+    mean = batch(0).to(BF16).sum(-1).float().sum()
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     torch.testing.assert_close(model.scale.grad.full_tensor().mean(), mean, rtol=2e-2, atol=1e-2)
     with pytest.raises(ConfigError, match=r"returned torch.float64 for weight; expected None, param_dtype"):
         fully_shard(Scaled(), mp_policy=MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda _: FP64))
-
-
-def test_a_parameter_may_be_used_in_its_own_dtype(pool: WorkerPool) -> None:
-    pool.run(run_own_dtype)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from helpers.scripts import load_script
 
-GUARD = Path(__file__).parents[1] / "guard" / "run.py"
 MESSAGES = "tests/dist/test_messages_unfinished.py"
 SLICE = (
     f"{MESSAGES}::test_a_message_sent_before_an_abort_arrives_and_its_group_lives_on",
@@ -20,16 +18,7 @@ SLICE = (
 )
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("guard_run", GUARD)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-guard = load()
+guard = load_script("tests/guard/run.py")
 
 pytestmark = pytest.mark.skipif(guard.compiler() is None, reason="no C compiler to build the guards with")
 

@@ -15,8 +15,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from inside import engine_of, parts_from
-from messages import Ends, Gradients, make_link
+from helpers.inside import engine_of, parts_from
+from helpers.messages import Ends, Gradients, make_link
+from helpers.ranks import on_ranks
 from torch import nn
 
 from shardwise import DesyncError, fully_shard
@@ -42,7 +43,9 @@ def group_of_its_own(timeout_s: float) -> Iterator[dist.ProcessGroup]:
 # ---- an abort ----
 
 
-def run_send_before_abort() -> None:
+@on_ranks(2)
+def test_a_message_sent_before_an_abort_arrives_and_its_group_lives_on() -> None:
+    """A dropped message would keep every later one between the two ranks from getting through."""
     rank = dist.get_rank()
     with group_of_its_own(20.0) as group:
         link = make_link(group)
@@ -61,11 +64,6 @@ def run_send_before_abort() -> None:
         assert total.tolist() == [2.0] * 3
 
 
-def test_a_message_sent_before_an_abort_arrives_and_its_group_lives_on(pool: WorkerPool) -> None:
-    """A dropped message would keep every later one between the two ranks from getting through."""
-    pool.run(run_send_before_abort, num_ranks=2)
-
-
 # ---- a rank that does not come ----
 
 
@@ -73,7 +71,9 @@ def addresses_of(memory: object) -> set[int]:
     return {memory.storage.data_ptr()}  # type: ignore[attr-defined]  of what a lease loses
 
 
-def run_absent_rank(waits: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("waits", [True, False], ids=["wait", "cancel"])
+def test_memory_of_messages_that_do_not_end_is_never_lent_again(waits: bool) -> None:
     with group_of_its_own(2.0) as group, parts_from(30):
         link = make_link(group)
         link.open("forward", False)
@@ -97,12 +97,8 @@ def run_absent_rank(waits: bool) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["wait", "cancel"])
-def test_memory_of_messages_that_do_not_end_is_never_lent_again(pool: WorkerPool, waits: bool) -> None:
-    pool.run(run_absent_rank, num_ranks=2, waits=waits)
-
-
-def run_model_with_an_absent_rank() -> None:
+@on_ranks(2, fresh=True)
+def test_a_model_whose_gather_fails_does_not_lend_its_full_parameters_again() -> None:
     mesh = dist.device_mesh.DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     for layer in model:
@@ -133,10 +129,6 @@ def run_model_with_an_absent_rank() -> None:
             lendable = {slab.storage.data_ptr() for slabs in pool._free.values() for slab in slabs}
             assert not lendable & set(posted)
     dist.barrier()
-
-
-def test_a_model_whose_gather_fails_does_not_lend_its_full_parameters_again(pool: WorkerPool) -> None:
-    pool.run(run_model_with_an_absent_rank, num_ranks=2, fresh=True)
 
 
 # ---- every order ----
@@ -209,7 +201,9 @@ def run_every_order(seed: int, modes_per_order: int) -> None:
             dist.barrier()
 
 
-@pytest.mark.parametrize(("num_ranks", "seed"), [(2, 0), (2, 1), (3, 1)], ids=["2-same", "2-each-its-own", "3-each-its-own"])
+@pytest.mark.parametrize(
+    ("num_ranks", "seed"), [(2, 0), (2, 1), (3, 1)], ids=["2-same", "2-each-its-own", "3-each-its-own"]
+)
 def test_every_order_of_ends(pool: WorkerPool, seed: int, num_ranks: int) -> None:
     """wait or cancel, close or abort, and the group's destruction, in every order: right numbers or an error, no hang.
 
@@ -217,5 +211,9 @@ def test_every_order_of_ends(pool: WorkerPool, seed: int, num_ranks: int) -> Non
     """
     modes_per_order = int(os.environ.get("SHARDWISE_MODES_PER_ORDER", "1"))
     pool.run(
-        run_every_order, num_ranks=num_ranks, seed=seed, modes_per_order=modes_per_order, timeout_s=60.0 * modes_per_order
+        run_every_order,
+        num_ranks=num_ranks,
+        seed=seed,
+        modes_per_order=modes_per_order,
+        timeout_s=60.0 * modes_per_order,
     )

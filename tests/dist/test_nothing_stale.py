@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from inside import over
+from helpers.compare import average_gradients
+from helpers.inside import over
+from helpers.ranks import on_ranks
+from helpers.sharded import noise
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import StateError, fully_shard
-from shardwise.testing import WorkerPool
 
 
 class Normalised(nn.Module):
@@ -51,20 +52,8 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x) * self.scale))))
 
 
-def batch(number: int) -> torch.Tensor:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    return torch.randn(4 * size, 5, generator=torch.Generator().manual_seed(number)).chunk(size)[rank]
-
-
 def loss_of(model: nn.Module, number: int) -> torch.Tensor:
-    return model(batch(number)).square().mean()
-
-
-def average_gradients(model: nn.Module) -> None:
-    for param in model.parameters():
-        if param.grad is not None and not isinstance(param.grad, DTensor):
-            dist.all_reduce(param.grad)
-            param.grad /= dist.get_world_size()
+    return model(noise(number, 5)).square().mean()
 
 
 Program = Callable[[nn.Module, torch.optim.Optimizer, list[nn.Parameter]], None]
@@ -148,9 +137,7 @@ def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.
         optimizer.zero_grad()
 
 
-def write_to_what_is_registered(
-    model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]
-) -> None:
+def write_to_what_is_registered(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
     for number in range(3):
         one_step(model, optimizer, number)
         with torch.no_grad():
@@ -217,38 +204,38 @@ PROGRAMS: list[Program] = [
 ]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
-def test_a_program_trains_as_on_one_process(pool: WorkerPool, program: Program, transport: str) -> None:
-    pool.run(run, program=program, middle="Linear", reshard=None, transport=transport, prefetch=False)
+def test_a_program_trains_as_on_one_process(program: Program, transport: str) -> None:
+    run(program=program, middle="Linear", reshard=None, transport=transport, prefetch=False)
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p is not averaged_weights], ids=lambda p: p.__name__)
 @pytest.mark.parametrize("reshard", [False, 2])
-def test_it_does_so_when_parameters_stay_after_forward(
-    pool: WorkerPool, program: Program, reshard: bool | int
-) -> None:
-    pool.run(
-        run, program=program, middle="Linear", reshard=reshard, transport="auto", prefetch=False, num_ranks=2 * 2
-    )
+def test_it_does_so_when_parameters_stay_after_forward(program: Program, reshard: bool | int) -> None:
+    run(program=program, middle="Linear", reshard=reshard, transport="auto", prefetch=False)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("program", [backward_twice, evaluation_before_step, just_train], ids=lambda p: p.__name__)
 @pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
-def test_it_does_so_whatever_is_prefetched(pool: WorkerPool, program: Program, transport: str) -> None:
-    pool.run(run, program=program, middle="Linear", reshard=None, transport=transport, prefetch=True)
+def test_it_does_so_whatever_is_prefetched(program: Program, transport: str) -> None:
+    run(program=program, middle="Linear", reshard=None, transport=transport, prefetch=True)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("middle", ["Normalised", "Assigned"])
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("transport", ["auto", "collective"])
-def test_what_a_module_writes_to_its_own_weight_stays(
-    pool: WorkerPool, middle: str, reshard: bool | None, transport: str
-) -> None:
-    pool.run(run, program=just_train, middle=middle, reshard=reshard, transport=transport, prefetch=False)
+def test_what_a_module_writes_to_its_own_weight_stays(middle: str, reshard: bool | None, transport: str) -> None:
+    run(program=just_train, middle=middle, reshard=reshard, transport=transport, prefetch=False)
 
 
-def run_uncounted(when: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["between evaluations", "between forward and backward"])
+def test_writes_that_nobody_can_count_are_an_error_on_every_rank(when: str) -> None:
     torch.manual_seed(0)
     model = Net()
     for block in (model.first, model.middle, model.last):
@@ -270,8 +257,3 @@ def run_uncounted(when: str) -> None:
             loss.backward()
     model.zero_grad()
     loss_of(model, 0).backward()  # the step failed alike on all ranks, and the next one is right
-
-
-@pytest.mark.parametrize("when", ["between evaluations", "between forward and backward"])
-def test_writes_that_nobody_can_count_are_an_error_on_every_rank(pool: WorkerPool, when: str) -> None:
-    pool.run(run_uncounted, when=when)

@@ -1,10 +1,12 @@
 """The worker pool itself: results by rank, failures with every rank's report, and life after a hang."""
 
+import os
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.jobs import PRELOAD
 
 from shardwise.testing import RankFailure, WorkerPool
 
@@ -30,12 +32,32 @@ def test_each_call_gets_its_own_group(pool: WorkerPool, num_ranks: int) -> None:
     assert pool.run(_sum_of_ranks, num_ranks=num_ranks) == [num_ranks * (num_ranks - 1) / 2] * num_ranks
 
 
+def _process() -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("preload", [(), PRELOAD], ids=["replaced", "forked"])
+def test_fresh_calls_run_in_new_processes_and_forked_ones_leave_the_workers(preload: tuple[str, ...]) -> None:
+    with WorkerPool(max_ranks=1, preload=PRELOAD, fresh_preload=preload) as own:
+        before = own.run(_process, num_ranks=1)
+        fresh = own.run(_process, num_ranks=1, fresh=True)
+        assert fresh != before
+        assert own.run(_process, num_ranks=1) == (before if preload else fresh)
+
+
+def test_more_ranks_than_the_pool_may_have_are_refused(pool: WorkerPool) -> None:
+    with pytest.raises(ValueError, match="num_ranks is 9, but max_ranks is"):
+        pool.run(_process, num_ranks=9)
+
+
 def test_a_failure_names_its_rank(pool: WorkerPool) -> None:
     with pytest.raises(RankFailure, match=r"rank 1 of 2[\s\S]*rank 1 was told to fail"):
         pool.run(_fail_on, rank=1)
 
 
-def test_a_hang_gives_the_stack_and_the_pool_lives_on(pool: WorkerPool) -> None:
-    with pytest.raises(RankFailure, match=r"did not return; its stack:[\s\S]*_hang_on"):
-        pool.run(_hang_on, rank=0, timeout_s=2.0)
-    assert pool.run(_sum_of_ranks) == [1.0, 1.0]
+def test_a_hang_gives_the_stack_and_the_pool_lives_on() -> None:
+    with WorkerPool(max_ranks=2, preload=PRELOAD) as own:
+        assert own.run(_sum_of_ranks) == [1.0, 1.0]  # all is imported
+        with pytest.raises(RankFailure, match=r"did not return; its stack:[\s\S]*_hang_on"):
+            own.run(_hang_on, rank=0, timeout_s=2.0)
+        assert own.run(_sum_of_ranks) == [1.0, 1.0]

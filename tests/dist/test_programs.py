@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from inside import over
+from helpers.compare import average_gradients, full
+from helpers.inside import over
+from helpers.ranks import on_ranks
+from helpers.sharded import noise
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import FSDPModule, fully_shard, replicate
-from shardwise.errors import ConfigError, StateError
-from shardwise.testing import WorkerPool
+from shardwise import ConfigError, FSDPModule, StateError, fully_shard, replicate
 from shardwise.testing.models import Block
 
-
-def batch(number: int, width: int = 6) -> torch.Tensor:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    return torch.randn(4 * size, width, generator=torch.Generator().manual_seed(number)).chunk(size)[rank]
-
-
-def average(model: nn.Module) -> None:
-    for param in model.parameters():
-        if param.grad is not None:
-            dist.all_reduce(param.grad)
-            param.grad /= dist.get_world_size()
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+batch = functools.partial(noise, width=6)
 
 
 def assert_trains_alike(
@@ -45,7 +32,7 @@ def assert_trains_alike(
     for number in range(steps):
         for each in (model, plain):
             each(make_batch(number)).square().mean().backward()
-        average(plain)
+        average_gradients(plain)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -56,7 +43,18 @@ def assert_trains_alike(
 # ---- partial sums of deferred backwards ----
 
 
-def run_deferred_partial_sums(flags: list[tuple[bool, bool]]) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [(False, False)],
+        [(False, False), (False, False)],
+        [(False, True), (False, False)],
+        [(False, False), (True, False)],
+        [(True, False), (False, True)],
+    ],
+)
+def test_partial_sums_of_deferred_backwards_count(flags: list[tuple[bool, bool]]) -> None:
     """``flags``: (all-reduce, last backward) of each microbatch; the last one is whole."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(6, 9), Block(6, 7))
@@ -71,25 +69,11 @@ def run_deferred_partial_sums(flags: list[tuple[bool, bool]]) -> None:
             model.set_is_last_backward(is_last)
             model(batch(number)).square().mean().backward()
             plain(batch(number)).square().mean().backward()
-        average(plain)
+        average_gradients(plain)
         for left, right in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(full(right.grad), left.grad)
         for each in (model, plain):
             each.zero_grad()
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        [(False, False)],
-        [(False, False), (False, False)],
-        [(False, True), (False, False)],
-        [(False, False), (True, False)],
-        [(True, False), (False, True)],
-    ],
-)
-def test_partial_sums_of_deferred_backwards_count(pool: WorkerPool, flags: list[tuple[bool, bool]]) -> None:
-    pool.run(run_deferred_partial_sums, flags=flags, num_ranks=4)
 
 
 # ---- replicate ----
@@ -107,7 +91,10 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.middle(self.embed(x))))
 
 
-def run_replicated_tied(way: dict[str, Any], swaps: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("way", [{}, {"device_ids": None}], ids=["DTensors", "older way"])
+@pytest.mark.parametrize("swaps", [False, True], ids=["", "swapped"])
+def test_replicated_modules_may_share_a_weight(way: dict[str, Any], swaps: bool) -> None:
     torch.manual_seed(0)
     model = Tied()
     plain = copy.deepcopy(model)
@@ -121,12 +108,6 @@ def run_replicated_tied(way: dict[str, Any], swaps: bool) -> None:
     root = replicate(model, **way)
     assert_trains_alike(root, plain)
     assert model.head.weight is model.embed.weight
-
-
-@pytest.mark.parametrize("way", [{}, {"device_ids": None}], ids=["DTensors", "older way"])
-@pytest.mark.parametrize("swaps", [False, True], ids=["", "swapped"])
-def test_replicated_modules_may_share_a_weight(pool: WorkerPool, way: dict[str, Any], swaps: bool) -> None:
-    pool.run(run_replicated_tied, way=way, swaps=swaps)
 
 
 class Ahead(nn.Module):
@@ -144,7 +125,11 @@ class Ahead(nn.Module):
         return self.third(self.second(self.first(x * self.scale)))
 
 
-def run_unshard_inside(way: dict[str, Any], reshard: bool, transport: Any) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("way", [{}, {"device_ids": None}], ids=["DTensors", "older way"])
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
+def test_units_unsharded_by_hand_inside_a_replicated_module(way: dict[str, Any], reshard: bool, transport: Any) -> None:
     torch.manual_seed(0)
     model = Ahead()
     plain = copy.deepcopy(model)
@@ -153,15 +138,6 @@ def run_unshard_inside(way: dict[str, Any], reshard: bool, transport: Any) -> No
             fully_shard(block, reshard_after_forward=reshard)
         replicate(model, **way)
     assert_trains_alike(model, plain, steps=4)
-
-
-@pytest.mark.parametrize("way", [{}, {"device_ids": None}], ids=["DTensors", "older way"])
-@pytest.mark.parametrize("reshard", [False, True])
-@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
-def test_units_unsharded_by_hand_inside_a_replicated_module(
-    pool: WorkerPool, way: dict[str, Any], reshard: bool, transport: str
-) -> None:
-    pool.run(run_unshard_inside, way=way, reshard=reshard, transport=transport)
 
 
 # ---- modules that follow their parameters ----
@@ -187,7 +163,10 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x[None])[0][0])
 
 
-def run_followers(reshard: bool | int, copies: bool) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("reshard", [True, False, 2])
+@pytest.mark.parametrize("copies", [False, True])
+def test_modules_that_follow_a_parameter_get_the_one_that_computes(reshard: bool | int, copies: bool) -> None:
     for make in (lambda: nn.Sequential(Follower(6, 6), nn.Tanh(), Follower(6, 6)), Recurrent):
         torch.manual_seed(0)
         model = make()
@@ -199,14 +178,6 @@ def run_followers(reshard: bool | int, copies: bool) -> None:
         if copies:
             assert_trains_alike(copy.deepcopy(model), copy.deepcopy(plain))
         assert_trains_alike(model, plain)
-
-
-@pytest.mark.parametrize("reshard", [True, False, 2])
-@pytest.mark.parametrize("copies", [False, True])
-def test_modules_that_follow_a_parameter_get_the_one_that_computes(
-    pool: WorkerPool, reshard: bool | int, copies: bool
-) -> None:
-    pool.run(run_followers, reshard=reshard, copies=copies, num_ranks=4)
 
 
 # ---- checkpoints of one layer used twice ----
@@ -231,7 +202,11 @@ class TwiceChecked(nn.Module):
         return x
 
 
-def run_twice_checked(order: str, reentrant: bool, frozen: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("order", ["ll", "llo", "lol", "oll", "lolo"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_may_be_checkpointed_twice_within_its_unit(order: str, reentrant: bool, frozen: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), TwiceChecked(order, reentrant), TwiceChecked(order, reentrant), Block(6, 5))
     model[1].other.bias.requires_grad_(not frozen)
@@ -242,19 +217,13 @@ def run_twice_checked(order: str, reentrant: bool, frozen: bool) -> None:
     assert_trains_alike(model, plain)
 
 
-@pytest.mark.parametrize("order", ["ll", "llo", "lol", "oll", "lolo"])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_layer_may_be_checkpointed_twice_within_its_unit(
-    pool: WorkerPool, order: str, reentrant: bool, frozen: bool
-) -> None:
-    pool.run(run_twice_checked, order=order, reentrant=reentrant, frozen=frozen)
-
-
 # ---- hooks that raise on one rank ----
 
 
-def run_hook_raises_on_one_rank(transport: Any, when: int) -> None:
+@on_ranks(2, timeout_s=60)
+@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
+@pytest.mark.parametrize("when", [1, 2, 3])
+def test_a_hook_that_raises_on_one_rank_leaves_the_ranks_in_step(transport: Any, when: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(6, 9), Block(6, 7))
     plain = copy.deepcopy(model)
@@ -277,17 +246,11 @@ def run_hook_raises_on_one_rank(transport: Any, when: int) -> None:
         else:
             model(batch(number)).square().mean().backward()
         plain(batch(number)).square().mean().backward()
-        average(plain)
+        average_gradients(plain)
         for left, right in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(full(right.grad), left.grad)
         for each in (model, plain):
             each.zero_grad()
-
-
-@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
-@pytest.mark.parametrize("when", [1, 2, 3])
-def test_a_hook_that_raises_on_one_rank_leaves_the_ranks_in_step(pool: WorkerPool, transport: str, when: int) -> None:
-    pool.run(run_hook_raises_on_one_rank, transport=transport, when=when, timeout_s=60)
 
 
 # ---- parameters without elements ----
@@ -305,7 +268,10 @@ class Hollow(nn.Module):
         return x if self.weight is None else x @ self.weight
 
 
-def run_hollow(transport: Any, door: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
+@pytest.mark.parametrize("door", ["fully_shard", "hybrid", "replicate"])
+def test_parameters_may_have_no_elements(transport: Any, door: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Hollow(only=True), Hollow(only=False), nn.Linear(6, 6))
     plain = copy.deepcopy(model)
@@ -320,12 +286,6 @@ def run_hollow(transport: Any, door: str) -> None:
     assert model[0].rows.grad is None
     model(batch(0)).sum().backward()
     assert model[0].rows.grad.shape == (0, 6)
-
-
-@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
-@pytest.mark.parametrize("door", ["fully_shard", "hybrid", "replicate"])
-def test_parameters_may_have_no_elements(pool: WorkerPool, transport: str, door: str) -> None:
-    pool.run(run_hollow, transport=transport, door=door, num_ranks=4)
 
 
 # ---- all-gather extensions that pad ----
@@ -367,7 +327,9 @@ class Padding(torch.Tensor):
         return gathered, outputs
 
 
-def run_padding_extension(rows: int, door: Callable[[nn.Module], Any]) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize(("rows", "door"), [(3, fully_shard), (5, fully_shard), (8, fully_shard), (5, replicate)])
+def test_extensions_may_pad_uneven_shards(rows: int, door: Callable[[nn.Module], Any]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, rows), nn.Linear(rows, 6))
     plain = copy.deepcopy(model)
@@ -381,15 +343,10 @@ def run_padding_extension(rows: int, door: Callable[[nn.Module], Any]) -> None:
         assert torch.allclose(model(batch(number)), plain(batch(number)))
         for each in (model, plain):
             each(batch(number)).square().mean().backward()
-        average(plain)
+        average_gradients(plain)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(("rows", "door"), [(3, fully_shard), (5, fully_shard), (8, fully_shard), (5, replicate)])
-def test_extensions_may_pad_uneven_shards(pool: WorkerPool, rows: int, door: Callable[[nn.Module], Any]) -> None:
-    pool.run(run_padding_extension, rows=rows, door=door, num_ranks=4)
 
 
 # ---- outputs that are views ----
@@ -409,7 +366,9 @@ class ChangedThroughAView(nn.Module):
         return y
 
 
-def run_changed_through_a_view(door: Callable[[nn.Module], Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("door", [fully_shard, replicate])
+def test_outputs_may_be_views_written_to_through_others(door: Callable[[nn.Module], Any]) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(ChangedThroughAView(), ChangedThroughAView())
     model = copy.deepcopy(plain)
@@ -418,20 +377,16 @@ def run_changed_through_a_view(door: Callable[[nn.Module], Any]) -> None:
     door(model)
     for each in (model, plain):
         each(batch(0)).square().mean().backward()
-    average(plain)
+    average_gradients(plain)
     for left, right in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(full(right.grad), left.grad, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("door", [fully_shard, replicate])
-def test_outputs_may_be_views_written_to_through_others(pool: WorkerPool, door: Callable[[nn.Module], Any]) -> None:
-    pool.run(run_changed_through_a_view, door=door)
 
 
 # ---- hooks on streams, compilation ----
 
 
-def run_all_reduce_hook() -> None:
+@on_ranks(2)
+def test_an_all_reduce_hook_with_a_stream_runs_without_an_accelerator() -> None:
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(6, 5))
     seen: list[int] = []
@@ -440,11 +395,9 @@ def run_all_reduce_hook() -> None:
     assert len(seen) == 1
 
 
-def test_an_all_reduce_hook_with_a_stream_runs_without_an_accelerator(pool: WorkerPool) -> None:
-    pool.run(run_all_reduce_hook)
-
-
-def run_compiled(how: str) -> None:
+@on_ranks(2, fresh=True)
+@pytest.mark.parametrize("how", ["method", "function", "whole"])
+def test_blocks_may_be_compiled_after_they_are_sharded(how: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(6, 9), Block(6, 7), Block(6, 5))
     plain = copy.deepcopy(model)
@@ -464,17 +417,12 @@ def run_compiled(how: str) -> None:
     for number in range(3):
         whole(batch(number)).square().mean().backward()
         plain(batch(number)).square().mean().backward()
-        average(plain)
+        average_gradients(plain)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     for left, right in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(full(right), left, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("how", ["method", "function", "whole"])
-def test_blocks_may_be_compiled_after_they_are_sharded(pool: WorkerPool, how: str) -> None:
-    pool.run(run_compiled, how=how, fresh=True)
 
 
 # ---- frozen parameters, other dtypes ----
@@ -499,7 +447,8 @@ class FrozenTwice(nn.Module):
         return self.part(self.part(x) if self.order == "in a row" else self.between(self.part(x)))
 
 
-def run_frozen_twice() -> None:
+@on_ranks(2)
+def test_a_frozen_unit_stays_unsharded_until_backward_has_left_all_its_passes() -> None:
     for order in ("in a row", "side by side", "around another", "partly frozen"):
         torch.manual_seed(0)
         model = FrozenTwice(order)
@@ -509,11 +458,9 @@ def run_frozen_twice() -> None:
         assert_trains_alike(model, plain)
 
 
-def test_a_frozen_unit_stays_unsharded_until_backward_has_left_all_its_passes(pool: WorkerPool) -> None:
-    pool.run(run_frozen_twice)
-
-
-def run_dtype_between_forward_and_backward(door: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["fully_shard", "replicate", "older way"])
+def test_parameters_that_change_their_dtype_before_backward(door: str) -> None:
     torch.manual_seed(0)
     x = batch(0)
     gradients: list[torch.Tensor] = []
@@ -543,11 +490,6 @@ def run_dtype_between_forward_and_backward(door: str) -> None:
         torch.testing.assert_close(gradient, gradients[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("door", ["fully_shard", "replicate", "older way"])
-def test_parameters_that_change_their_dtype_before_backward(pool: WorkerPool, door: str) -> None:
-    pool.run(run_dtype_between_forward_and_backward, door=door)
-
-
 class HalfCheckpointed(nn.Module):
     """A layer that is used twice, once in a reentrant checkpoint."""
 
@@ -561,7 +503,8 @@ class HalfCheckpointed(nn.Module):
         return self.layer(x)
 
 
-def run_half_checkpointed() -> None:
+@on_ranks(2)
+def test_a_layer_may_be_used_in_a_reentrant_checkpoint_and_outside_of_it() -> None:
     for units in ([], ["layer"], ["first"]):
         torch.manual_seed(0)
         model = nn.Sequential(HalfCheckpointed(), nn.Linear(6, 6))
@@ -571,10 +514,6 @@ def run_half_checkpointed() -> None:
         fully_shard(model[0])
         fully_shard(model)
         assert_trains_alike(model, plain)
-
-
-def test_a_layer_may_be_used_in_a_reentrant_checkpoint_and_outside_of_it(pool: WorkerPool) -> None:
-    pool.run(run_half_checkpointed)
 
 
 class LentWithinACheckpoint(nn.Module):
@@ -593,18 +532,15 @@ class LentWithinACheckpoint(nn.Module):
         return checkpoint(self.run, x, use_reentrant=True)
 
 
-def run_lent_within_a_checkpoint(is_frozen: bool) -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+@on_ranks(2)
+def test_a_unit_that_lends_a_weight_keeps_it_until_the_borrower_is_done(is_frozen: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), LentWithinACheckpoint(is_frozen))
     plain = copy.deepcopy(model)
     fully_shard(model[1].second)
     fully_shard(model)
     assert_trains_alike(model, plain)
-
-
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_unit_that_lends_a_weight_keeps_it_until_the_borrower_is_done(pool: WorkerPool, is_frozen: bool) -> None:
-    pool.run(run_lent_within_a_checkpoint, is_frozen=is_frozen)
 
 
 # ---- subclasses of tensors under the older replicate ----
@@ -614,7 +550,7 @@ class Paired(torch.Tensor):
     """A frozen weight held as two tensors; ``shows``: torch may see them."""
 
     @staticmethod
-    def __new__(cls, low: torch.Tensor, high: torch.Tensor) -> Paired:  # noqa: PYI034
+    def __new__(cls, low: torch.Tensor, high: torch.Tensor) -> Paired:
         return torch.Tensor._make_wrapper_subclass(cls, low.shape, dtype=low.dtype)
 
     def __init__(self, low: torch.Tensor, high: torch.Tensor) -> None:
@@ -633,7 +569,8 @@ class Shown(Paired):
         return ["low", "high"], None
 
 
-def run_replicated_subclasses() -> None:
+@on_ranks(2)
+def test_the_older_replicate_makes_what_is_within_subclasses_equal() -> None:
     rank = dist.get_rank()
     for kind in (Shown, Paired):
         model = nn.Linear(6, 4)
@@ -646,7 +583,3 @@ def run_replicated_subclasses() -> None:
             replicate(model, device_ids=None)
             assert model.weight.low.unique().tolist() == [0.0]
             assert model.weight.high.unique().tolist() == [2.0]
-
-
-def test_the_older_replicate_makes_what_is_within_subclasses_equal(pool: WorkerPool) -> None:
-    pool.run(run_replicated_subclasses)

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stacked import BLOCK, HUGE, Stacked, assert_same, build, inputs, mixed, uneven, units
+from helpers.compare import EXACT, assert_same
+from helpers.inside import Recorder
+from helpers.ranks import on_ranks
+from helpers.stacked import BLOCK, HUGE, Stacked, build, inputs, mixed, uneven, units
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -25,37 +28,60 @@ from shardwise import (
     replicate,
     shard_model,
 )
-from shardwise.events import Call, Event, Op
-from shardwise.testing import WorkerPool
+from shardwise.events import Op
 from shardwise.testing.models import Block
 
+EACH = ["", *(f"blocks.{n}" for n in range(5))]
 
-def run_units() -> None:
-    model = shard_model(build("uneven"), min_unit_bytes=0)
-    assert units(model) == ["", *(f"blocks.{n}" for n in range(5))]
-    assert units(shard_model(build("uneven"), min_unit_bytes=2 * BLOCK)) == ["", "blocks.0-2", "blocks.3-4"]
-    assert units(shard_model(build("uneven"), min_unit_bytes=HUGE)) == ["", "blocks.0-4"]
-    assert units(shard_model(build("uneven"))) == ["", "blocks.0-4"], "small blocks are merged by default"
-    assert units(shard_model(build("checkpointed"), min_unit_bytes=HUGE)) == ["", "blocks.0-3"]
-    assert units(shard_model(build("compiled"), min_unit_bytes=HUGE)) == ["", "blocks.0-3"]
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "least", "expected"),
+    [
+        ("uneven", 0, EACH),
+        ("uneven", 2 * BLOCK, ["", "blocks.0-2", "blocks.3-4"]),
+        ("uneven", HUGE, ["", "blocks.0-4"]),
+        ("checkpointed", HUGE, ["", "blocks.0-3"]),
+        ("compiled", HUGE, ["", "blocks.0-3"]),
+    ],
+)
+def test_neighbouring_blocks_are_merged_up_to_a_size(name: str, least: int, expected: list[str]) -> None:
+    assert units(shard_model(build(name), min_unit_bytes=least)) == expected
+
+
+@on_ranks(2)
+def test_small_blocks_are_merged_by_default() -> None:
+    assert units(shard_model(build("uneven"))) == ["", "blocks.0-4"]
+
+
+@on_ranks(2)
+def test_a_model_without_blocks_is_one_unit() -> None:
     (root,) = describe_units(shard_model(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)))).rows
     assert (root.name, root.numel, root.num_bytes) == ("", 38, 152)
-    twice = nn.ModuleDict({"encoder": uneven(), "decoder": mixed()})
-    model = nn.Sequential(nn.Linear(7, 7))
-    model.twice = twice
-    assert units(shard_model(model, min_unit_bytes=HUGE)) == ["", "twice.encoder.blocks.0-4", "twice.decoder.blocks.0-3"]
-    outer = nn.Sequential(*(nn.Sequential(Block(7, 9), Block(7, 9)) for _ in range(3)), nn.LayerNorm(7))
-    assert units(shard_model(outer, min_unit_bytes=0)) == ["", "0", "1", "2"], "the outermost level of repetition"
-    lists = nn.Sequential(nn.Linear(7, 7))
-    lists.stages = nn.ModuleList(nn.ModuleList(Block(7, 9) for _ in range(2)) for _ in range(2))
-    assert units(shard_model(lists, min_unit_bytes=HUGE)) == ["", "stages.0.0-1", "stages.1.0-1"], "lists have no forward"
-    layers = nn.Sequential(Block(7, 15), Block(7, 9), Block(7, 9), nn.Linear(7, 7))
-    assert units(shard_model(layers, min_unit_bytes=HUGE)) == ["", "0-2"], "the first layer may have more than the others"
     assert units(shard_model(Block(7, 9), min_unit_bytes=0)) == [""]
 
 
-def test_units_are_those_of_the_plan(pool: WorkerPool) -> None:
-    pool.run(run_units, num_ranks=2)
+@on_ranks(2)
+def test_every_stack_of_blocks_is_found() -> None:
+    model = nn.Sequential(nn.Linear(7, 7))
+    model.twice = nn.ModuleDict({"encoder": uneven(), "decoder": mixed()})
+    found = units(shard_model(model, min_unit_bytes=HUGE))
+    assert found == ["", "twice.encoder.blocks.0-4", "twice.decoder.blocks.0-3"]
+
+
+@on_ranks(2)
+def test_blocks_are_the_outermost_repeated_modules_with_a_forward() -> None:
+    outer = nn.Sequential(*(nn.Sequential(Block(7, 9), Block(7, 9)) for _ in range(3)), nn.LayerNorm(7))
+    assert units(shard_model(outer, min_unit_bytes=0)) == ["", "0", "1", "2"]
+    lists = nn.Sequential(nn.Linear(7, 7))
+    lists.stages = nn.ModuleList(nn.ModuleList(Block(7, 9) for _ in range(2)) for _ in range(2))
+    assert units(shard_model(lists, min_unit_bytes=HUGE)) == ["", "stages.0.0-1", "stages.1.0-1"]
+
+
+@on_ranks(2)
+def test_the_first_block_may_have_more_than_the_others() -> None:
+    layers = nn.Sequential(Block(7, 15), Block(7, 9), Block(7, 9), nn.Linear(7, 7))
+    assert units(shard_model(layers, min_unit_bytes=HUGE)) == ["", "0-2"]
 
 
 class TwoLayers(nn.Module):
@@ -71,7 +97,8 @@ class TwoLayers(nn.Module):
         self.third = torch.compile(Block(7, 9), backend="eager")
 
 
-def run_plain_modules() -> None:
+@on_ranks(2)
+def test_repeated_children_of_plain_modules() -> None:
     names = units(shard_model(TwoLayers(), min_unit_bytes=HUGE))
     assert names == ["", "first, second", "third"], "norms are no blocks; a block of another shape separates"
     table = describe_units(shard_model(TwoLayers(), min_unit_bytes=0))
@@ -80,11 +107,8 @@ def run_plain_modules() -> None:
     assert all(row.padding_ratio > 1 for row in table.rows[1:]), "no world size but 1 divides the rows"
 
 
-def test_repeated_children_of_plain_modules(pool: WorkerPool) -> None:
-    pool.run(run_plain_modules, num_ranks=2)
-
-
-def run_what_does_not_count() -> None:
+@on_ranks(2)
+def test_ignored_inner_and_tied_parameters_do_not_count() -> None:
     model = build("uneven")
     ignored = {param for block in model.blocks for param in block.up.parameters()}
     rest = BLOCK - 4 * sum(p.numel() for p in model.blocks[0].up.parameters())
@@ -107,11 +131,8 @@ def run_what_does_not_count() -> None:
     model(torch.randn(2, 7)).sum().backward()
 
 
-def test_ignored_inner_and_tied_parameters_do_not_count(pool: WorkerPool) -> None:
-    pool.run(run_what_does_not_count, num_ranks=2)
-
-
-def run_explicit() -> None:
+@on_ranks(2, 4)
+def test_explicit_units_stay_as_they_are() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     reference = build("uneven")
     model = copy.deepcopy(reference)
@@ -127,37 +148,21 @@ def run_explicit() -> None:
         x = inputs("uneven", step, size)
         reference(x).square().mean().backward()
         model(x.chunk(size)[rank]).square().mean().backward()
-        assert_same(model, reference, f"step {step}")
+        assert_same(model, reference, where=f"step {step}")
     assert [(each.unit, each.unit.policy, [group.axes for group in each.unit.groups]) for each in kept] == before
     assert before[0][2][0].mesh is mesh
     assert model._attachment().unit.policy.reshard_after_forward is True
     assert model.blocks[0]._attachment() is model.blocks[1]._attachment()
 
 
-def test_explicit_units_stay_as_they_are(pool: WorkerPool) -> None:
-    pool.run(run_explicit, num_ranks=2)
-    pool.run(run_explicit, num_ranks=4)
-
-
-class Recorder:
-    """Hears what units do."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-
-    def on_event(self, event: Event) -> None:
-        if isinstance(event, Call):
-            self.calls.append(event)
-
-
-def run_counts() -> None:
+@on_ranks(2)
+def test_collectives_of_a_step_are_the_predicted_ones() -> None:
     for least, names in ((0, 5), (2 * BLOCK, 2), (HUGE, 1)):
         model: Any = shard_model(build("uneven"), min_unit_bytes=least)
         x = torch.randn(4, 7)
         model(x).sum().backward()
-        recorder = Recorder()
         engine = model._attachment().engine
-        engine.journal.instruments.append(recorder)
+        recorder = Recorder(engine)
         with CommDebugMode() as comm:
             model(x).sum().backward()
         ops = [call.op for call in recorder.calls]
@@ -170,11 +175,8 @@ def run_counts() -> None:
         assert gathered == 1 + 2 * names, comm.get_comm_counts()
 
 
-def test_collectives_of_a_step_are_the_predicted_ones(pool: WorkerPool) -> None:
-    pool.run(run_counts, num_ranks=2)
-
-
-def run_arguments() -> None:
+@on_ranks(4)
+def test_arguments_hold_for_all_units() -> None:
     size = dist.get_world_size()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     models = [build("uneven"), build("uneven")]
@@ -190,7 +192,7 @@ def run_arguments() -> None:
         for loss in losses:
             loss.backward()
         assert torch.equal(losses[0], losses[1])
-        assert_same(models[1], models[0], "bf16", exact=True)
+        assert_same(models[1], models[0], EXACT, "bf16")
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     reference = build("uneven")
     model = shard_model(copy.deepcopy(reference), mesh=mesh, reshard_after_forward=False, min_unit_bytes=2 * BLOCK)
@@ -199,15 +201,12 @@ def run_arguments() -> None:
     for _ in range(2):
         reference(x).square().mean().backward()
         model(x.chunk(size)[dist.get_rank()]).square().mean().backward()
-    assert_same(model, reference, "hybrid")
+    assert_same(model, reference, where="hybrid")
     assert all(m._attachment().unit.policy.reshard_after_forward is False for m in model.blocks)
 
 
-def test_arguments_hold_for_all_units(pool: WorkerPool) -> None:
-    pool.run(run_arguments, num_ranks=4)
-
-
-def run_log() -> None:
+@on_ranks(2)
+def test_rank_0_logs_the_table() -> None:
     records: list[str] = []
 
     class Listener(logging.Handler):
@@ -235,11 +234,8 @@ def run_log() -> None:
     assert all(table == tables[0] for table in tables)
 
 
-def test_rank_0_logs_the_table(pool: WorkerPool) -> None:
-    pool.run(run_log, num_ranks=2)
-
-
-def run_errors() -> None:
+@on_ranks(2)
+def test_wrong_arguments_are_refused_and_change_nothing() -> None:
     with pytest.raises(ConfigError, match="takes the root module, found list"):
         shard_model([nn.Linear(2, 2)])  # type: ignore[type-var]
     for wrong in (-1, 1.5, True, "1M"):
@@ -247,19 +243,23 @@ def run_errors() -> None:
             shard_model(nn.Linear(2, 2), min_unit_bytes=wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="shard_model does not support containers"):
         shard_model(nn.ModuleList([Block(7, 9), Block(7, 9)]))
+    model = build("uneven")
+    with pytest.raises(ConfigError, match="factor of 2"):
+        shard_model(model, reshard_after_forward=3)
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    shard_model(model)
+
+
+@on_ranks(2)
+def test_a_model_that_is_sharded_is_refused() -> None:
     for door in (shard_model, fully_shard, replicate):
         model = build("uneven")
         door(model)
         with pytest.raises(StateError, match=r"Stacked was sharded before.*Call shard_model once"):
             shard_model(model)
+
+
+@on_ranks(2)
+def test_a_model_without_units_has_no_table() -> None:
     with pytest.raises(ConfigError, match="Linear contains no unit"):
         describe_units(nn.Linear(2, 2))
-    model = build("uneven")
-    with pytest.raises(ConfigError, match="factor of 2"):
-        shard_model(model, reshard_after_forward=3)
-    assert not any(isinstance(param, DTensor) for param in model.parameters()), "nothing is changed by wrong arguments"
-    shard_model(model)
-
-
-def test_errors(pool: WorkerPool) -> None:
-    pool.run(run_errors, num_ranks=2)

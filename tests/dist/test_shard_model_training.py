@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from stacked import BLOCK, HUGE, MODELS, assert_same, build, inputs
+from helpers.compare import CLOSE, EXACT, assert_same
+from helpers.ranks import on_ranks
+from helpers.stacked import BLOCK, HUGE, MODELS, build, inputs
 from torch import nn
 
 from shardwise import fully_shard, shard_model
-from shardwise.testing import WorkerPool
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -29,7 +30,7 @@ def train_beside(name: str, least: int) -> None:
     assert list(model.state_dict()) == keys
     models = (reference, per_block, model)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in models]
-    for step in range(4):
+    for step in range(3):
         batch = inputs(name, step, size)
         expected = reference(batch).square().mean()
         losses = [each(batch.chunk(size)[rank]).square().mean() for each in (per_block, model)]
@@ -41,12 +42,12 @@ def train_beside(name: str, least: int) -> None:
         mean = losses[1].detach().clone()
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)
         torch.testing.assert_close(mean, expected.detach(), rtol=1e-5, atol=1e-6, msg=where)
-        assert_same(model, reference, where)
-        assert_same(model, per_block, f"{where}, beside a unit for each block", exact=size == 2)
+        assert_same(model, reference, where=where)
+        assert_same(model, per_block, EXACT if size == 2 else CLOSE, f"{where}, beside a unit for each block")
         for each in optimizers:
             each.step()
             each.zero_grad()
-    assert_same(model, reference, name)
+    assert_same(model, reference, where=name)
 
 
 def run_training(names: list[str], least: list[int]) -> None:
@@ -55,16 +56,19 @@ def run_training(names: list[str], least: list[int]) -> None:
             train_beside(name, each)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("name", MODELS)
-def test_trains_as_one_process_and_as_a_unit_for_each_block(pool: WorkerPool, name: str) -> None:
-    pool.run(run_training, names=[name], least=[2 * BLOCK, HUGE], num_ranks=2)
+def test_trains_as_one_process_and_as_a_unit_for_each_block(name: str) -> None:
+    run_training(names=[name], least=[2 * BLOCK, HUGE])
 
 
-def test_trains_on_four_ranks(pool: WorkerPool) -> None:
-    pool.run(run_training, names=["uneven", "tied", "half-frozen"], least=[2 * BLOCK], num_ranks=4)
+@on_ranks(4)
+def test_trains_on_four_ranks() -> None:
+    run_training(names=["uneven", "tied", "half-frozen"], least=[2 * BLOCK])
 
 
-def run_lists_of_frozen_modules() -> None:
+@on_ranks(2)
+def test_backward_leaves_a_list_of_half_frozen_modules_at_its_first_one() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     reference = build("half-frozen")
     model = copy.deepcopy(reference)
@@ -78,9 +82,5 @@ def run_lists_of_frozen_modules() -> None:
                 for _ in range(backwards - 1):
                     output.backward(retain_graph=True)
                 output.backward()
-        assert_same(model, reference, f"step {step}")
+        assert_same(model, reference, where=f"step {step}")
         assert not model.blocks[0]._attachment().unit.is_full
-
-
-def test_backward_leaves_a_list_of_half_frozen_modules_at_its_first_one(pool: WorkerPool) -> None:
-    pool.run(run_lists_of_frozen_modules, num_ranks=2)

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.inside import counted
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardwise import ConfigError, StateError, clip_grad_norm_, fully_shard
-from shardwise.api.sharded_optimizer import ShardedOptimizer
-from shardwise.testing import WorkerPool
+from shardwise import ConfigError, ShardedOptimizer, StateError, clip_grad_norm_, fully_shard
+
+COLLECTIVES = ("all_to_all_single", "all_gather_into_tensor", "all_reduce")
 
 
 class Block(nn.Module):
@@ -57,7 +59,8 @@ def _assert_close(sharded: Any, plain: Any) -> None:
         torch.testing.assert_close(a.full_tensor(), b, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def flat_updates() -> None:
+@on_ranks(2)
+def test_a_unit_is_updated_in_one_call() -> None:
     """One update per unit once the gradients lie flat, also after accumulation; views of live state stay right."""
     for options in ({}, {"fused": True}, {"foreach": True}):
         model, single, plain = _sharded(), _sharded(), _model()
@@ -83,7 +86,8 @@ def flat_updates() -> None:
         assert (found.state_dict()["state"]["0.up.weight"]["exp_avg"].to_local() == 7.0).all()
 
 
-def layouts_change() -> None:
+@on_ranks(2)
+def test_gradients_and_memory_may_come_and_go() -> None:
     """Gradients that come and go, parameters given new memory: state follows, results stay those of plain tensors."""
     model, plain = _sharded(), _model()
     found = ShardedOptimizer(_named(model), torch.optim.Adam, lr=0.1)
@@ -109,7 +113,8 @@ def layouts_change() -> None:
     assert counts[5] == 6, counts
 
 
-def options() -> None:
+@on_ranks(2)
+def test_options_act_as_on_the_plain_optimizer() -> None:
     """Groups by pattern, a scheduler, add_param_group, closure, hooks and both clips act as on the plain optimizer."""
     model, plain = _sharded(), _model()
     extra, plain_extra = (nn.Parameter(torch.full((3,), 2.0)) for _ in range(2))
@@ -155,6 +160,12 @@ def options() -> None:
     _assert_close(model, plain)
     assert torch.equal(extra, plain_extra)
     assert sorted(found.named_params) == sorted([*_named(model), "extra"])
+
+
+@on_ranks(2)
+def test_groups_without_names_or_with_names_and_parameters_that_are_there_are_refused() -> None:
+    extra = nn.Parameter(torch.full((3,), 2.0))
+    found = ShardedOptimizer({**_named(_sharded()), "extra": extra}, torch.optim.AdamW, 0.1)
     for wrong, text in (
         ({"params": [nn.Parameter(torch.ones(1))]}, "names"),
         ({"params": {"extra": nn.Parameter(torch.ones(1))}}, "already"),
@@ -164,7 +175,8 @@ def options() -> None:
             found.add_param_group(wrong)
 
 
-def uneven_units() -> None:
+@on_ranks(4)
+def test_empty_shards_join_the_updates_of_the_others() -> None:
     """More ranks than rows: empty shards join the updates of the others."""
     model, plain = _sharded(width=6), _model(width=6)
     for kind in (torch.optim.SGD, torch.optim.RAdam):
@@ -178,7 +190,8 @@ def uneven_units() -> None:
         _assert_close(model, plain)
 
 
-def tensor_parallel() -> None:
+@on_ranks(4)
+def test_tensor_parallelism_may_lie_below() -> None:
     """Tensor parallelism below fully_shard: rows cut twice, columns and rows cut; state whole and back."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "tensor"))
     for kind, options in ((torch.optim.Adam, {"lr": 0.1}), (torch.optim.Adafactor, {"lr": 0.1})):
@@ -222,7 +235,8 @@ class Sign(torch.optim.Optimizer):
                     param.add_(param.grad.sign(), alpha=-group["lr"] / group["steps"])
 
 
-def own_classes() -> None:
+@on_ranks(2)
+def test_an_unknown_class_is_refused_until_it_says_what_it_is() -> None:
     """A class that is not known is refused until it says what it is; what it keeps in its groups is kept."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(12.0).view(6, 2)
@@ -242,31 +256,8 @@ def own_classes() -> None:
         assert found.param_groups[0]["steps"] == found.state_dict()["param_groups"][0]["steps"] == 3
 
 
-class _Counted:
-    """Counts the collectives that the body issues."""
-
-    def __enter__(self) -> _Counted:
-        self.calls: list[str] = []
-        self._real = {
-            name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_into_tensor", "all_reduce")
-        }
-        for name, real in self._real.items():
-            setattr(dist, name, self._counting(name, real))
-        return self
-
-    def _counting(self, name: str, real: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls.append(name)
-            return real(*args, **kwargs)
-
-        return call
-
-    def __exit__(self, *_: object) -> None:
-        for name, real in self._real.items():
-            setattr(dist, name, real)
-
-
-def whole_matrices() -> None:
+@on_ranks(4)
+def test_whole_matrices_take_two_exchanges_a_step() -> None:
     """Two exchanges a step however many matrices; owners balanced by cost; fewer rows than ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     shapes = {f"weight{i}": (6 + i, 5) for i in range(8)} | {"row": (1, 5)}
@@ -282,9 +273,9 @@ def whole_matrices() -> None:
             gradient = torch.randn(shapes[name])
             params[name].grad = distribute_tensor(gradient, mesh, [Shard(0)])
             plain[name].grad = gradient
-        with _Counted() as counted:
+        with counted(*COLLECTIVES) as calls:
             found.step()
-        assert counted.calls == ["all_to_all_single"] * 2, counted.calls
+        assert calls == ["all_to_all_single"] * 2, calls
         expected.step()
     for name, param in params.items():
         assert torch.equal(param.full_tensor(), plain[name]), name
@@ -296,11 +287,14 @@ def whole_matrices() -> None:
     assert held <= 1.5 * sum(w.numel() for w in wholes.values()) / mesh.size()
 
 
-def clipping() -> None:
+@on_ranks(4)
+def test_clipping_is_one_collective_over_all_kinds() -> None:
     """One collective over all kinds of parameters; nothing is scaled by a norm that is not finite, on any rank."""
     world = dist.get_world_size()
     row, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
-    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(world - 1)])  # the last rank holds nothing
+    spec = ChunkShardingSpec(
+        dim=0, placements=[f"rank:{r}/cpu" for r in range(world - 1)]
+    )  # the last rank holds nothing
     torch.manual_seed(0)
     values = [torch.randn(6, 5) for _ in range(4)]
     gradients = [torch.randn(6, 5) for _ in range(4)]
@@ -320,9 +314,9 @@ def clipping() -> None:
         found = ShardedOptimizer(named, torch.optim.SGD, lr=0.1)
         for norm_type in (2.0, 1.0, float("inf")):
             expected = torch.nn.utils.get_total_norm(gradients[: len(named)], norm_type)
-            with _Counted() as counted:
+            with counted(*COLLECTIVES) as calls:
                 norm = found.clip_grad_norm_(1e6, norm_type)
-            assert counted.calls == ["all_reduce"], counted.calls
+            assert calls == ["all_reduce"], calls
             torch.testing.assert_close(norm, expected)
         rows = params["rows"].grad
         assert isinstance(rows, DTensor)
@@ -352,7 +346,8 @@ class Explodes(torch.optim.Muon):
         return super().step(closure)
 
 
-def whole_matrix_errors() -> None:
+@on_ranks(2)
+def test_an_error_in_a_whole_matrix_is_named_on_all_ranks() -> None:
     """What goes wrong on one rank is named on all, nothing hangs, and the next step works."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
@@ -377,28 +372,3 @@ def whole_matrix_errors() -> None:
     bias = {"bias": nn.Parameter(distribute_tensor(torch.ones(8), mesh, [Shard(0)]))}
     with pytest.raises(ValueError, match="only supports 2D"):
         ShardedOptimizer(bias, torch.optim.Muon)
-
-
-CASES = {
-    case.__name__: case
-    for case in (
-        flat_updates,
-        layouts_change,
-        options,
-        clipping,
-        uneven_units,
-        tensor_parallel,
-        own_classes,
-        whole_matrices,
-        whole_matrix_errors,
-    )
-}
-
-
-def _run(case: str) -> None:
-    CASES[case]()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_feature(pool: WorkerPool, case: str) -> None:
-    pool.run(_run, num_ranks=4 if case in ("clipping", "uneven_units", "tensor_parallel", "whole_matrices") else 2, case=case)

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ranks import on_ranks
+from helpers.sharded_tensors import cut, set_gradients
 from torch import nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.optim import Optimizer
 
-from shardwise import ConfigError, fully_shard
-from shardwise.api.sharded_optimizer import ShardedOptimizer
-from shardwise.testing import WorkerPool
+from shardwise import ConfigError, ShardedOptimizer, fully_shard
 
 CLASSES = sorted(
     name
@@ -112,14 +112,8 @@ def _sharded_tensor(whole: torch.Tensor, dim: int, ranks: tuple[int, ...]) -> to
     spec = ChunkShardingSpec(dim=dim, placements=[f"rank:{rank}/cpu" for rank in ranks])
     found = sharded_tensor.zeros(spec, *whole.shape)
     for shard in found.local_shards():
-        shard.tensor = _cut(whole, shard.metadata).clone().requires_grad_()
+        shard.tensor = cut(whole, shard.metadata).clone().requires_grad_()
     return found
-
-
-def _cut(whole: torch.Tensor, metadata: Any) -> torch.Tensor:
-    for dim, (start, size) in enumerate(zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)):
-        whole = whole.narrow(dim, min(start, whole.size(dim)), size)
-    return whole
 
 
 def place(whole: torch.Tensor, mesh: Any, placements: Any) -> DTensor:
@@ -130,19 +124,10 @@ def place(whole: torch.Tensor, mesh: Any, placements: Any) -> DTensor:
 LAYOUTS = {layout.__name__[1:]: layout for layout in (_units, _hybrid, _mixed)}
 
 
-def set_gradients(params: dict[str, torch.Tensor], seed: int, without: tuple[str, ...] = ()) -> None:
-    """Give each parameter its part of a gradient that depends on its name and ``seed`` alone."""
-    for index, (name, param) in enumerate(params.items()):
-        if name in without:
-            continue
-        gradient = _whole(tuple(param.shape), 1000 * (seed + 1) + index)
-        if isinstance(param, sharded_tensor.ShardedTensor):
-            for shard in param.local_shards():
-                shard.tensor.grad = _cut(gradient, shard.metadata).clone()
-        elif isinstance(param, DTensor):
-            param.grad = place(gradient, param.device_mesh, param.placements)
-        else:
-            param.grad = gradient
+def gradients(shapes: dict[str, tuple[int, ...]], seed: int, without: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+    """Return whole gradients that depend on a parameter's place and ``seed`` alone."""
+    drawn = {name: _whole(shape, 1000 * (seed + 1) + index) for index, (name, shape) in enumerate(shapes.items())}
+    return {name: gradient for name, gradient in drawn.items() if name not in without}
 
 
 def lay_gradients_flat(params: dict[str, torch.Tensor]) -> None:
@@ -175,7 +160,7 @@ def assert_same(
     for name, param in params.items():
         if isinstance(param, sharded_tensor.ShardedTensor):
             for shard in param.local_shards():
-                assert_equal(shard.tensor, _cut(expected[name], shard.metadata), (what, name), fused)
+                assert_equal(shard.tensor, cut(expected[name], shard.metadata), (what, name), fused)
         elif isinstance(param, DTensor):
             wanted = place(expected[name].detach(), param.device_mesh, param.placements)
             assert_equal(param.to_local(), wanted.to_local(), (what, name), fused)
@@ -207,9 +192,10 @@ def parity(name: str) -> None:
             expected = optimizer_class(list(plain.values()), lr=0.1, **options)
             for step in range(6):
                 without = ("uneven", "short") if step in (2, 3) else ()
+                drawn = gradients(shapes, step, without)
                 for tensors, optimizer in ((params, found), (plain, expected)):
                     optimizer.zero_grad()
-                    set_gradients(tensors, step, without)
+                    set_gradients(tensors, drawn)
                 if layout != "mixed" and not without:
                     lay_gradients_flat(params)
                 found.step()
@@ -238,11 +224,13 @@ def refused(name: str) -> None:
         assert torch.equal(plain["weight"], copy)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_class_of_torch_optim(pool: WorkerPool, name: str) -> None:
-    pool.run(refused if name in REFUSED else parity, num_ranks=2, name=name)
+def test_every_class_of_torch_optim(name: str) -> None:
+    (refused if name in REFUSED else parity)(name=name)
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("name", ["AdamW", "Muon", "Adafactor"])
-def test_four_ranks(pool: WorkerPool, name: str) -> None:
-    pool.run(parity, num_ranks=4, name=name)
+def test_four_ranks(name: str) -> None:
+    parity(name=name)

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.ranks import on_ranks
+from helpers.sharded import step_on_drawn_gradients
 from torch import nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -20,8 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, init_device_mesh
 
-from shardwise import ConfigError, LayoutError, StateError, fully_shard
-from shardwise.api.sharded_optimizer import ShardedOptimizer
+from shardwise import ConfigError, LayoutError, ShardedOptimizer, StateError, fully_shard
 from shardwise.testing import WorkerPool
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -57,19 +58,6 @@ def _named(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """Gradients depend on names and seed alone, so that runs on any number of ranks are equal to the bit."""
-    for index, param in enumerate(model.parameters()):
-        whole = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * seed + index))
-        if isinstance(param, DTensor):
-            whole = torch.distributed.tensor.distribute_tensor(
-                whole, param.device_mesh, param.placements, src_data_rank=None
-            )
-        param.grad = whole
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def _make(kind: str, model: nn.Module) -> ShardedOptimizer:
     optimizer_class, options = KINDS[kind]
     names = [n for n in _named(model) if n.startswith("first")]
@@ -89,7 +77,7 @@ def _expected(kind: str, steps: int) -> tuple[Net, torch.optim.Optimizer]:
     model = _plain(kind)
     optimizer = _make_plain(kind, model)
     for seed in range(steps):
-        _step(model, optimizer, seed)
+        step_on_drawn_gradients(model, optimizer, seed)
     return model, optimizer
 
 
@@ -113,7 +101,7 @@ def save(folder: str) -> None:
         model = _sharded(kind)
         optimizer = _make(kind, model)
         for seed in range(2):
-            _step(model, optimizer, seed)
+            step_on_drawn_gradients(model, optimizer, seed)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         dcp.save(state, checkpoint_id=f"{folder}/{kind}-ours")
         found = get_optimizer_state_dict(model, optimizer)
@@ -154,7 +142,7 @@ def load(folder: str) -> None:
                 else:
                     set_optimizer_state_dict(model, optimizer, state["optimizer"])
             for seed in range(2, 4):
-                _step(model, optimizer, seed)
+                step_on_drawn_gradients(model, optimizer, seed)
             what = (kind, way, dist.get_world_size())
             _assert_params(model, expected, what)
             full = optimizer.full_state_dict(by_index=True)
@@ -173,7 +161,7 @@ def load_plain(folder: str) -> None:
             model.load_state_dict(state["model"])
             set_optimizer_state_dict(model, optimizer, state["optimizer"])
             for seed in range(2, 4):
-                _step(model, optimizer, seed)
+                step_on_drawn_gradients(model, optimizer, seed)
             _assert_params(model, expected, (kind, way))
 
 
@@ -184,13 +172,14 @@ def test_saved_on_four_ranks_resumes_anywhere(pool: WorkerPool, tmp_path: Path) 
     pool.run(load_plain, num_ranks=1, folder=str(tmp_path))
 
 
-def full_options() -> None:
+@on_ranks(2)
+def test_full_state_is_plain_tensors_both_ways() -> None:
     """torch's full_state_dict option gives plain tensors, and takes them, in both ways of keys."""
     for kind in ("adamw", "adafactor"):
         model = _sharded(kind)
         optimizer = _make(kind, model)
         for seed in range(2):
-            _step(model, optimizer, seed)
+            step_on_drawn_gradients(model, optimizer, seed)
         _, reference = _expected(kind, 2)
         names = list(_named(model))
         wanted = {names[i]: values for i, values in reference.state_dict()["state"].items()}
@@ -224,7 +213,8 @@ def full_options() -> None:
         _assert_state(again.full_state_dict()["state"], wanted, kind)
 
 
-def refusals_and_hooks() -> None:
+@on_ranks(2)
+def test_state_that_does_not_fit_is_refused_by_name() -> None:
     """What does not fit is refused by name; hooks see the dicts; blank dicts and loading leave others alone."""
     model = _sharded("adamw")
     optimizer = _make("adamw", model)
@@ -234,7 +224,7 @@ def refusals_and_hooks() -> None:
     assert set(blank["state"]) == set(_named(model))
     assert not optimizer.state
     assert all(torch.equal(a.full_tensor(), b) for a, b in zip(model.parameters(), before, strict=True))
-    _step(model, optimizer, 0)
+    step_on_drawn_gradients(model, optimizer, 0)
     assert len(optimizer.state) == 4
     saved = optimizer.full_state_dict()
     wrong = {**saved, "param_groups": saved["param_groups"][:1]}
@@ -256,15 +246,16 @@ def refusals_and_hooks() -> None:
     optimizer.load_state_dict(found)
     assert seen == ["pre", "load 1", "loaded"], seen
     kept = {n: s["exp_avg"].to_local().clone() for n, s in found["state"].items()}
-    _step(model, optimizer, 1)  # loading copied: the loaded dict stays
+    step_on_drawn_gradients(model, optimizer, 1)  # loading copied: the loaded dict stays
     assert all(torch.equal(s["exp_avg"].to_local(), kept[n]) for n, s in found["state"].items())
 
 
-def one_rank_loads_less() -> None:
+@on_ranks(2)
+def test_what_one_rank_leaves_out_of_a_load_is_named_on_every_rank() -> None:
     """A whole-matrix optimizer names what one rank leaves out of a load, on every rank."""
     model = _sharded("muon")
     optimizer = _make("muon", model)
-    _step(model, optimizer, 0)
+    step_on_drawn_gradients(model, optimizer, 0)
     found = optimizer.full_state_dict()
     if dist.get_rank() == 1:
         del found["state"]["first.weight"]
@@ -310,17 +301,6 @@ def sharded_tensors(folder: str) -> None:
     _assert_state(third.full_state_dict(by_index=True)["state"], expected.state_dict()["state"], "as DTensor")
 
 
-CASES = {case.__name__: case for case in (full_options, refusals_and_hooks, one_rank_loads_less)}
-
-
-def _run(case: str) -> None:
-    CASES[case]()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_state(pool: WorkerPool, case: str) -> None:
-    pool.run(_run, num_ranks=2, case=case)
-
-
-def test_sharded_tensor_state(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(sharded_tensors, num_ranks=2, folder=str(tmp_path))
+@on_ranks(2)
+def test_sharded_tensor_state(tmp_path: Path) -> None:
+    sharded_tensors(folder=str(tmp_path))

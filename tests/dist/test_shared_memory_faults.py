@@ -14,41 +14,33 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
 import torch
 import torch.distributed as dist
-from inside import engine_of, parts_from
-from jobs import SEGMENT, Job, segments_of
+from helpers.compare import full
+from helpers.inside import engine_of, parts_from
+from helpers.jobs import SEGMENT, Job, segments_of, tell
+from helpers.sharded import build_sharded, loss_of
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import fully_shard
-from shardwise.comm.links.segment import Segment, SegmentAddress
 from shardwise.comm.links.host import HostLink
-from shardwise.testing.models import batch_for, build, units_of
+from shardwise.comm.links.segment import Segment, SegmentAddress
+from shardwise.testing.models import batch_for, build
 
 LIMIT_S = 30.0  # for survivors to end with an error, where a collective waits 60 s
 POINTS = ("before meeting", "in meeting", "in forward", "in backward", "between reductions", "after step")
 
 
-def shard(name: str = "plain") -> nn.Module:
-    model = build(name)
-    for module in units_of(name, model):
-        fully_shard(module)
-    return fully_shard(model)
-
-
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model(batch_for("plain", number, 4 * size).chunk(size)[rank]).square().mean().backward()
+    loss_of(model, number).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def whole(model: nn.Module) -> list[torch.Tensor]:
-    return [p.full_tensor() if isinstance(p, DTensor) else p for p in map(torch.Tensor.detach, model.parameters())]
+    return [full(param.detach()) for param in model.parameters()]
 
 
 def reference(num_steps: int, num_ranks: int) -> list[torch.Tensor]:
@@ -63,7 +55,7 @@ def reference(num_steps: int, num_ranks: int) -> list[torch.Tensor]:
 
 def train(num_steps: int) -> list[Any]:
     """Return the whole parameters as arrays: unlike tensors, they outlive the process that sends them."""
-    model = shard()
+    model = build_sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(num_steps):
         step(model, optimizer, number)
@@ -105,7 +97,7 @@ def on_call(function: Callable[..., object], number: int, act: Callable[[], None
 def train_until_death(victim: int, point: str, unit: int, number: int) -> None:
     """Train for ever; rank ``victim`` dies at ``point``: of unit ``unit``, if that has a meaning, in step ``number``."""
     is_victim = dist.get_rank() == victim
-    model = shard()
+    model = build_sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dist.barrier()  # every rank has made its model
     if is_victim and point == "before meeting":
@@ -124,7 +116,7 @@ def train_until_death(victim: int, point: str, unit: int, number: int) -> None:
     for done in range(1 << 20):
         step(model, optimizer, done)
         if done == number:
-            jobs.say[0].send(segments_of(os.getpid()))
+            tell(segments_of(os.getpid()))
             if is_victim and point == "after step":
                 die()
 
@@ -238,11 +230,12 @@ def test_segments_do_not_live_in_dev_shm() -> None:
 
 
 TINY_SHM = """
-import jobs, os, sys
+import os
+from helpers.jobs import Job
 from test_shared_memory_faults import train_wide
 if __name__ == "__main__":
     assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize <= 65536
-    with jobs.Job(train_wide, 2, num_ranks=2) as job:
+    with Job(train_wide, 2, num_ranks=2) as job:
         assert all(num_bytes > 16 << 20 for num_bytes, _, _ in job.values())
     print("trained")
 """
@@ -257,7 +250,7 @@ def test_segments_larger_than_dev_shm(tmp_path: Path) -> None:
         pytest.skip(f"no mounts without root rights here: {error}")
     script = tmp_path / "tiny.py"
     script.write_text(TINY_SHM)
-    roots = [str(Path(__file__).parent), str(Path(shardwise.__file__).parents[1])]
+    roots = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(shardwise.__file__).parents[1])]
     done = subprocess.run(
         [*apart, f'{mount} && exec "$0" "$1"', sys.executable, str(script)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},
@@ -281,7 +274,7 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
 
 def run_forked_loaders() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    model, expected = shard(), build("plain")
+    model, expected = build_sharded(), build("plain")
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, expected)]
     for _ in range(3):  # later epochs fork workers while the segments are mapped
         loader = torch.utils.data.DataLoader(Numbers(), batch_size=8, num_workers=2, multiprocessing_context="fork")
@@ -323,7 +316,7 @@ def in_child(act: Callable[[], None], ends_early: bool) -> None:
 
 
 def run_forked_child(ends_early: bool) -> None:
-    model = shard()
+    model = build_sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer, 0)
     link = link_of(model)
@@ -361,7 +354,7 @@ def test_a_forked_child_changes_nothing(ends_early: bool) -> None:
 def run_child_after_the_link() -> None:
     import gc
 
-    model = shard()
+    model = build_sharded()
     model(batch_for("plain", 0, 4)).sum().backward()
     kept = [param.detach().to_local() for param in model.parameters()]
     before = [tensor.clone() for tensor in kept]
@@ -405,7 +398,7 @@ def run_without_access() -> None:
         Segment.open = refuse  # type: ignore[method-assign,assignment]
     log = Lines()
     logging.getLogger("shardwise").addHandler(log)
-    model = shard()
+    model = build_sharded()
     of_shards = segments_of(os.getpid())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with parts_from(8):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.sharded import step_on_drawn_gradients
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise import ShardedOptimizer, ShardwiseError, ZeroRedundancyOptimizer, fully_shard, replicate
 from shardwise.testing import WorkerPool
@@ -81,29 +82,17 @@ DOORS: dict[str, Door] = {
     "replicate": Door(lambda model: replicate(model), _adamw),
     "plain": Door(_itself, _adamw),
     "plain with names": Door(_itself, lambda model: torch.optim.AdamW(model.named_parameters(), **OPTIONS)),
-    "fully_shard with names": Door(_fully_sharded, lambda model: torch.optim.AdamW(model.named_parameters(), **OPTIONS)),
+    "fully_shard with names": Door(
+        _fully_sharded, lambda model: torch.optim.AdamW(model.named_parameters(), **OPTIONS)
+    ),
 }
-
-
-def _step(model: nn.Module, optimizer: Any, seed: int, unused: torch.Tensor | None = None) -> None:
-    """Gradients depend on places and seed alone, so that runs on any number of ranks are equal to the bit."""
-    for index, param in enumerate(model.parameters()):
-        if param is unused:
-            continue
-        whole = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * seed + index))
-        is_cut = isinstance(param, DTensor)
-        param.grad = (
-            distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None) if is_cut else whole
-        )
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def _expected() -> Net:
     model = Net()
     optimizer = _adamw(model)
     for seed in range(NUM_STEPS):
-        _step(model, optimizer, seed)
+        step_on_drawn_gradients(model, optimizer, seed)
     return model
 
 
@@ -117,10 +106,18 @@ def _written(optimizer: Any, model: nn.Module, form: Form) -> Any:
         return optimizer.sharded(None if form == "indexed" else named, flat=form == "flat")
     if form == "flat":
         is_ours = isinstance(optimizer, ShardedOptimizer)
-        return optimizer.state_dict(form="flat") if is_ours else get_optimizer_state_dict(model, optimizer, options=FLAT)
+        return (
+            optimizer.state_dict(form="flat") if is_ours else get_optimizer_state_dict(model, optimizer, options=FLAT)
+        )
     if form == "indexed":
-        return optimizer.state_dict(form="indexed") if isinstance(optimizer, ShardedOptimizer) else optimizer.state_dict()
-    return optimizer.state_dict() if isinstance(optimizer, ShardedOptimizer) else get_optimizer_state_dict(model, optimizer)
+        return (
+            optimizer.state_dict(form="indexed") if isinstance(optimizer, ShardedOptimizer) else optimizer.state_dict()
+        )
+    return (
+        optimizer.state_dict()
+        if isinstance(optimizer, ShardedOptimizer)
+        else get_optimizer_state_dict(model, optimizer)
+    )
 
 
 def _whole(optimizer: Any, model: nn.Module) -> Any:
@@ -140,7 +137,7 @@ def save(door: str, form: Form, folder: str) -> None:
     model = DOORS[door].wrap(Net())
     optimizer = DOORS[door].make(model)
     for seed in range(NUM_SAVED):
-        _step(model, optimizer, seed)
+        step_on_drawn_gradients(model, optimizer, seed)
     for group in optimizer.param_groups:
         group["lr"] = 0.07  # options travel too
     if form == "file":
@@ -208,7 +205,7 @@ def load(form: Form, folder: str, doors: list[str]) -> list[str]:
     for seed in range(NUM_STEPS):
         if seed == NUM_SAVED:
             reference.param_groups[0]["lr"] = 0.07
-        _step(expected, reference, seed)
+        step_on_drawn_gradients(expected, reference, seed)
     wrong: list[str] = []
     for name in doors:
         door = DOORS[name]
@@ -222,7 +219,7 @@ def load(form: Form, folder: str, doors: list[str]) -> list[str]:
             continue
         assert optimizer.param_groups[0]["lr"] == 0.07, name
         for seed in range(NUM_SAVED, NUM_STEPS):
-            _step(model, optimizer, seed)
+            step_on_drawn_gradients(model, optimizer, seed)
         for param, (fqn, value) in zip(model.parameters(), expected.named_parameters(), strict=True):
             whole = param.full_tensor() if isinstance(param, DTensor) else param
             if not torch.equal(whole, value):
@@ -263,7 +260,7 @@ WITH_UNUSED = ("sharded elementwise", "sharded whole matrix", "zero whole", "zer
 def _step_without_scale(model: nn.Module, optimizer: Any, seed: int) -> None:
     """One parameter has no gradient, and so no state; ranks that own nothing else read nothing."""
     unused = dict(model.named_parameters())["scale"]
-    _step(model, optimizer, seed, unused)
+    step_on_drawn_gradients(model, optimizer, seed, unused)
 
 
 def _folder_of(folder: str, door: str, form: Form) -> str:
@@ -284,7 +281,7 @@ def load_without_state_of_some(folder: str) -> None:
     expected = Net()
     reference = _adamw(expected)
     for seed in range(NUM_STEPS):
-        (_step_without_scale if seed < NUM_SAVED else _step)(expected, reference, seed)
+        (_step_without_scale if seed < NUM_SAVED else step_on_drawn_gradients)(expected, reference, seed)
     for door, form in product(WITH_UNUSED, ("named", "flat", "indexed")):
         path: Any = _folder_of(folder, door, form)
         model = DOORS[door].wrap(Net())
@@ -301,7 +298,7 @@ def load_without_state_of_some(folder: str) -> None:
             optimizer.load_state_dict(content["optimizer"])
         set_model_state_dict(model, content["model"])
         for seed in range(NUM_SAVED, NUM_STEPS):
-            _step(model, optimizer, seed)
+            step_on_drawn_gradients(model, optimizer, seed)
         for param, value in zip(model.parameters(), expected.parameters(), strict=True):
             assert torch.equal(param.full_tensor() if isinstance(param, DTensor) else param, value), (door, form)
     for form in ("named", "indexed"):

@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.compare import local
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard
 from shardwise.comm.carve import carve
 from shardwise.optim.elementwise import RETRY_EVERY
-from shardwise.testing import WorkerPool
 
 SIZES = ((6, 5), (5,), (4, 3), (3,), (1, 7), (2, 2))  # uneven, empty shards on four ranks
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -101,10 +102,6 @@ def _build(door: str, kind: str) -> tuple[Params, Any]:
     return model, ShardedOptimizer(dict(model.named_parameters()), optimizer_class, **options)
 
 
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def _state(optimizer: Any) -> dict[Any, Mapping[str, Any]]:
     """What users get: by name, or by the index of this rank's piece."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
@@ -120,41 +117,41 @@ def _tensors(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor]]:
 
 
 def _values(optimizer: Any) -> dict[Any, torch.Tensor]:
-    return {key: _local(value).clone() for key, value in _tensors(optimizer)}
+    return {key: local(value).clone() for key, value in _tensors(optimizer)}
 
 
 ALIASES: dict[str, Callable[[torch.Tensor], Any]] = {
     "itself": lambda t: t,
     "data": lambda t: t.data,
     "detach": lambda t: t.detach(),
-    "view": lambda t: _local(t).view(-1),
-    "numpy": lambda t: _local(t).numpy(),
-    "shared": lambda t: _shared(_local(t)),
+    "view": lambda t: local(t).view(-1),
+    "numpy": lambda t: local(t).numpy(),
+    "shared": lambda t: _shared(local(t)),
     "from a copied dict": lambda t: copy.copy({"t": t})["t"],
 }
 
 
-def _shared(local: torch.Tensor) -> torch.Tensor:
-    return local.share_memory_() if local.numel() else local
+def _shared(mine: torch.Tensor) -> torch.Tensor:
+    return mine.share_memory_() if mine.numel() else mine
 
 
 def _read(alias: Any, like: torch.Tensor) -> torch.Tensor:
-    return (torch.from_numpy(alias.copy()) if not isinstance(alias, torch.Tensor) else _local(alias)).reshape(like.shape)
+    return (torch.from_numpy(alias.copy()) if not isinstance(alias, torch.Tensor) else local(alias)).reshape(like.shape)
 
 
 def _check_like_any(value: torch.Tensor) -> None:
     """Offset 0, storage of its own bytes; saves, loads, pickles and copies just itself."""
-    local = _local(value)
-    assert local.storage_offset() == 0
-    assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
+    mine = local(value)
+    assert mine.storage_offset() == 0
+    assert mine.untyped_storage().nbytes() == mine.numel() * mine.element_size()
     stream = io.BytesIO()
     torch.save(value, stream)
-    assert stream.tell() < local.numel() * local.element_size() + 10_000
+    assert stream.tell() < mine.numel() * mine.element_size() + 10_000
     stream.seek(0)
     for found in (torch.load(stream, weights_only=False), pickle.loads(pickle.dumps(value)), copy.deepcopy(value)):
         assert type(found) is type(value)
-        assert torch.equal(_local(found), local)
-        assert not local.numel() or _local(found).data_ptr() != local.data_ptr()
+        assert torch.equal(local(found), mine)
+        assert not mine.numel() or local(found).data_ptr() != mine.data_ptr()
 
 
 def aliases_stay_live(door: str, kind: str, way: str) -> None:
@@ -174,7 +171,13 @@ def aliases_stay_live(door: str, kind: str, way: str) -> None:
         now = _values(optimizer)
         for since, aliases in held:
             for key, alias in aliases.items():
-                assert torch.equal(_read(alias, now[key]), now[key]), (door, kind, way, f"from step {since} at {step}", key)
+                assert torch.equal(_read(alias, now[key]), now[key]), (
+                    door,
+                    kind,
+                    way,
+                    f"from step {since} at {step}",
+                    key,
+                )
         if step in (0, 1, 2, 3, 5):
             for _, value in _tensors(optimizer) if way == "itself" else ():
                 _check_like_any(value)
@@ -196,26 +199,29 @@ def _assert_trained(door: str, kind: str, model: Params, optimizer: Any, num_ste
         found = optimizer.full_state_dict(by_index=True)["state"]
         for index, values in reference.state_dict()["state"].items():
             for key, value in values.items():
-                assert torch.equal(found[index][key], value) if isinstance(value, torch.Tensor) else found[index][key] == value
+                assert (
+                    torch.equal(found[index][key], value)
+                    if isinstance(value, torch.Tensor)
+                    else found[index][key] == value
+                )
 
 
 # Four ranks leave some with empty shards only; plain tensors know nothing of ranks.
-DOORS = {"fully_shard": 4, "dtensors": 4, "zero whole": 4, "zero even": 4, "views": 1, "neighbours": 1, "separate": 1}
+DOORS = dict.fromkeys(("fully_shard", "dtensors", "zero whole", "zero even"), (2, 4))
+DOORS |= dict.fromkeys(("views", "neighbours", "separate"), (1,))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_aliases_of_state_stay_live(pool: WorkerPool, door: str) -> None:
-    for num_ranks in {DOORS[door], min(DOORS[door], 2)}:
-        pool.run(_every_alias, num_ranks=num_ranks, door=door)
-
-
-def _every_alias(door: str) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("door", "num_ranks"), [(door, size) for door, sizes in DOORS.items() for size in sizes])
+def test_aliases_of_state_stay_live(door: str) -> None:
     for kind, way in product(KINDS, ALIASES):
         if kind == "adam" or way in ("itself", "shared"):
             aliases_stay_live(door, kind, way)
 
 
-def writes_arrive(door: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["fully_shard", "dtensors", "views", "neighbours", "separate"])
+def test_writes_to_state_count(door: str) -> None:
     """What is written to state that was given out counts in the next step, step counts included."""
     model, optimizer = _build(door, "adam")
     plain = Params()
@@ -231,16 +237,11 @@ def writes_arrive(door: str) -> None:
         if step == 0:
             for index, name in enumerate(names[:2]):
                 for key, factor in (("exp_avg", 3.0), ("step", 7.0)):
-                    _local(kept[name][key]).mul_(factor)
+                    local(kept[name][key]).mul_(factor)
                     reference.state[plain.of[index]][key].mul_(factor)
     for a, b in zip(model.of, plain.of, strict=True):
         assert torch.equal(a.full_tensor() if isinstance(a, DTensor) else a, b)
-    assert _local(kept[names[0]]["step"]).item() == 8.0
-
-
-@pytest.mark.parametrize("door", ["fully_shard", "dtensors", "views", "neighbours", "separate"])
-def test_writes_to_state_count(pool: WorkerPool, door: str) -> None:
-    pool.run(writes_arrive, num_ranks=2, door=door)
+    assert local(kept[names[0]]["step"]).item() == 8.0
 
 
 def dicts_travel(door: str, folder: str) -> None:
@@ -273,17 +274,36 @@ def dicts_travel(door: str, folder: str) -> None:
 
 
 def _assert_same(state: Mapping[str, Mapping[str, Any]], expected: Mapping[Any, torch.Tensor]) -> None:
-    found = {(name, key): _local(value) for name, values in state.items() for key, value in values.items()}
+    found = {(name, key): local(value) for name, values in state.items() for key, value in values.items()}
     assert found.keys() == expected.keys()
     assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("door", ["fully_shard", "dtensors", "views", "neighbours", "separate"])
-def test_state_dicts_travel(pool: WorkerPool, tmp_path: Path, door: str) -> None:
-    pool.run(dicts_travel, num_ranks=2, door=door, folder=str(tmp_path))
+def test_state_dicts_travel(tmp_path: Path, door: str) -> None:
+    dicts_travel(door=door, folder=str(tmp_path))
 
 
-def still_in_one_piece(door: str) -> None:
+@on_ranks(2)
+def test_state_of_empty_shards_is_live() -> None:
+    """State of shards without elements is like the others': what ``.state`` gives counts on, dicts copy on all ranks."""
+    for door in ("fully_shard", "dtensors"):
+        model, optimizer = _build(door, "adam")
+        held: list[dict[str, Any]] = []
+        for step in (0, 1, 3, 4):
+            optimizer.zero_grad()
+            _backward(door, model, step)
+            optimizer.step()
+            held += [dict(optimizer.state[p]) for p in model.of]
+            assert {values["step"].item() for values in held} == {len(held) / len(SIZES)}, (door, step)
+            _assert_same(copy.deepcopy(optimizer.state_dict())["state"], _values(optimizer))
+        assert dist.get_rank() == 0 or any(not p.to_local().numel() for p in model.of)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["fully_shard", "views", "neighbours"])
+def test_runs_stay_joined_while_state_is_held(door: str) -> None:
     """Holding a state dict, also one from between a load and a step, does not take runs apart."""
     model, optimizer = _build(door, "adam")
     counts, held = [], []
@@ -299,31 +319,8 @@ def still_in_one_piece(door: str) -> None:
     assert counts[0] <= (1 if door != "fully_shard" else len(SIZES) // 2), counts
 
 
-def empty_shards() -> None:
-    """State of shards without elements is like the others': what ``.state`` gives counts on, dicts copy on all ranks."""
-    for door in ("fully_shard", "dtensors"):
-        model, optimizer = _build(door, "adam")
-        held: list[dict[str, Any]] = []
-        for step in (0, 1, 3, 4):
-            optimizer.zero_grad()
-            _backward(door, model, step)
-            optimizer.step()
-            held += [dict(optimizer.state[p]) for p in model.of]
-            assert {values["step"].item() for values in held} == {len(held) / len(SIZES)}, (door, step)
-            _assert_same(copy.deepcopy(optimizer.state_dict())["state"], _values(optimizer))
-        assert dist.get_rank() == 0 or any(not p.to_local().numel() for p in model.of)
-
-
-def test_state_of_empty_shards_is_live(pool: WorkerPool) -> None:
-    pool.run(empty_shards, num_ranks=2)
-
-
-@pytest.mark.parametrize("door", ["fully_shard", "views", "neighbours"])
-def test_runs_stay_joined_while_state_is_held(pool: WorkerPool, door: str) -> None:
-    pool.run(still_in_one_piece, num_ranks=2, door=door)
-
-
-def released() -> None:
+@on_ranks(1)
+def test_state_that_was_let_go_is_joined() -> None:
     """State that lay apart when it was held is joined again some steps after it was let go."""
     model, optimizer = _build("neighbours", "adam")
     for p, factor in zip(model.of, _factors(0), strict=True):
@@ -345,7 +342,3 @@ def released() -> None:
         _backward("plain", plain, 0)
         reference.step()
     assert all(torch.equal(a, b) for a, b in zip(model.of, plain.of, strict=True))
-
-
-def test_state_that_was_let_go_is_joined(pool: WorkerPool) -> None:
-    pool.run(released, num_ranks=1)

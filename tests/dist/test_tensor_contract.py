@@ -18,6 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.compare import local
+from helpers.inside import over
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -25,9 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, replicate, shard_model
 from shardwise.comm.carve import is_own
-from shardwise.testing import WorkerPool
 from shardwise.testing.models import batch_for
-from inside import over
 
 
 class Net(nn.Module):
@@ -82,10 +83,6 @@ DOORS: dict[str, Callable[[Net], nn.Module]] = {
     "replicate": by_blocks(replicate),
     "replicate, older way": replicate_older,
 }
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -166,7 +163,8 @@ def aliases_of(model: nn.Module) -> Iterator[tuple[str, str, Callable[[], torch.
             yield name, what, lambda alias=alias: local(alias)
         mine = local(param)
         yield name, "to_local()", lambda mine=mine: mine
-        yield name, "view", lambda view=mine.detach().view_as(mine): view
+        view = mine.detach().view_as(mine)
+        yield name, "view", lambda view=view: view
         array = mine.detach().numpy()
         yield name, "numpy()", lambda array=array: torch.from_numpy(array)
 
@@ -281,23 +279,22 @@ def run_contract(door: str, transport: Any, check: str) -> None:
                 raise AssertionError(f"{moment}: {type(error).__name__}: {error}") from error
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("check", list(CHECKS))
 @pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
 @pytest.mark.parametrize("door", [name for name in DOORS if name not in ("torch's fully_shard", "hybrid")])
-def test_what_users_hold_are_ordinary_tensors(pool: WorkerPool, door: str, transport: str, check: str) -> None:
-    pool.run(run_contract, door=door, transport=transport, check=check, num_ranks=2)
+def test_what_users_hold_are_ordinary_tensors(door: str, transport: str, check: str) -> None:
+    run_contract(door=door, transport=transport, check=check)
 
 
-@pytest.mark.parametrize("check", [check for check in CHECKS if check != "async_save"])  # slow to start on four ranks
+@on_ranks(4)
+@pytest.mark.parametrize("check", [check for check in CHECKS if check != "async_save"])
 @pytest.mark.parametrize("door", ["hybrid", "fully_shard"])
-def test_they_are_on_four_ranks(pool: WorkerPool, door: str, check: str) -> None:
-    pool.run(run_contract, door=door, transport="auto", check=check, num_ranks=4)
+def test_they_are_on_four_ranks(door: str, check: str) -> None:
+    run_contract(door=door, transport="auto", check=check)
 
 
-def run_one_rank(check: str) -> None:
-    run_contract("fully_shard", "auto", check)
-
-
+@on_ranks(1)
 @pytest.mark.parametrize("check", list(CHECKS))
-def test_they_are_on_one_rank(pool: WorkerPool, check: str) -> None:
-    pool.run(run_one_rank, check=check, num_ranks=1)
+def test_they_are_on_one_rank(check: str) -> None:
+    run_contract("fully_shard", "auto", check)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from helpers.runs import copy_cut_back, metrics_of, write_text
 
 COMMAND = [sys.executable, "-m", "shardwise.cli.main", "train", "--device", "cpu"]
 SMALL = {
@@ -48,31 +48,13 @@ def _options(**changes: object) -> list[str]:
     return [word for name, value in (SMALL | changes).items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def _metrics(run: Path) -> list[dict[str, float | str]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def _losses(run: Path) -> list[tuple[object, object, object]]:
-    return [(line["kind"], line["step"], line["loss"]) for line in _metrics(run)]
-
-
-def _copy_cut_back(run: Path, to: Path, step: int) -> Path:
-    """Copy a run as if it had been killed after the checkpoint of ``step`` (with figures beyond it)."""
-    shutil.copytree(run, to)
-    for checkpoint in (to / "checkpoints").iterdir():
-        if checkpoint.name > f"step-{step:08d}":
-            shutil.rmtree(checkpoint)
-    (to / "checkpoints" / f".writing-step-{step + 5:08d}").mkdir()
-    return to
+    return [(line["kind"], line["step"], line["loss"]) for line in metrics_of(run)]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for index in range(12):
-        words = f"the cat number {index} sat on the mat, and the dog sat by the door. "
-        (folder / f"{index}.txt").write_text(words * 60)
-    return folder
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +88,7 @@ def test_sharding_halves_what_a_rank_holds(trained: tuple[Path, Ended]) -> None:
 
 
 def test_torchrun_continues_the_run_behind_another_door(trained: tuple[Path, Ended], tmp_path: Path) -> None:
-    run = _copy_cut_back(trained[0], tmp_path / "cut", 15)
+    run = copy_cut_back(trained[0], tmp_path / "cut", 15)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = _run([*launcher, *COMMAND[1:], "--resume", str(run), "--shard", "optimizer", "--accumulate", "3"])
     assert ended.code == 0, ended.err
@@ -119,7 +101,7 @@ def test_torchrun_continues_the_run_behind_another_door(trained: tuple[Path, End
 def test_a_checkpoint_that_cannot_be_written_ends_every_rank_and_spares_the_others(
     trained: tuple[Path, Ended], tmp_path: Path
 ) -> None:
-    run = _copy_cut_back(trained[0], tmp_path / "full", 15)
+    run = copy_cut_back(trained[0], tmp_path / "full", 15)
     kept = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()}
     limit = 60_000  # bytes a file may have; this stands for a full disk: OSError from write, on both ranks
 
@@ -135,7 +117,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_every_rank_and_spares_the_othe
 
 
 def test_a_damaged_checkpoint_is_named(trained: tuple[Path, Ended], tmp_path: Path) -> None:
-    run = _copy_cut_back(trained[0], tmp_path / "damaged", 15)
+    run = copy_cut_back(trained[0], tmp_path / "damaged", 15)
     figures = (run / "metrics.jsonl").read_bytes()
     (run / "checkpoints" / "step-00000015" / ".metadata").write_bytes(b"nothing")
     ended = _run([*COMMAND, "--resume", str(run), "--nproc", "1"])

@@ -11,14 +11,15 @@ import contextlib
 import dataclasses
 import io
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.runs import copy_cut_back, metrics_of, write_text
 
+from shardwise.recipes import report
 from shardwise.recipes.config import ModelShape, TrainConfig, config_from_json
 from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.run_folder import Start, with_overrides
@@ -41,32 +42,22 @@ class Job:
 
 
 def run_jobs(jobs: list[Job]) -> list[str]:
-    """Do all jobs on this rank, one after the other; return what each printed."""
+    """Do all jobs on this rank, one after the other, without their pictures; return what each printed."""
     printed: list[str] = []
     for job in jobs:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
+        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(report, "draw_report", lambda *_: None)
             train(job.start, job.config, Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu")))
         printed.append(out.getvalue())
     return printed
 
 
 def _losses(run: Path) -> dict[tuple[object, object], float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {(line["kind"], line["step"]): line["loss"] for line in lines}
-
-
-def _copy_cut_back(run: Path, to: Path, step: int) -> Path:
-    """Copy a run as if it had been killed after the checkpoint of ``step``."""
-    shutil.copytree(run, to, ignore=shutil.ignore_patterns("tensorboard", "report.png"))
-    for checkpoint in (to / "checkpoints").iterdir():
-        if checkpoint.name > f"step-{step:08d}":
-            shutil.rmtree(checkpoint)
-    return to
+    return {(line["kind"], line["step"]): line["loss"] for line in metrics_of(run)}
 
 
 def _norms(run: Path) -> dict[tuple[object, object], float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {("norm", line["step"]): line["grad_norm"] for line in lines if line["kind"] == "train"}
+    return {("norm", line["step"]): line["grad_norm"] for line in metrics_of(run) if line["kind"] == "train"}
 
 
 def _assert_same_curve(run: Path, base: Path) -> None:
@@ -79,11 +70,7 @@ def _assert_same_curve(run: Path, base: Path) -> None:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for index in range(12):
-        words = f"the cat number {index} sat on the mat, and the dog sat by the door. "
-        (folder / f"{index}.txt").write_text(words * 60)
-    return folder
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +123,15 @@ BACK: dict[str, dict[str, object]] = {  # compiled here: fewer ranks, so fewer c
 
 def _continue(run: Path, to: Path, step: int, **options: object) -> Job:
     config = config_from_json(json.loads((run / "config.json").read_text())["config"])
-    plain: dict[str, object] = {"min_unit_bytes": 2**20, "tp": 1, "offload": False, "recompute": False, "compile": False, "accumulate": 1}
-    return Job(Start(resume=_copy_cut_back(run, to, step)), with_overrides(config, plain | options))
+    plain: dict[str, object] = {
+        "min_unit_bytes": 2**20,
+        "tp": 1,
+        "offload": False,
+        "recompute": False,
+        "compile": False,
+        "accumulate": 1,
+    }
+    return Job(Start(resume=copy_cut_back(run, to, step)), with_overrides(config, plain | options))
 
 
 def _saved_shares(printed: str) -> list[float]:

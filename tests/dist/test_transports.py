@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from inside import engine_of, parts_from
+from helpers.compare import full
+from helpers.inside import engine_of, parts_from
+from helpers.ranks import on_ranks
+from helpers.sharded import build_sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import (
@@ -25,15 +27,11 @@ from shardwise import (
     set_default_transport,
 )
 from shardwise.comm.links.link import TRANSPORTS, Transport
-from shardwise.testing import WorkerPool
-from shardwise.testing.models import MODELS, batch_for, build, units_of
+from shardwise.testing.models import MODELS, batch_for, units_of
 
 
-def shard(name: str, transport: Transport, **arguments: object) -> nn.Module:
-    model = build(name)
-    for module in units_of(name, model):
-        fully_shard(module, **arguments)
-    fully_shard(model, **arguments)
+def build_over(name: str, transport: Transport, **arguments: object) -> nn.Module:
+    model = build_sharded(name, **arguments)
     model.set_transport(transport)
     return model
 
@@ -42,10 +40,6 @@ def routes_of(model: nn.Module) -> set[str]:
     plan = engine_of(model).journal.plan
     assert plan is not None
     return {route for _, route in plan.routes}
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train(model: nn.Module, name: str, num_steps: int, flat: bool) -> list[torch.Tensor]:
@@ -76,7 +70,7 @@ def run_all_transports(large_numel: int, halves: bool) -> None:
         arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for name in MODELS if not halves else ("plain", "tied", "frozen"):
         for reshard in (True, False):
-            models = {t: shard(name, t, reshard_after_forward=reshard, **arguments) for t in TRANSPORTS}
+            models = {t: build_over(name, t, reshard_after_forward=reshard, **arguments) for t in TRANSPORTS}
             with parts_from(large_numel):
                 seen = {t: train(model, name, 2, flat=reshard) for t, model in models.items()}
             assert routes_of(models["auto"]) == {"shared memory"}
@@ -90,31 +84,29 @@ def run_all_transports(large_numel: int, halves: bool) -> None:
                     torch.testing.assert_close(shared, collected, rtol=1e-3, atol=1e-5)
 
 
+@on_ranks()
 @pytest.mark.parametrize(
     ("num_ranks", "large_numel"),
     [(2, 1), (2, 12), (2, 16_384), (3, 12), (4, 1)],
     ids=["2-large", "2-mixed", "2-small", "3-mixed", "4-large"],
 )
-def test_transports_agree_to_the_bit(pool: WorkerPool, num_ranks: int, large_numel: int) -> None:
-    pool.run(run_all_transports, num_ranks=num_ranks, large_numel=large_numel, halves=False)
+def test_transports_agree_to_the_bit(large_numel: int) -> None:
+    run_all_transports(large_numel=large_numel, halves=False)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_transports_agree_in_halves(pool: WorkerPool, num_ranks: int) -> None:
-    pool.run(run_all_transports, num_ranks=num_ranks, large_numel=12, halves=True)
+@on_ranks(2, 4)
+def test_transports_agree_in_halves() -> None:
+    run_all_transports(large_numel=12, halves=True)
 
 
-def run_hybrid() -> None:
+@on_ranks(4)
+def test_transports_agree_with_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     with parts_from(12):
-        seen = [train(shard("plain", t, mesh=mesh), "plain", 2, flat=False) for t in TRANSPORTS]
+        seen = [train(build_over("plain", t, mesh=mesh), "plain", 2, flat=False) for t in TRANSPORTS]
     for shared, sent, collected in zip(*seen, strict=True):
         assert torch.equal(shared, sent)
         assert torch.equal(shared, collected)
-
-
-def test_transports_agree_with_replicas(pool: WorkerPool) -> None:
-    pool.run(run_hybrid, num_ranks=4)
 
 
 class Counts(TorchDispatchMode):
@@ -129,13 +121,8 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_watched_on_one_rank(transport: Transport) -> None:
-    with parts_from(12):
-        watch_on_one_rank(transport)
-
-
 def watch_on_one_rank(transport: Transport) -> None:
-    model = shard("plain", transport)
+    model = build_over("plain", transport)
     batch = batch_for("plain", dist.get_rank(), 4)
     model(batch).sum().backward()
     before = [param.grad.to_local().clone() for param in model.parameters()]
@@ -153,13 +140,16 @@ def watch_on_one_rank(transport: Transport) -> None:
     model(batch).sum().backward()  # and back again
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_all_ranks_use_collectives_when_one_counts_them(pool: WorkerPool, transport: Transport) -> None:
-    pool.run(run_watched_on_one_rank, num_ranks=2, transport=transport)
+def test_all_ranks_use_collectives_when_one_counts_them(transport: Transport) -> None:
+    with parts_from(12):
+        watch_on_one_rank(transport)
 
 
-def run_disagreement() -> None:
-    model = shard("plain", "auto" if dist.get_rank() == 0 else "collective")
+@on_ranks(2)
+def test_ranks_agree_on_what_all_of_them_allow() -> None:
+    model = build_over("plain", "auto" if dist.get_rank() == 0 else "collective")
     model(batch_for("plain", 0, 4)).sum().backward()
     assert routes_of(model) == {"collectives"}
     with pytest.raises(ConfigError, match="expected one of 'auto', 'gloo', 'collective'"):
@@ -168,10 +158,6 @@ def run_disagreement() -> None:
     fully_shard(model)
     with pytest.raises(DesyncError, match=r"rank [01] and rank [01] have shards of different sizes"):
         model(torch.randn(2, 8 + 8 * dist.get_rank()))
-
-
-def test_ranks_agree_on_what_all_of_them_allow(pool: WorkerPool) -> None:
-    pool.run(run_disagreement, num_ranks=2)
 
 
 class Fuse(nn.Module):
@@ -183,7 +169,9 @@ class Fuse(nn.Module):
         return x
 
 
-def run_one_rank_raises() -> None:
+@on_ranks(2, group_timeout_s=60.0)
+def test_an_exception_on_one_rank_reaches_the_others() -> None:
+    """With collectives they would wait until the timeout of the group: here 60 s, the test allows 20."""
     rank, fuse = dist.get_rank(), Fuse()
     model = nn.Sequential(nn.Linear(8, 8), fuse, nn.Linear(8, 8), nn.Linear(8, 8))
     for layer in (model[0], model[2], model[3]):
@@ -210,13 +198,9 @@ def run_one_rank_raises() -> None:
             assert torch.equal(param.grad.to_local(), gradient)
 
 
-def test_an_exception_on_one_rank_reaches_the_others(pool: WorkerPool) -> None:
-    """With collectives they would wait until the timeout of the group: here 60 s, the test allows 20."""
-    pool.run(run_one_rank_raises, num_ranks=2, group_timeout_s=60.0)
-
-
-def run_replaced_parameters() -> None:
-    model, twin = shard("plain", "auto"), shard("plain", "collective")
+@on_ranks(2)
+def test_replaced_parameters_move_into_shared_memory() -> None:
+    model, twin = build_over("plain", "auto"), build_over("plain", "collective")
     batch = batch_for("plain", dist.get_rank(), 4)
     state = {name: param.detach() for name, param in model.named_parameters()}
     for each in (model, twin):
@@ -240,12 +224,9 @@ def run_replaced_parameters() -> None:
     assert routes_of(model) == {"shared memory"}
 
 
-def test_replaced_parameters_move_into_shared_memory(pool: WorkerPool) -> None:
-    pool.run(run_replaced_parameters, num_ranks=2)
-
-
-def run_release() -> None:
-    model = shard("plain", "gloo")
+@on_ranks(2)
+def test_idle_memory_is_given_back_on_request() -> None:
+    model = build_over("plain", "gloo")
     batch = batch_for("plain", 0, 4)
     for _ in range(2):
         model(batch).sum().backward()
@@ -254,10 +235,6 @@ def run_release() -> None:
     model.release_memory()
     assert engine.pool.idle_bytes == 0
     model(batch).sum().backward()
-
-
-def test_idle_memory_is_given_back_on_request(pool: WorkerPool) -> None:
-    pool.run(run_release, num_ranks=2)
 
 
 class Delay(torch.autograd.Function):
@@ -290,11 +267,6 @@ class Slow(nn.Module):
         return x + self.linear(Delay.apply(x, self.late_rank, self.number)).tanh()
 
 
-def run_late_ranks(large_numel: int) -> None:
-    with parts_from(large_numel):
-        be_late()
-
-
 def be_late() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     models: list[nn.Module] = []
@@ -310,7 +282,7 @@ def be_late() -> None:
         Slow.late_rank = step % size
         batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
         losses = [model(batch).square().mean() for model in models]
-        for model, loss, optimizer in zip(models, losses, optimizers, strict=True):
+        for loss, optimizer in zip(losses, optimizers, strict=True):
             loss.backward()
             if rank == step % 2:
                 time.sleep(0.01)
@@ -323,11 +295,12 @@ def be_late() -> None:
         assert torch.equal(shared.to_local(), sent.to_local())
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks(2, 4)
 @pytest.mark.parametrize("large_numel", [1, 16_384], ids=["large", "small"])
-def test_late_ranks_change_nothing(pool: WorkerPool, num_ranks: int, large_numel: int) -> None:
+def test_late_ranks_change_nothing(large_numel: int) -> None:
     """Every rank is late in turn, by more reductions than an outbox holds."""
-    pool.run(run_late_ranks, num_ranks=num_ranks, large_numel=large_numel)
+    with parts_from(large_numel):
+        be_late()
 
 
 class Pair(nn.Module):
@@ -389,13 +362,8 @@ def run_in_place_all_reduces() -> None:
         torch.testing.assert_close(full(param.grad), expected, msg=lambda m, n=name: f"{n}: {m}")
 
 
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_large_gradients_are_all_reduced_where_they_are(pool: WorkerPool, num_ranks: int) -> None:
+@on_ranks(2, 4)
+def test_large_gradients_are_all_reduced_where_they_are() -> None:
     """Held gradients of a backward that raises must not be overwritten by the sums of that backward."""
-    pool.run(run_small_as_large, num_ranks=num_ranks)
-
-
-def run_small_as_large() -> None:
     with parts_from(60):  # the weights, not the biases
         run_in_place_all_reduces()

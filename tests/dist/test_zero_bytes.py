@@ -1,30 +1,18 @@
 """What moves and what is held: units of volume per step, shares of state, gradients of others."""
 
 import copy
-import importlib.util
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ranks import on_ranks
+from helpers.scripts import load_script
 
-from shardwise.api.zero import ZeroRedundancyOptimizer
-
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "zero_bytes.py"
-
-
-def _benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("zero_bytes", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from shardwise import ZeroRedundancyOptimizer
 
 
 def _counts(width: int):
-    return _benchmark().count_all(width)
+    return load_script("benchmarks/zero_bytes.py").count_all(width)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -59,7 +47,7 @@ def test_even_is_even_where_whole_cannot_be(pool, num_ranks: int) -> None:
 
 
 def _frozen_moves_nothing() -> dict[str, float]:
-    benchmark = _benchmark()
+    benchmark = load_script("benchmarks/zero_bytes.py")
     params = [torch.zeros(1000), torch.zeros(50, requires_grad=True)]
     zero = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
     params[1].grad = torch.ones(50)
@@ -75,7 +63,8 @@ def test_a_step_is_only_the_broadcasts_of_trainable_parameters(pool) -> None:
         assert found == {"broadcast_": 200.0}
 
 
-def _reduce_gradients_parity() -> None:
+@on_ranks(2, 4)
+def test_reduce_gradients_matches_all_reduce() -> None:
     for partition in ("whole", "even"):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3).double())
@@ -107,8 +96,3 @@ def _reduce_gradients_parity() -> None:
             for a, b in zip(model.parameters(), plain.parameters(), strict=True):
                 assert a.stride() == b.stride()
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_reduce_gradients_matches_all_reduce(pool, num_ranks: int) -> None:
-    pool.run(_reduce_gradients_parity, num_ranks=num_ranks)

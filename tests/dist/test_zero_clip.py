@@ -6,7 +6,7 @@ import io
 import math
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.inside import counted
+from helpers.ranks import on_ranks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardwise import ShardwiseError, ZeroRedundancyOptimizer, clip_grad_norm_, fully_shard
-from shardwise.api.ddp_hooks import hook_with_zero_step
-from shardwise.errors import StateError
+from shardwise import (
+    ShardwiseError,
+    StateError,
+    ZeroRedundancyOptimizer,
+    clip_grad_norm_,
+    fully_shard,
+    hook_with_zero_step,
+)
 from shardwise.optim.owned import OwnedGradient
-from shardwise.testing import WorkerPool
 
 NUM_STEPS = 4
 PARTITIONS = ("whole", "even")
@@ -71,7 +77,9 @@ def _same_on_all_ranks(value: torch.Tensor) -> None:
     assert all(torch.equal(other, value) for other in every), every
 
 
-def the_norm_is_that_of_one_process(norm_type: float) -> None:
+@on_ranks(2, 4)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_the_norm_is_that_of_one_process(norm_type: float) -> None:
     """Whichever way gradients came to be averaged, by the method or the function; and so is what is trained."""
     for partition, way, by_function in product(PARTITIONS, ("ddp", "owners"), (False, True)):
         plain = _model()
@@ -104,40 +112,20 @@ def the_norm_is_that_of_one_process(norm_type: float) -> None:
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-class _Counted:
-    """Counts the collectives that the body issues."""
-
-    def __enter__(self) -> list[str]:
-        self.calls: list[str] = []
-        self._real = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "all_gather", "all_to_all_single")}
-        for name, real in self._real.items():
-            setattr(dist, name, self._counting(name, real))
-        return self.calls
-
-    def _counting(self, name: str, real: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls.append(name)
-            return real(*args, **kwargs)
-
-        return call
-
-    def __exit__(self, *_: object) -> None:
-        for name, real in self._real.items():
-            setattr(dist, name, real)
-
-
-def one_collective() -> None:
+@on_ranks(2, 4)
+def test_clipping_takes_one_collective() -> None:
     for partition, by_function in product(PARTITIONS, (False, True)):
         model = _model()
         zero = _zero(model, partition)
         _loss(model, 0).backward()
         zero.reduce_gradients()
-        with _Counted() as calls:
+        with counted("all_reduce", "broadcast", "all_gather", "all_to_all_single") as calls:
             clip_grad_norm_(model.parameters(), 1.0) if by_function else zero.clip_grad_norm_(1.0)
         assert calls == ["all_reduce"], calls
 
 
-def nothing_is_scaled_by_a_norm_that_is_not_finite() -> None:
+@on_ranks(2, 4)
+def test_nothing_is_scaled_by_a_norm_that_is_not_finite() -> None:
     """The error comes on all ranks, also on those whose own elements are fine."""
     for partition in PARTITIONS:
         model = _model()
@@ -158,7 +146,8 @@ def nothing_is_scaled_by_a_norm_that_is_not_finite() -> None:
         zero.clip_grad_norm_(1.0, 0.0)
 
 
-def large_and_half_precision_gradients_have_finite_norms() -> None:
+@on_ranks(2, 4)
+def test_large_and_half_precision_gradients_have_finite_norms() -> None:
     """The square of a norm may be too large for float32, a norm too large for float16."""
     size = dist.get_world_size()
     for dtype, value, expected in ((torch.float32, 2e18, 3.2e19), (torch.float16, 6e4 / size, 9.6e5 / size)):
@@ -172,7 +161,8 @@ def large_and_half_precision_gradients_have_finite_norms() -> None:
             assert clip_grad_norm_(params, 2.0).item() == pytest.approx(2.0, rel=1e-2)
 
 
-def plain_norms_are_refused() -> None:
+@on_ranks(2, 4)
+def test_plain_norms_are_refused() -> None:
     """On every rank, also on one that owns nothing; the message says what to call, the gradients stay as they were."""
     for partition in PARTITIONS:
         param = torch.nn.Parameter(torch.ones(4, 3))  # fewer parameters than ranks
@@ -207,7 +197,8 @@ def plain_norms_are_refused() -> None:
             assert torch.equal(zero.clip_grad_norm_(1e6), norm)
 
 
-def changes_element_by_element_are_those_of_one_process() -> None:
+@on_ranks(2, 4)
+def test_changes_element_by_element_are_those_of_one_process() -> None:
     """Also on ranks that own no gradient at all."""
     for partition, make in product(PARTITIONS, (_model, _one_matrix)):
         plain, model = make(), make()
@@ -229,7 +220,8 @@ def changes_element_by_element_are_those_of_one_process() -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def backwards_after_averaging_add_up() -> None:
+@on_ranks(2, 4)
+def test_backwards_after_averaging_add_up() -> None:
     """As one process adds them; a step before they are averaged too is refused."""
     for partition, set_to_none in product(PARTITIONS, (True, False)):
         plain, model = _model(), _model()
@@ -254,7 +246,8 @@ def backwards_after_averaging_add_up() -> None:
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-def a_gradient_that_was_not_averaged_is_named() -> None:
+@on_ranks(2, 4)
+def test_a_gradient_that_was_not_averaged_is_named() -> None:
     for partition in PARTITIONS:
         model = _model()
         zero = _zero(model, partition)
@@ -266,7 +259,8 @@ def a_gradient_that_was_not_averaged_is_named() -> None:
                 call()
 
 
-def module_zero_grad_drops_what_was_averaged() -> None:
+@on_ranks(2, 4)
+def test_module_zero_grad_drops_what_was_averaged() -> None:
     """Nothing of it is stepped on again, nothing stays in memory."""
     for partition in PARTITIONS:
         model = _model()
@@ -283,7 +277,8 @@ def module_zero_grad_drops_what_was_averaged() -> None:
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), after, strict=True))
 
 
-def gradients_do_not_keep_the_optimizer() -> None:
+@on_ranks(2, 4)
+def test_gradients_do_not_keep_the_optimizer() -> None:
     model = _model()
     zero = _zero(model, "whole")
     _loss(model, 0).backward()
@@ -296,29 +291,51 @@ def gradients_do_not_keep_the_optimizer() -> None:
         clip_grad_norm_(model.parameters(), 1.0)
 
 
-def an_owners_gradient_is_a_tensor_like_others(folder: str) -> None:
-    """Storage of its own, saved, pickled and copied; elsewhere it takes no memory and says so."""
+def _owned_gradients() -> Iterator[tuple[torch.Tensor, Any, torch.Tensor]]:
+    """Yield each parameter that has one, its gradient with an owner, and the mean over ranks that it stands for."""
     model = _model()
     zero = _zero(model, "whole")
     _loss(model, 0).backward()
-    local = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
+    means = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
     zero.reduce_gradients()
-    for index, (p, mine) in enumerate(zip(model.parameters(), local, strict=True)):
-        gradient = p.grad
-        if mine is None:
-            assert gradient is None
-            continue
-        dist.all_reduce(mine)
-        mine /= dist.get_world_size()
+    for p, mean in zip(model.parameters(), means, strict=True):
+        assert (p.grad is None) == (mean is None)
+        if mean is not None:
+            dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+            yield p, p.grad, mean
+
+
+@on_ranks(2)
+def test_every_gradient_has_one_owner_and_the_layout_of_its_parameter() -> None:
+    owned: list[int] = []
+    for index, (p, gradient, _) in enumerate(_owned_gradients()):
         assert isinstance(gradient, OwnedGradient)
-        assert gradient.shape == p.shape
-        assert gradient.stride() == p.stride()
-        assert gradient.dtype == p.dtype
+        assert (gradient.shape, gradient.stride(), gradient.dtype) == (p.shape, p.stride(), p.dtype)
+        owned += [index] * gradient.is_whole
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, owned)
+    assert sorted(index for each in found for index in each) == [0, 1, 2, 3, 4]
+
+
+@on_ranks(2)
+def test_a_gradient_without_values_here_says_so() -> None:
+    others = [gradient for _, gradient, _ in _owned_gradients() if not gradient.is_whole]
+    assert others
+    for gradient in others:
+        for call in (
+            lambda g=gradient: pickle.dumps(g),
+            lambda g=gradient: torch.save(g, io.BytesIO()),
+            gradient.numpy,
+        ):
+            with pytest.raises(StateError, match="only a part"):
+                call()
+        copy.deepcopy(gradient)
+
+
+@on_ranks(2)
+def test_an_owners_gradient_is_saved_and_copied_as_any_tensor(tmp_path: Path) -> None:
+    for index, (_, gradient, mean) in enumerate(_owned_gradients()):
         if not gradient.is_whole:
-            for call in (lambda g=gradient: pickle.dumps(g), lambda g=gradient: torch.save(g, io.BytesIO()), gradient.numpy):
-                with pytest.raises(StateError, match="only a part"):
-                    call()
-            copy.deepcopy(gradient)
             continue
         assert gradient.storage_offset() == 0
         assert gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
@@ -328,24 +345,28 @@ def an_owners_gradient_is_a_tensor_like_others(folder: str) -> None:
         stream.seek(0)
         for found in (torch.load(stream), pickle.loads(pickle.dumps(gradient)), torch.from_numpy(gradient.numpy())):
             assert type(found) is torch.Tensor
-            torch.testing.assert_close(found, mine, rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(gradient, mine, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(found, mean, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(gradient, mean, rtol=1e-5, atol=1e-7)
         assert torch.equal(copy.deepcopy(gradient), gradient)
-        path = f"{folder}/{index}-{dist.get_rank()}"
+        path = str(tmp_path / f"{index}-{dist.get_rank()}")
         dcp.save({"g": gradient}, checkpoint_id=path, no_dist=True)
-        blank = {"g": torch.zeros(p.shape)}
+        blank = {"g": torch.zeros(gradient.shape)}
         dcp.load(blank, checkpoint_id=path, no_dist=True)
         assert torch.equal(blank["g"], gradient)
-        alias = gradient.data
-        p.grad.mul_(2.0)
-        assert torch.equal(alias, p.grad)
-    found: list[Any] = [None] * dist.get_world_size()
-    mine_only = {i: p.grad for i, p in enumerate(model.parameters()) if p.grad is not None and p.grad.is_whole}
-    dist.all_gather_object(found, mine_only)
-    assert sorted(index for each in found for index in each) == [0, 1, 2, 3, 4]
 
 
-def a_scaler_agrees(overflow: bool) -> None:
+@on_ranks(2)
+def test_aliases_of_an_owners_gradient_stay_live() -> None:
+    for p, gradient, _ in _owned_gradients():
+        if gradient.is_whole:
+            alias = gradient.data
+            p.grad.mul_(2.0)
+            assert torch.equal(alias, p.grad)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("overflow", [False, True])
+def test_a_scaler_agrees(overflow: bool) -> None:
     """All ranks skip a step, or none does, though the value that is not finite is with one owner."""
     for partition, way, unscale_first in product(PARTITIONS, ("ddp", "owners"), (False, True)):
         plain, model = _model(), _model()
@@ -378,7 +399,8 @@ def a_scaler_agrees(overflow: bool) -> None:
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-def with_sharded_parameters_beside() -> None:
+@on_ranks(2, 4)
+def test_sharded_parameters_may_be_clipped_beside() -> None:
     """The function takes them all: DTensors on a mesh, gradients with owners, plain ones."""
     plain = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(3))
     torch.manual_seed(0)
@@ -406,7 +428,8 @@ def with_sharded_parameters_beside() -> None:
     torch.testing.assert_close(clip_grad_norm_(everything, 1.0), torch.tensor(0.1), rtol=1e-4, atol=1e-6)
 
 
-def overlapped_steps_cannot_be_clipped() -> None:
+@on_ranks(2, 4)
+def test_overlapped_steps_cannot_be_clipped() -> None:
     for partition, reduce in product(PARTITIONS, ("all", "owner")):
         ddp = DDP(torch.nn.Linear(5, 4))
         zero = _zero(ddp, partition, overlap_with_ddp=True)
@@ -422,7 +445,8 @@ def overlapped_steps_cannot_be_clipped() -> None:
                 ddp(torch.ones(2, 5)).sum().backward()
 
 
-def in_join() -> None:
+@on_ranks(2, 4)
+def test_clipping_works_in_join() -> None:
     """Ranks that have joined clip nothing, and nobody waits for them; owners' gradients need every rank."""
     rank = dist.get_rank()
     for partition in PARTITIONS:
@@ -450,7 +474,8 @@ def in_join() -> None:
             zero.reduce_gradients()
 
 
-def one_rank_with_other_gradients_is_named() -> None:
+@on_ranks(2, 4)
+def test_one_rank_with_other_gradients_is_named() -> None:
     model = _model()
     zero = _zero(model, "even")
     _loss(model, 0).backward()
@@ -460,52 +485,8 @@ def one_rank_with_other_gradients_is_named() -> None:
         zero.reduce_gradients()
 
 
-CASES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
-    "norm-1": (the_norm_is_that_of_one_process, {"norm_type": 1.0}),
-    "norm-2": (the_norm_is_that_of_one_process, {"norm_type": 2.0}),
-    "norm-inf": (the_norm_is_that_of_one_process, {"norm_type": math.inf}),
-    "scaler": (a_scaler_agrees, {"overflow": False}),
-    "scaler-overflow": (a_scaler_agrees, {"overflow": True}),
-} | {
-    check.__name__: (check, {})
-    for check in (
-        one_collective,
-        nothing_is_scaled_by_a_norm_that_is_not_finite,
-        large_and_half_precision_gradients_have_finite_norms,
-        plain_norms_are_refused,
-        changes_element_by_element_are_those_of_one_process,
-        backwards_after_averaging_add_up,
-        a_gradient_that_was_not_averaged_is_named,
-        module_zero_grad_drops_what_was_averaged,
-        gradients_do_not_keep_the_optimizer,
-        with_sharded_parameters_beside,
-        overlapped_steps_cannot_be_clipped,
-        in_join,
-        one_rank_with_other_gradients_is_named,
-    )
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_with_owners(pool: WorkerPool, case: str) -> None:
-    check, options = CASES[case]
-    pool.run(check, num_ranks=4, **options)
-
-
-def _all_in_one_world() -> None:
-    for check, options in CASES.values():
-        check(**options)
-
-
-def test_gradients_with_owners_on_two_ranks(pool: WorkerPool) -> None:
-    pool.run(_all_in_one_world, num_ranks=2)
-
-
-def test_an_owners_gradient_is_saved_and_copied(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(an_owners_gradient_is_a_tensor_like_others, num_ranks=2, folder=str(tmp_path))
-
-
-def one_rank_is_as_ever() -> None:
+@on_ranks(1)
+def test_on_one_rank_nothing_has_an_owner() -> None:
     """Gradients stay plain where they are, so that any clip is right."""
     for partition in PARTITIONS:
         plain, model = _model(), _model()
@@ -523,7 +504,3 @@ def one_rank_is_as_ever() -> None:
         _loss(model, 9).backward()
         expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         torch.testing.assert_close(zero.clip_grad_norm_(1e6), expected)
-
-
-def test_on_one_rank_nothing_has_an_owner(pool: WorkerPool) -> None:
-    pool.run(one_rank_is_as_ever, num_ranks=1)

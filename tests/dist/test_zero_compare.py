@@ -2,21 +2,20 @@
 
 import logging
 import math
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ranks import on_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise import DesyncError, ZeroRedundancyOptimizer
-from shardwise.zero.compare import digest_of
 from shardwise.comm.board import Board
-from shardwise.testing import WorkerPool
+from shardwise.zero.compare import digest_of
 
 PARTITIONS = ("whole", "even")
 
@@ -58,7 +57,8 @@ class _Gathers:
         logging.getLogger("shardwise").removeHandler(self._handler)
 
 
-def a_step_without_averaging_is_refused() -> None:
+@on_ranks(2, 4)
+def test_a_step_without_averaging_is_refused() -> None:
     for partition, bucket_view, call in product(PARTITIONS, (False, True), ("step", "clip_grad_norm_")):
         model = _model()
         zero = _zero(model, partition, parameters_as_bucket_view=bucket_view)
@@ -67,7 +67,13 @@ def a_step_without_averaging_is_refused() -> None:
         with pytest.raises(DesyncError) as caught:
             zero.step() if call == "step" else zero.clip_grad_norm_(1.0)
         text = str(caught.value)
-        facts = ("parameter 0 of shape (40, 6)", "on rank 0", "on rank 1", "DistributedDataParallel", "reduce_gradients()")
+        facts = (
+            "parameter 0 of shape (40, 6)",
+            "on rank 0",
+            "on rank 1",
+            "DistributedDataParallel",
+            "reduce_gradients()",
+        )
         assert [fact for fact in facts if fact not in text] == [], text
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
         zero.zero_grad()
@@ -76,7 +82,8 @@ def a_step_without_averaging_is_refused() -> None:
         zero.step()  # as the message says
 
 
-def averaged_gradients_are_compared_once() -> None:
+@on_ranks(2, 4)
+def test_averaged_gradients_are_compared_once() -> None:
     for partition in PARTITIONS:
         ddp = DDP(_model())
         zero = _zero(ddp, partition)
@@ -90,12 +97,16 @@ def averaged_gradients_are_compared_once() -> None:
         assert seen.warnings == []
 
 
-def hooks_of_ddp_give_the_same_bits() -> None:
+@on_ranks(2, 4)
+def test_hooks_of_ddp_give_the_same_bits() -> None:
     """Rings, compression, low-rank approximation: what a rank gets is what all get."""
     hooks: list[tuple[Any, Any]] = [
         (None, default_hooks.allreduce_hook),
         (None, default_hooks.fp16_compress_hook),
-        (powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook),
+        (
+            powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2),
+            powerSGD_hook.powerSGD_hook,
+        ),
     ]
     for state, hook in hooks:
         ddp = DDP(_model())
@@ -111,7 +122,8 @@ def hooks_of_ddp_give_the_same_bits() -> None:
         assert seen.warnings == []
 
 
-def nothing_is_known_before_there_are_gradients() -> None:
+@on_ranks(2, 4)
+def test_nothing_is_known_before_there_are_gradients() -> None:
     model = _model()
     zero = _zero(model)
     zero.step()
@@ -123,7 +135,8 @@ def nothing_is_known_before_there_are_gradients() -> None:
         zero.step()
 
 
-def it_is_asked_again() -> None:
+@on_ranks(2, 4)
+def test_gradients_are_compared_again_after_a_change() -> None:
     """When the parameters change, which of them train, or who averages."""
 
     def add_group(zero: ZeroRedundancyOptimizer, model: torch.nn.Module) -> None:
@@ -150,7 +163,8 @@ def it_is_asked_again() -> None:
             zero.step()
 
 
-def an_owner_without_a_gradient_is_named() -> None:
+@on_ranks(2, 4)
+def test_an_owner_without_a_gradient_is_named() -> None:
     """It would leave its share as it is."""
     for partition in PARTITIONS:
         model = _model()
@@ -163,7 +177,8 @@ def an_owner_without_a_gradient_is_named() -> None:
             zero.step()
 
 
-def gradients_that_only_owners_have_are_stepped_on() -> None:
+@on_ranks(2, 4)
+def test_gradients_that_only_owners_have_are_stepped_on() -> None:
     """Averaged to owners by hand."""
     model = _model()
     plain = torch.optim.SGD(_model().parameters(), lr=0.1)
@@ -179,7 +194,8 @@ def gradients_that_only_owners_have_are_stepped_on() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.param_groups[0]["params"], strict=True))
 
 
-def last_bits_may_differ() -> None:
+@on_ranks(2, 4)
+def test_last_bits_may_differ() -> None:
     """Unlike processors round unlike; more than rounding is refused."""
     for factor, is_fine in ((1 + 2e-7, True), (1.001, False), (-1.0, False), (math.nan, False)):
         model = _model()
@@ -204,7 +220,8 @@ def last_bits_may_differ() -> None:
     zero.step()
 
 
-def sums_in_another_order_are_let_pass() -> None:
+@on_ranks(2, 4)
+def test_sums_in_another_order_are_let_pass() -> None:
     """Averaged by hand, each rank starting from its own: right, but not to the bit."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = _model()
@@ -219,7 +236,8 @@ def sums_in_another_order_are_let_pass() -> None:
     assert len(seen.warnings) == (size > 2)  # a sum of two is the same in both orders
 
 
-def other_dtypes_and_orders() -> None:
+@on_ranks(2, 4)
+def test_other_dtypes_and_orders() -> None:
     """Whichever bits a gradient has, and in whichever order they lie: only values count."""
     for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.complex64):
         param = torch.nn.Parameter(torch.rand(5, 7).to(dtype))
@@ -235,7 +253,8 @@ def other_dtypes_and_orders() -> None:
             zero.step()
 
 
-def closures_only_warn() -> None:
+@on_ranks(2, 4)
+def test_closures_only_warn() -> None:
     """As torch's class does, a closure's gradients are taken as they are."""
     for partition in PARTITIONS:
         model = _model()
@@ -253,7 +272,8 @@ def closures_only_warn() -> None:
         assert "gradients differ between ranks" in seen.warnings[0]
 
 
-def closures_may_average() -> None:
+@on_ranks(2, 4)
+def test_closures_may_average() -> None:
     for partition in PARTITIONS:
         model, plain = _model(), _model()
         zero, sgd = _zero(model, partition), torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -279,7 +299,8 @@ def closures_may_average() -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def joined_ranks_are_left_out() -> None:
+@on_ranks(2, 4)
+def test_joined_ranks_are_left_out() -> None:
     """Also one that has no inputs at all."""
     rank = dist.get_rank()
     for partition in PARTITIONS:
@@ -294,41 +315,8 @@ def joined_ranks_are_left_out() -> None:
         assert seen.warnings == []
 
 
-CASES: dict[str, Callable[[], None]] = {
-    check.__name__: check
-    for check in (
-        a_step_without_averaging_is_refused,
-        averaged_gradients_are_compared_once,
-        hooks_of_ddp_give_the_same_bits,
-        nothing_is_known_before_there_are_gradients,
-        it_is_asked_again,
-        an_owner_without_a_gradient_is_named,
-        gradients_that_only_owners_have_are_stepped_on,
-        last_bits_may_differ,
-        sums_in_another_order_are_let_pass,
-        other_dtypes_and_orders,
-        closures_only_warn,
-        closures_may_average,
-        joined_ranks_are_left_out,
-    )
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_are_compared(pool: WorkerPool, case: str) -> None:
-    pool.run(CASES[case], num_ranks=4)
-
-
-def _all_in_one_world() -> None:
-    for check in CASES.values():
-        check()
-
-
-def test_gradients_are_compared_on_two_ranks(pool: WorkerPool) -> None:
-    pool.run(_all_in_one_world, num_ranks=2)
-
-
-def _on_one_rank() -> None:
+@on_ranks(1)
+def test_one_rank_has_nothing_to_compare() -> None:
     for partition in PARTITIONS:
         model = _model()
         zero = _zero(model, partition)
@@ -338,10 +326,6 @@ def _on_one_rank() -> None:
                 _backward(model, step)
                 zero.step()
         assert seen.whats == []
-
-
-def test_one_rank_has_nothing_to_compare(pool: WorkerPool) -> None:
-    pool.run(_on_one_rank, num_ranks=1)
 
 
 def test_digests_depend_on_every_bit_and_its_place() -> None:

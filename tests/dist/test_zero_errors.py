@@ -1,18 +1,19 @@
 """Mistakes of one rank become a clear error on every rank, in time, and never a hang."""
 
+import functools
 import gc
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ranks import on_ranks
 
-from shardwise import fully_shard, replicate
-from shardwise.api.zero import ZeroRedundancyOptimizer
-from shardwise.errors import ConfigError, DesyncError, ShardwiseError
+from shardwise import ConfigError, DesyncError, ShardwiseError, ZeroRedundancyOptimizer, fully_shard, replicate
 
 TIMEOUT_S = 3.0
 
@@ -43,7 +44,29 @@ def _raises(call, kind=DesyncError) -> str:
     return str(caught.value)
 
 
-def different_parameters() -> None:
+def alone(check: Callable[[], None]) -> Callable[[], None]:
+    """Run the check on warm ranks (the first optimizer of a process imports for seconds) and clean up after it.
+
+    A gloo group with a broadcast that nobody answers ends only when the peers have gone or after its timeout: that wait
+    belongs to this test, not to the next.
+    """
+
+    @functools.wraps(check)
+    def test() -> None:
+        torch.optim.SGD([torch.zeros(1)], lr=0.1).step()
+        dist.barrier()
+        try:
+            check()
+        finally:
+            dist.destroy_process_group()
+            gc.collect()
+
+    return test
+
+
+@on_ranks(2, 4, timeout_s=60.0)
+@alone
+def test_other_parameters_on_one_rank_are_named() -> None:
     group, rank = _group(), dist.get_rank()
     for params, facts in [
         ([torch.zeros(3), torch.zeros(2 + (rank == 1))], ["rank 1", "(3,)", "(2,)", "parameter 1"]),
@@ -58,7 +81,9 @@ def different_parameters() -> None:
     _zero(group).step()  # nothing was left behind
 
 
-def one_rank_passes_nonsense() -> None:
+@on_ranks(2, 4, timeout_s=60.0)
+@alone
+def test_nonsense_of_one_rank_is_an_error_on_all() -> None:
     group, rank = _group(), dist.get_rank()
     params: Any = _params() if rank != 1 else []
     kind = ValueError if rank == 1 else DesyncError
@@ -68,7 +93,9 @@ def one_rank_passes_nonsense() -> None:
     _zero(group).step()
 
 
-def add_param_group_differs() -> None:
+@on_ranks(2, 4, timeout_s=60.0)
+@alone
+def test_another_group_on_one_rank_is_named() -> None:
     group, rank = _group(), dist.get_rank()
     zero = _zero(group)
     text = _raises(lambda: zero.add_param_group({"params": [torch.zeros(2 + (rank == 1))]}))
@@ -77,7 +104,9 @@ def add_param_group_differs() -> None:
     zero.step()
 
 
-def add_param_group_on_a_subset() -> None:
+@on_ranks(2, 4, timeout_s=60.0)
+@alone
+def test_a_group_that_some_ranks_add_is_an_error_on_all() -> None:
     """Rank 1 steps instead: everybody learns of it, rank 1 included."""
     group, rank = _group(), dist.get_rank()
     zero = _zero(group)
@@ -88,7 +117,9 @@ def add_param_group_on_a_subset() -> None:
     assert "add_param_group: rank(s) 1 of" in text
 
 
-def sharded_parameters_are_refused() -> None:
+@on_ranks(2, 4, timeout_s=60.0)
+@alone
+def test_sharded_parameters_are_refused() -> None:
     """State of shards is sharded already; every rank is told, in whichever way they are passed."""
     sharded = fully_shard(torch.nn.Linear(8, 8))
     whole = replicate(torch.nn.Linear(8, 8))
@@ -112,7 +143,9 @@ def sharded_parameters_are_refused() -> None:
     assert "parameter 4" in text
 
 
-def different_calls() -> None:
+@on_ranks(2, 4, timeout_s=60.0)
+@alone
+def test_other_calls_on_one_rank_are_named() -> None:
     group, rank = _group(), dist.get_rank()
     zero = _zero(group)
     if rank == 1:
@@ -124,7 +157,9 @@ def different_calls() -> None:
     zero.step()
 
 
-def step_on_a_subset() -> None:
+@on_ranks(2, 4, timeout_s=60.0)
+@alone
+def test_a_step_that_some_ranks_make_is_an_error() -> None:
     group, rank = _group(), dist.get_rank()
     zero = _zero(group)
     zero.step()
@@ -137,7 +172,9 @@ def step_on_a_subset() -> None:
     assert "step() number 2" in text
 
 
-def one_rank_skipped_a_step() -> None:
+@on_ranks(2, 4, timeout_s=60.0)
+@alone
+def test_a_skipped_step_is_found_at_the_next_agreement() -> None:
     """Found at the next agreement even where nothing hangs: two ranks may step in turns by chance."""
     group, rank = _group(), dist.get_rank()
     zero = _zero(group)
@@ -147,7 +184,9 @@ def one_rank_skipped_a_step() -> None:
     assert "rank 1: 1 step(s) so far" in text
 
 
-def closure_raises() -> None:
+@on_ranks(2, 4, timeout_s=60.0)
+@alone
+def test_a_closure_that_raises_is_an_error_on_all() -> None:
     for partition in ("whole", "even"):
         group, rank = _group(), dist.get_rank()
         zero = _zero(group, partition=partition)
@@ -173,7 +212,9 @@ class _FailsOnRankOne(torch.optim.SGD):
         return super().step(closure)
 
 
-def local_step_raises() -> None:
+@on_ranks(2, 4, timeout_s=60.0)
+@alone
+def test_a_local_step_that_raises_is_an_error_on_all() -> None:
     """Nobody waits for the timeout: waiting ranks look at the board every second."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     rank = dist.get_rank()
@@ -185,7 +226,9 @@ def local_step_raises() -> None:
     assert rank == 1 or "rank 1 raised MemoryError in step() number 1: out of memory" in text
 
 
-def thawed_on_one_rank() -> None:
+@on_ranks(2, 4, timeout_s=60.0)
+@alone
+def test_a_parameter_thawed_on_one_rank_is_named() -> None:
     group, rank = _group(), dist.get_rank()
     zero = _zero(group)
     zero.step()
@@ -195,7 +238,9 @@ def thawed_on_one_rank() -> None:
     assert "requires_grad changed" in text or "step() number 2" in text
 
 
-def not_a_member() -> None:
+@on_ranks(2, 4, timeout_s=60.0)
+@alone
+def test_a_rank_outside_the_group_is_told() -> None:
     group = dist.new_group([0])
     if dist.get_rank() == 0:
         _zero(group).step()
@@ -204,47 +249,11 @@ def not_a_member() -> None:
             _zero(group)
 
 
-def no_thread_is_left() -> None:
+@on_ranks(2, 4, timeout_s=60.0)
+@alone
+def test_no_thread_is_left() -> None:
     before = threading.active_count()
     zero = _zero(_group())
     assert zero.board.timeout_s == TIMEOUT_S
     zero.step()
     assert threading.active_count() == before
-
-
-CHECKS = [
-    different_parameters,
-    one_rank_passes_nonsense,
-    add_param_group_differs,
-    different_calls,
-    sharded_parameters_are_refused,
-    one_rank_skipped_a_step,
-    closure_raises,
-    not_a_member,
-    no_thread_is_left,
-    add_param_group_on_a_subset,
-    step_on_a_subset,
-    local_step_raises,
-    thawed_on_one_rank,
-]
-
-
-def run(check) -> None:
-    """Run the check on warm ranks (the first optimizer of a process imports for seconds) and clean up after it.
-
-    A gloo group with a broadcast that nobody answers ends only when the peers have gone or after its timeout: that wait
-    belongs to this test, not to the next.
-    """
-    torch.optim.SGD([torch.zeros(1)], lr=0.1).step()
-    dist.barrier()
-    try:
-        check()
-    finally:
-        dist.destroy_process_group()
-        gc.collect()
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("check", CHECKS)
-def test_errors(pool, check, num_ranks: int) -> None:
-    pool.run(run, num_ranks=num_ranks, timeout_s=60.0, check=check)

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import from_rank
+from helpers.ranks import on_ranks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardwise.api.zero import ZeroRedundancyOptimizer, _broadcast_object
+from shardwise import ZeroRedundancyOptimizer
 
 CPU = torch.device("cpu")
 
@@ -64,11 +66,13 @@ def _reference(num_epochs: int):
                 grads = [p.grad.detach().clone() for p in ddp.parameters()]
                 optim.step()
                 steps.append((grads, [p.detach().clone() for p in ddp.parameters()]))
-    found: Any = _broadcast_object(steps, last, dist.group.WORLD, CPU)
+    found: Any = from_rank(last, steps)
     return found
 
 
-def zero_join_with_set_gradients(partition: str) -> None:
+@on_ranks(2, 4)
+@pytest.mark.parametrize("partition", ["whole", "even"])
+def test_uneven_inputs_train_as_with_ddp_when_gradients_are_set(partition: str) -> None:
     rank, size, epochs = dist.get_rank(), dist.get_world_size(), 2
     steps = _reference(epochs)
     model = _model()
@@ -91,7 +95,9 @@ def zero_join_with_set_gradients(partition: str) -> None:
         torch.testing.assert_close(p, expected)
 
 
-def zero_join_with_ddp(partition: str) -> None:
+@on_ranks(2, 4)
+@pytest.mark.parametrize("partition", ["whole", "even"])
+def test_a_joined_rank_gets_the_gradients_of_its_share(partition: str) -> None:
     """Nobody sets gradients here: a joined rank gets those of its share from an active one."""
     rank = dist.get_rank()
     steps = _reference(1)
@@ -106,7 +112,8 @@ def zero_join_with_ddp(partition: str) -> None:
         assert torch.equal(p, expected)
 
 
-def zero_join_after_join() -> None:
+@on_ranks(2, 4)
+def test_steps_after_a_join_are_as_ever() -> None:
     """After the Join, and in a second one, steps are as ever."""
     model = _model()
     plain = copy.deepcopy(model)
@@ -130,7 +137,8 @@ def _step(model, optim) -> None:
     optim.step()
 
 
-def zero_join_throws() -> None:
+@on_ranks(2, 4)
+def test_early_termination_raises_on_every_rank() -> None:
     """With ``throw_on_early_termination`` every rank raises torch's errors."""
     model = _model()
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -138,19 +146,3 @@ def zero_join_throws() -> None:
     with pytest.raises(RuntimeError, match=match), Join([zero], throw_on_early_termination=True):
         for _ in range(3 + dist.get_rank()):
             _step(model, zero)
-
-
-CASES = [
-    (zero_join_with_set_gradients, {"partition": "whole"}),
-    (zero_join_with_set_gradients, {"partition": "even"}),
-    (zero_join_with_ddp, {"partition": "whole"}),
-    (zero_join_with_ddp, {"partition": "even"}),
-    (zero_join_after_join, {}),
-    (zero_join_throws, {}),
-]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_join(pool, num_ranks: int) -> None:
-    for check, kwargs in CASES:
-        pool.run(check, num_ranks=num_ranks, **kwargs)

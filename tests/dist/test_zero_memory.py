@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.compare import assert_equal
+from helpers.ranks import on_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardwise import ZeroRedundancyOptimizer
-from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from shardwise import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from shardwise.comm.carve import are_neighbours
 from shardwise.comm.owned import PACK_BELOW_BYTES
-from shardwise.testing import WorkerPool
 
 PARTITIONS = ("whole", "even")
 
@@ -63,11 +62,8 @@ def _train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
-def _assert_equal(model: torch.nn.Module, expected: list[torch.Tensor]) -> None:
-    assert [i for i, (a, b) in enumerate(zip(model.parameters(), expected, strict=True)) if not torch.equal(a, b)] == []
-
-
-def parameters_are_like_any(folder: str) -> None:
+@on_ranks(2)
+def test_parameters_are_like_any(tmp_path: Path) -> None:
     for partition in PARTITIONS:
         model = _model()
         _zero(model, partition)
@@ -79,7 +75,7 @@ def parameters_are_like_any(folder: str) -> None:
             assert stream.tell() < p.numel() * 4 + 4096
             assert torch.equal(pickle.loads(pickle.dumps(p)), p)
             assert torch.equal(copy.deepcopy(p), p)
-        path = f"{folder}/{partition}"
+        path = str(tmp_path / partition)
         dcp.async_save({"model": model.state_dict()}, checkpoint_id=path).result()
         blank = {"model": {name: torch.zeros_like(p) for name, p in model.state_dict().items()}}
         dcp.load(blank, checkpoint_id=path)
@@ -89,9 +85,15 @@ def parameters_are_like_any(folder: str) -> None:
         assert all(torch.equal(found[name], p) for found in gathered for name, p in model.state_dict().items())
 
 
-def aliases_stay_live() -> None:
+@on_ranks(2, 4)
+def test_aliases_of_parameters_stay_live() -> None:
     """Taken before the optimizer was made, or between any changes of what trains and where it lies."""
-    ways = (lambda p: p.data, lambda p: p.detach(), lambda p: p.detach().permute(*range(p.dim())), lambda p: p.detach().numpy())
+    ways = (
+        lambda p: p.data,
+        lambda p: p.detach(),
+        lambda p: p.detach().permute(*range(p.dim())),
+        lambda p: p.detach().numpy(),
+    )
     for partition, way in product(PARTITIONS, ways):
         model, plain = _model(), _model()
         aliases = [(p, way(p)) for p in list(model.parameters())[:3]]
@@ -105,7 +107,9 @@ def aliases_stay_live() -> None:
                 optimizer.zero_grad()
                 _backward(module, step)
                 optimizer.step()
-            if step == 4 and not isinstance(aliases[0][1], numpy.ndarray):  # arrays do not follow, of plain tensors neither
+            if step == 4 and not isinstance(
+                aliases[0][1], numpy.ndarray
+            ):  # arrays do not follow, of plain tensors neither
                 torch.nn.Module.share_memory(model[0])
             held = {id(p) for p, _ in aliases}
             aliases += [(p, way(p)) for p in model.parameters() if step in (0, 2, 6) and id(p) not in held]
@@ -117,7 +121,8 @@ def aliases_stay_live() -> None:
         assert model[0].weight.untyped_storage().is_shared() or isinstance(aliases[0][1], numpy.ndarray)
 
 
-def what_other_processes_see_is_not_moved() -> None:
+@on_ranks(2, 4)
+def test_what_other_processes_see_is_not_moved() -> None:
     for partition in PARTITIONS:
         model = _model()
         zero = _zero(model, partition)
@@ -128,10 +133,11 @@ def what_other_processes_see_is_not_moved() -> None:
         _train(model, zero, range(2, 4))
         assert [p.data_ptr() for p in model[3].parameters()] == addresses
         assert all(p.is_shared() for p in model[3].parameters())
-        _assert_equal(model, _expected(4))
+        assert_equal(model.parameters(), _expected(4))
 
 
-def what_is_held_is_not_moved_and_the_rest_is_packed() -> None:
+@on_ranks(2, 4)
+def test_what_is_held_is_not_moved_and_the_rest_is_packed() -> None:
     for partition in PARTITIONS:
         model = _model()
         params = list(model.parameters())
@@ -144,17 +150,20 @@ def what_is_held_is_not_moved_and_the_rest_is_packed() -> None:
         if partition == "even":
             assert are_neighbours([p.detach() for p in moved])
         _train(model, zero, range(3))
-        _assert_equal(model, _expected(3))
+        assert_equal(model.parameters(), _expected(3))
 
 
-def ranks_may_hold_different_things() -> None:
+@on_ranks(2, 4)
+def test_ranks_may_hold_different_aliases() -> None:
     """A rank that keeps a state dict sends and receives the same messages as the others."""
     rank = dist.get_rank()
     for partition in PARTITIONS:
         model = _model()
         kept = {0: model.state_dict(), 1: list(model.state_dict().values())[1:4]}.get(rank)
         zero = _zero(model, partition)
-        sizes = [(call.owner, sum(tensor.numel() for tensor in call.tensors)) for call in zero.stepper.layout.broadcasts]
+        sizes = [
+            (call.owner, sum(tensor.numel() for tensor in call.tensors)) for call in zero.stepper.layout.broadcasts
+        ]
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, sizes)
         assert all(other == sizes for other in every), every
@@ -166,12 +175,13 @@ def ranks_may_hold_different_things() -> None:
         model[3].bias.requires_grad_(False)
         model[3].bias.requires_grad_(True)
         _train(model, zero, range(4, 6))
-        _assert_equal(model, _expected(6))
+        assert_equal(model.parameters(), _expected(6))
         for name, p in model.state_dict().items():
             assert kept is None or not isinstance(kept, dict) or torch.equal(kept[name], p)
 
 
-def overlapped_steps_find_parameters_where_they_are() -> None:
+@on_ranks(2, 4)
+def test_overlapped_steps_find_parameters_where_they_are() -> None:
     for partition, make_hook, reduce in product(
         PARTITIONS, (hook_with_zero_step, hook_with_zero_step_interleaved), ("all", "owner")
     ):
@@ -188,7 +198,8 @@ def overlapped_steps_find_parameters_where_they_are() -> None:
         assert kept is None or all(torch.equal(kept[name], p) for name, p in model.state_dict().items())
 
 
-def frozen_parameters_with_gradients_move_on_all_ranks() -> None:
+@on_ranks(2, 4)
+def test_frozen_parameters_with_gradients_move_on_all_ranks() -> None:
     """A plain optimizer updates them as long as a gradient is there; owners must not do so alone."""
     for partition, bucket_view in product(PARTITIONS, (False, True)):
         model, plain = _model(), _model()
@@ -200,16 +211,17 @@ def frozen_parameters_with_gradients_move_on_all_ranks() -> None:
             optimizer.step()
             optimizer.step()
             _train(module, optimizer, range(1, 3))
-        _assert_equal(model, [p.detach() for p in plain.parameters()])
+        assert_equal(model.parameters(), [p.detach() for p in plain.parameters()])
 
 
-def sharded_state_is_saved_in_the_background(folder: str) -> None:
+@on_ranks(2)
+def test_sharded_state_is_saved_in_the_background(tmp_path: Path) -> None:
     for partition in PARTITIONS:
         model = _model()
         zero = _zero(model, partition)
         _train(model, zero, range(2))
         names = dict(model.named_parameters())
-        path = f"{folder}/{partition}"
+        path = str(tmp_path / partition)
         state = zero.sharded(names).state_dict()
         dcp.async_save({"optimizer": state}, checkpoint_id=path).result()
         for other_state in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
@@ -224,25 +236,4 @@ def sharded_state_is_saved_in_the_background(folder: str) -> None:
         dcp.load({"optimizer": other.sharded(dict(again.named_parameters()), loading=True)}, checkpoint_id=path)
         again.load_state_dict(model.state_dict())
         _train(again, other, range(2, 4))
-        _assert_equal(again, _expected(4))
-
-
-CHECKS = (
-    aliases_stay_live,
-    what_other_processes_see_is_not_moved,
-    what_is_held_is_not_moved_and_the_rest_is_packed,
-    ranks_may_hold_different_things,
-    overlapped_steps_find_parameters_where_they_are,
-    frozen_parameters_with_gradients_move_on_all_ranks,
-)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_memory_of_parameters(pool: WorkerPool, check: Any) -> None:
-    for num_ranks in (2, 4):
-        pool.run(check, num_ranks=num_ranks)
-
-
-@pytest.mark.parametrize("check", [parameters_are_like_any, sharded_state_is_saved_in_the_background])
-def test_parameters_and_state_travel(pool: WorkerPool, tmp_path: Path, check: Any) -> None:
-    pool.run(check, num_ranks=2, folder=str(tmp_path))
+        assert_equal(again.parameters(), _expected(4))

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.compare import assert_equal
+from helpers.ranks import on_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
-from shardwise.api.zero import ZeroRedundancyOptimizer
-from shardwise.errors import ShardwiseError
+from shardwise import ShardwiseError, ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from shardwise.testing import WorkerPool
 
 NUM_STEPS = 4
@@ -57,11 +57,6 @@ def _values(module: torch.nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in module.parameters()]
 
 
-def _assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor], what: object) -> None:
-    wrong = [(i, tuple(a.shape)) for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)]
-    assert wrong == [], f"{what}: parameters {wrong} differ"
-
-
 def _train(module: torch.nn.Module, before_step: Callable[[], None], step: Callable[[], Any]) -> list[torch.Tensor]:
     for batch in _batches(dist.get_rank()):
         module.zero_grad()
@@ -98,7 +93,8 @@ def _summed_in_rank_order() -> list[torch.Tensor]:
     return _train(model, average, torch.optim.AdamW(model.parameters(), **OPTIONS).step)
 
 
-def hooks_that_reduce_to_all() -> None:
+@on_ranks(2, 4)
+def test_memory_order_changes_nothing_with_hooks_that_reduce_to_all() -> None:
     for bucket_view, static_graph in product((False, True), repeat=2):
         ddp_options = {"gradient_as_bucket_view": bucket_view, "static_graph": static_graph}
         expected = _with_ddp(**ddp_options)
@@ -109,10 +105,11 @@ def hooks_that_reduce_to_all() -> None:
             )
             ddp.register_comm_hook(None, make_hook(allreduce_hook, ddp, zero))
             found = _train(ddp, _nothing, _nothing)
-            _assert_equal(found, expected, (make_hook.__name__, partition, ddp_options))
+            assert_equal(found, expected, (make_hook.__name__, partition, ddp_options))
 
 
-def hooks_that_reduce_to_owners() -> None:
+@on_ranks(2, 4)
+def test_memory_order_changes_nothing_with_hooks_that_reduce_to_owners() -> None:
     expected = _summed_in_rank_order()
     for bucket_view, static_graph in product((False, True), repeat=2):
         ddp_options = {"gradient_as_bucket_view": bucket_view, "static_graph": static_graph}
@@ -123,10 +120,11 @@ def hooks_that_reduce_to_owners() -> None:
             )
             ddp.register_comm_hook(None, make_hook(None, ddp, zero, reduce="owner"))
             found = _train(ddp, _nothing, _nothing)
-            _assert_equal(found, expected, (make_hook.__name__, partition, ddp_options))
+            assert_equal(found, expected, (make_hook.__name__, partition, ddp_options))
 
 
-def a_hook_that_returns_new_memory() -> None:
+@on_ranks(2, 4)
+def test_a_hook_may_return_new_memory() -> None:
     def to_new_memory(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return allreduce_hook(state, bucket).then(lambda done: done.value().clone())
 
@@ -137,10 +135,11 @@ def a_hook_that_returns_new_memory() -> None:
             ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, partition=partition, **OPTIONS
         )
         ddp.register_comm_hook(None, make_hook(to_new_memory, ddp, zero))
-        _assert_equal(_train(ddp, _nothing, _nothing), expected, (make_hook.__name__, partition))
+        assert_equal(_train(ddp, _nothing, _nothing), expected, (make_hook.__name__, partition))
 
 
-def steps_after_backward() -> None:
+@on_ranks(2, 4)
+def test_memory_order_changes_nothing_in_steps_after_backward() -> None:
     expected = _with_ddp()
     for partition, bucket_view, views in product(PARTITIONS, (False, True), (False, True)):
         ddp = _ddp(gradient_as_bucket_view=views)
@@ -149,11 +148,12 @@ def steps_after_backward() -> None:
             ddp.parameters(), torch.optim.AdamW, partition=partition, parameters_as_bucket_view=bucket_view, **OPTIONS
         )
         strides = [p.stride() for p in ddp.parameters()]
-        _assert_equal(_train(ddp, _nothing, zero.step), expected, (partition, bucket_view, views))
+        assert_equal(_train(ddp, _nothing, zero.step), expected, (partition, bucket_view, views))
         assert [p.stride() for p in ddp.parameters()] == strides
 
 
-def reduced_to_owners_without_ddp() -> None:
+@on_ranks(2, 4)
+def test_memory_order_changes_nothing_without_ddp() -> None:
     expected = _summed_in_rank_order()
     for partition, bucket_view in product(PARTITIONS, (False, True)):
         model = Net()
@@ -161,10 +161,11 @@ def reduced_to_owners_without_ddp() -> None:
             model.parameters(), torch.optim.AdamW, partition=partition, parameters_as_bucket_view=bucket_view, **OPTIONS
         )
         found = _train(model, zero.reduce_gradients, zero.step)
-        _assert_equal(found, expected, (partition, bucket_view))
+        assert_equal(found, expected, (partition, bucket_view))
 
 
-def uneven_inputs() -> None:
+@on_ranks(2, 4)
+def test_memory_order_changes_nothing_for_uneven_inputs() -> None:
     """In Join a joined rank's share is updated with the gradients of an active one."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -189,10 +190,11 @@ def uneven_inputs() -> None:
                 ddp.zero_grad()
                 ddp(batch).square().mean().backward()
                 zero.step()
-        _assert_equal(_values(ddp), expected, partition)
+        assert_equal(_values(ddp), expected, partition)
 
 
-def consolidated_and_loaded() -> None:
+@on_ranks(2, 4)
+def test_state_of_any_memory_order_is_consolidated_and_loaded() -> None:
     """State goes to a plain optimizer and back, and training goes on to the same bits."""
     expected = _with_ddp()
     for saver, loader in product(("plain", *PARTITIONS), repeat=2):
@@ -205,7 +207,7 @@ def consolidated_and_loaded() -> None:
             ddp.zero_grad()
             ddp(batch).square().mean().backward()
             optimizer.step()
-        _assert_equal(_values(ddp), expected, (saver, loader))
+        assert_equal(_values(ddp), expected, (saver, loader))
 
 
 def _make(kind: str, module: torch.nn.Module) -> Any:
@@ -225,7 +227,8 @@ def _passed_on(saver: Any, loader: Any) -> Any:
     return loader
 
 
-def a_changed_order_is_refused() -> None:
+@on_ranks(2, 4)
+def test_a_changed_order_is_refused() -> None:
     """DDP has laid out its buckets by then."""
     for make_hook in (hook_with_zero_step, hook_with_zero_step_interleaved):
         ddp = _ddp()
@@ -235,32 +238,6 @@ def a_changed_order_is_refused() -> None:
         ddp.module.second.to(memory_format=torch.contiguous_format)
         with pytest.raises(ShardwiseError, match="DDP and the hook"):
             _train(ddp, _nothing, _nothing)
-
-
-CHECKS = [
-    a_changed_order_is_refused,
-    hooks_that_reduce_to_all,
-    hooks_that_reduce_to_owners,
-    a_hook_that_returns_new_memory,
-    steps_after_backward,
-    reduced_to_owners_without_ddp,
-    uneven_inputs,
-    consolidated_and_loaded,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_any_memory_order_trains_alike(pool: WorkerPool, check: Callable[[], None]) -> None:
-    pool.run(check, num_ranks=4)
-
-
-def _all_in_one_world() -> None:
-    for check in CHECKS:
-        check()
-
-
-def test_any_memory_order_trains_alike_on_two_ranks(pool: WorkerPool) -> None:
-    pool.run(_all_in_one_world, num_ranks=2)
 
 
 def _same_batch_steps(model: torch.nn.Module, optimizer: Any, indices: range) -> None:

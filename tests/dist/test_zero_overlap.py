@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import assert_equal
+from helpers.ranks import on_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
-from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 
 NUM_STEPS = 5
 SGD_OPTIONS = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.001}
@@ -71,11 +72,8 @@ def _train_overlapped(
     return found
 
 
-def _assert_equal(found, expected) -> None:
-    assert [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)] == []
-
-
-def ddp_zero_overlap() -> None:
+@on_ranks(2, 4)
+def test_overlapped_steps_equal_ddp_with_a_local_optimizer() -> None:
     """16 combinations per number of ranks, 32 in all; parity with DDP and a local optimizer from the first step on."""
     start = list(_model().parameters())
     for bucket_view, static_graph in product(*[[False, True]] * 2):
@@ -86,10 +84,11 @@ def ddp_zero_overlap() -> None:
             found = _train_overlapped(
                 make_hook, ddp_options=ddp_options, hook_options={"shard_buckets": shard_buckets}, **SGD_OPTIONS
             )
-            _assert_equal(found, expected)
+            assert_equal(found, expected)
 
 
-def any_optimizer() -> None:
+@on_ranks(2, 4)
+def test_any_optimizer_may_overlap() -> None:
     """No functional twin needed: groups, options that change, both partitions."""
     cases = [
         (torch.optim.AdamW, {"lr": 1e-3}),
@@ -104,10 +103,11 @@ def any_optimizer() -> None:
             for partition in ("whole", "even"):
                 extra = {"partition": partition, "parameters_as_bucket_view": partition == "even"}
                 found = _train_overlapped(make_hook, optimizer_class, scheduler=True, **extra, **options)
-                _assert_equal(found, expected)
+                assert_equal(found, expected)
 
 
-def equal_to_no_overlap() -> None:
+@on_ranks(2, 4)
+def test_overlap_changes_no_bit() -> None:
     """Bitwise between overlap_with_ddp False and True, with a hook that compresses too."""
     for hook in (allreduce_hook, fp16_compress_hook):
         results = []
@@ -116,10 +116,11 @@ def equal_to_no_overlap() -> None:
             zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, overlap_with_ddp=overlap, lr=1e-3)
             ddp.register_comm_hook(None, hook_with_zero_step_interleaved(hook, ddp, zero) if overlap else hook)
             results.append(_train(ddp, zero, steps_itself=not overlap))
-        _assert_equal(*results)
+        assert_equal(*results)
 
 
-def warmup_skip() -> None:
+@on_ranks(2, 4)
+def test_warmup_may_skip_the_steps_that_torch_skips() -> None:
     for static_graph in (False, True):
         ddp = _ddp(_model(), static_graph=static_graph)
         zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
@@ -135,7 +136,8 @@ def warmup_skip() -> None:
         assert zero.num_steps == NUM_STEPS - first
 
 
-def reduce_to_owner() -> None:
+@on_ranks(2, 4)
+def test_gradients_may_go_to_owners_alone() -> None:
     """Gradients only on their owners, the others' freed, the same result."""
     expected = _train_plain(torch.optim.AdamW, lr=1e-3)
     model = _model()
@@ -157,12 +159,13 @@ def reduce_to_owner() -> None:
         found = _train(ddp, zero, steps_itself=False)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-        _assert_equal(found, without_ddp)  # sums are in rank order, however gradients are cut into messages
+        assert_equal(found, without_ddp)  # sums are in rank order, however gradients are cut into messages
         own = {id(local.param) for local in zero.local_pieces if local.is_param}
         assert [bool(p.grad.parts) for p in zero.all_params] == [id(p) in own for p in zero.all_params]
 
 
-def unused_and_accumulated() -> None:
+@on_ranks(2, 4)
+def test_unused_parameters_stay_and_accumulated_gradients_count() -> None:
     """A parameter nobody used does not change; gradients of no_sync() are part of the step."""
 
     class Net(torch.nn.Module):
@@ -192,11 +195,12 @@ def unused_and_accumulated() -> None:
             if make_hook is None:
                 optim.step()
         results.append([p.detach().clone() for p in ddp.parameters()])
-    _assert_equal(results[1], results[0])
-    _assert_equal(results[2], results[0])
+    assert_equal(results[1], results[0])
+    assert_equal(results[2], results[0])
 
 
-def join_overlapped() -> None:
+@on_ranks(2, 4)
+def test_a_joined_rank_steps_its_share() -> None:
     """A rank that ran out of inputs, after one already, plays DDP's buckets and steps its share with them."""
     rank, size = dist.get_rank(), dist.get_world_size()
     results = []
@@ -224,18 +228,19 @@ def join_overlapped() -> None:
         results.append(last)
     for way, found in zip(ways, results, strict=True):
         if way is not None and way[1] == "all":
-            _assert_equal(found, results[0])
+            assert_equal(found, results[0])
         for a, b in zip(found, results[0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def refused_arguments() -> None:
+@on_ranks(2, 4)
+def test_wrong_arguments_are_refused() -> None:
     ddp = _ddp(_model())
     no_overlap = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     zero = ZeroRedundancyOptimizer(list(ddp.parameters())[:2], torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
     before = copy.deepcopy(list(ddp.parameters()))
     assert zero.step() is None
-    _assert_equal(list(ddp.parameters()), before)
+    assert_equal(list(ddp.parameters()), before)
     for args, match in [
         ((no_overlap, {}), "overlap_with_ddp=True"),
         ((zero, {"reduce": "owner"}), "not in the ZeroRedundancyOptimizer"),
@@ -249,21 +254,3 @@ def refused_arguments() -> None:
         hook_with_zero_step(None, unused, whole, reduce="owner")
     with pytest.raises(ValueError, match="reduces by itself"):
         hook_with_zero_step(fp16_compress_hook, ddp, zero, reduce="owner")
-
-
-CHECKS = [
-    ddp_zero_overlap,
-    any_optimizer,
-    equal_to_no_overlap,
-    warmup_skip,
-    reduce_to_owner,
-    unused_and_accumulated,
-    join_overlapped,
-    refused_arguments,
-]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("check", CHECKS)
-def test_overlap(pool, check, num_ranks: int) -> None:
-    pool.run(check, num_ranks=num_ranks)

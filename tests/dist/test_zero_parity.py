@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import average_gradients
+from helpers.ranks import on_ranks
+from helpers.sharded import share
 
-from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise import ZeroRedundancyOptimizer
 
 NUM_STEPS = 10
 ELEMENTWISE: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
@@ -54,14 +57,6 @@ class Net(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-def _average(gradients: list[torch.Tensor]) -> None:
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
-
-
 def parity(optimizer_class, options: dict[str, Any], partitions: tuple[str, ...]) -> None:
     matrices_only = partitions == ("whole",)
     tokens = torch.randint(0, 11, (NUM_STEPS, 4 * dist.get_world_size(), 3), generator=torch.Generator().manual_seed(1))
@@ -79,8 +74,8 @@ def parity(optimizer_class, options: dict[str, Any], partitions: tuple[str, ...]
             if model is plain:
                 model(batch).backward()
             else:
-                model(batch.chunk(dist.get_world_size())[dist.get_rank()]).backward()
-                _average([p.grad for p in optim.all_params])
+                model(share(batch)).backward()
+                average_gradients(model)
             optim.step()
     for model, _ in runs[1:]:
         for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -90,20 +85,16 @@ def parity(optimizer_class, options: dict[str, Any], partitions: tuple[str, ...]
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def elementwise_parity() -> None:
+@on_ranks(2, 4)
+def test_elementwise_optimizers_equal_one_process() -> None:
     for optimizer_class, options in ELEMENTWISE:
         parity(optimizer_class, options, ("whole", "even"))
 
 
-def whole_parity() -> None:
+@on_ranks(2, 4)
+def test_optimizers_of_whole_matrices_equal_one_process() -> None:
     for optimizer_class, options in WHOLE_ONLY:
         parity(optimizer_class, options, ("whole",))
         params = list(Net(matrices_only=True).parameters())
         with pytest.raises(ValueError, match=r"partition='even' .*use partition='whole'"):
             ZeroRedundancyOptimizer(params, optimizer_class, partition="even", **options)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("check", [elementwise_parity, whole_parity])
-def test_parity_with_one_process(pool, check, num_ranks: int) -> None:
-    pool.run(check, num_ranks=num_ranks)

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.compare import from_rank
+from helpers.ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.api.zero import ZeroRedundancyOptimizer, _broadcast_object
-
-CPU = torch.device("cpu")
+from shardwise import ZeroRedundancyOptimizer
 
 
 def _model() -> torch.nn.Module:
@@ -51,11 +51,12 @@ def _make(kind: str, model: torch.nn.Module) -> Any:
 def _full_state(kind: str, optim: Any, to: int) -> Any:
     if kind != "plain":
         optim.consolidate_state_dict(to=to)
-        return _broadcast_object(optim.state_dict() if dist.get_rank() == to else None, to, dist.group.WORLD, CPU)
+        return from_rank(to, optim.state_dict() if dist.get_rank() == to else None)
     return optim.state_dict()
 
 
-def exchange() -> None:
+@on_ranks(2, 4)
+def test_state_of_any_partition_and_of_plain_optimizers_is_exchanged() -> None:
     """Any of plain, torch's, whole and even loads what any other saves, and goes on as if nothing happened."""
     reference = _model()
     plain = _make("plain", reference)
@@ -122,7 +123,8 @@ class PeakBytes(TorchDispatchMode):
         self.live -= size
 
 
-def streaming() -> None:
+@on_ranks(2, 4)
+def test_consolidation_takes_one_tensor_beside_the_target() -> None:
     """Peak extra memory: the state on the target, one tensor elsewhere; the second time nothing moves."""
     for partition in ("whole", "even"):
         params = [torch.ones(256, 256 + 8 * i, requires_grad=True) for i in range(6)]
@@ -154,7 +156,8 @@ def streaming() -> None:
             zero.state_dict()
 
 
-def refused_loads() -> None:
+@on_ranks(2, 4)
+def test_state_that_does_not_fit_is_refused() -> None:
     model = _model()
     zero = _make("even", model)
     good = _make("plain", model).state_dict()
@@ -169,7 +172,8 @@ def refused_loads() -> None:
         zero.load_state_dict(factored)
 
 
-def strange_memory() -> None:
+@on_ranks(2, 4)
+def test_state_keeps_shape_and_values_in_any_memory_order() -> None:
     """Channels-last and transposed parameters: states keep shape and values, in whichever partition."""
     for partition, bucket_view in product(("whole", "even"), (False, True)):
         torch.manual_seed(0)
@@ -193,7 +197,8 @@ def strange_memory() -> None:
                 assert torch.allclose(zero.state_dict()["state"][index]["exp_avg"], adam.state[p]["exp_avg"])
 
 
-def torch_does_not_step_for_state() -> None:
+@on_ranks(2, 4)
+def test_torch_does_not_step_for_state() -> None:
     """torch's functions make state by a step on zeros where they see none: they must see it, on every rank."""
     for partition, params in product(("whole", "even"), (_groups, lambda model: [*model.parameters()][:1])):
         model = _model()
@@ -201,7 +206,7 @@ def torch_does_not_step_for_state() -> None:
         assert not zero.state
         for index in range(2):
             _step(model, zero, index)
-        before = copy.deepcopy([values for values in zero.optim.state.values()])
+        before = copy.deepcopy(list(zero.optim.state.values()))
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
             get_optimizer_state_dict(model, zero)
         assert zero.num_steps == 2
@@ -215,12 +220,6 @@ def torch_does_not_step_for_state() -> None:
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
             get_optimizer_state_dict(model, again)
         assert again.num_steps == 0
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("check", [exchange, streaming, refused_loads, strange_memory, torch_does_not_step_for_state])
-def test_state(pool, check, num_ranks: int) -> None:
-    pool.run(check, num_ranks=num_ranks)
 
 
 def _save(path: str, kind: str, by_name: bool) -> None:

@@ -8,16 +8,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from helpers.inside import Recorder, engine_of
+from helpers.sharded import build_sharded
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise import fully_shard
-from shardwise.engine import engine as engines
-from shardwise.engine.attachment import attachment_of
-from shardwise.engine.engine import Engine
-from shardwise.events import Event
 from shardwise.plan.memory import peak_bytes
-from shardwise.testing.models import Block, build, units_of
+from shardwise.testing.models import Block
 
 
 @contextmanager
@@ -29,42 +26,19 @@ def standing_for(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def sharded(name: str) -> nn.Module:
-    model = build(name)
-    for module in units_of(name, model):
-        fully_shard(module)
-    return fully_shard(model)
-
-
-def engine_of(model: nn.Module) -> Engine:
-    attachment = attachment_of(model)
-    assert attachment is not None
-    engine = engines.engine_of(attachment.unit)
-    assert engine is not None
-    return engine
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def on_event(self, event: Event) -> None:
-        self.events.append(event)
-
-
 @pytest.mark.parametrize("name", ["plain", "tied"])
 def test_every_rank_plans_the_same_and_does_it(name: str) -> None:
     fingerprints = set()
     for rank in (0, 1, 5, 7):
         with standing_for(rank, 8):
-            model = sharded(name)
+            model = build_sharded(name)
             batch = torch.zeros(4, dtype=torch.int64) if name == "tied" else torch.zeros(4, 7)
             for _ in range(2):
                 model(batch).sum().backward()
-            engine, recorder = engine_of(model), Recorder()
+            engine = engine_of(model)
             plan = engine.journal.plan
             assert plan is not None
-            engine.journal.instruments.append(recorder)
+            recorder = Recorder(engine)
             engine.pool.reset_peak()
             model(batch).sum().backward()
             assert tuple(recorder.events) == plan.calls
@@ -90,7 +64,7 @@ def test_shards_of_a_thousand_ranks_tile_the_parameters() -> None:
 
 def test_the_engine_gives_everything_back_after_an_exception() -> None:
     with standing_for(3, 8):
-        model = sharded("plain")
+        model = build_sharded("plain")
         handle = model[1].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(torch.zeros(2, 7))

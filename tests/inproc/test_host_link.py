@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from helpers.links import make_links
 
+from shardwise import TransportError
 from shardwise.comm.links import host as shm
-from shardwise.comm.links.host import Host, HostLink
+from shardwise.comm.links.host import HostLink
 from shardwise.comm.links.link import SpanKind
-from shardwise.comm.links.segment import HEADER_BYTES, Segment
-from shardwise.errors import TransportError
 
 FORWARD, BACKWARD = 0, shm._IN_BACKWARD
-
-
-def make_links(num_ranks: int = 2) -> list[HostLink]:
-    segments = tuple(Segment.create(HEADER_BYTES + 4096) for _ in range(num_ranks))
-    pids = (os.getpid(),) * num_ranks
-    hosts = [Host(segments, pids, rank, lambda rank, number: []) for rank in range(num_ranks)]
-    return [HostLink(host, HEADER_BYTES, 64, timeout_s=5.0) for host in hosts]
 
 
 class Script:
@@ -42,7 +34,7 @@ class Script:
 
 def link_beside(*scenes: tuple[int, dict[int, int]]) -> HostLink:
     """Return the link of rank 1; rank 0 is a script."""
-    link = make_links()[1]
+    link = make_links(timeout_s=5.0)[1]
     link._words = (Script(*scenes), link._words[1])  # type: ignore[assignment]
     return link
 
@@ -106,7 +98,7 @@ def test_a_peer_in_another_kind_of_span_is_a_desync() -> None:
 @pytest.mark.parametrize("times", [(1, 1, 1), (3, 1, 1), (1, 2, 3)], ids=str)
 def test_ranks_that_leave_by_exceptions_meet_again(num_ranks: int, times: tuple[int, ...]) -> None:
     """Also when one has left, tried again and left again before another has noticed."""
-    links = make_links(num_ranks)
+    links = make_links(num_ranks, timeout_s=5.0)
     assert open_all(links, "backward") == [True] * num_ranks
     for link, number in zip(links, times, strict=False):
         for _ in range(number):
@@ -121,7 +113,7 @@ def test_ranks_that_leave_by_exceptions_meet_again(num_ranks: int, times: tuple[
 
 @pytest.mark.usefixtures("_quick")
 def test_every_rank_names_the_one_that_was_late_not_the_one_that_gave_up() -> None:
-    links = make_links(3)
+    links = make_links(3, timeout_s=5.0)
     links[0]._timeout_s = 0.3  # of 5: it gives up first
 
     def open_link(link: HostLink) -> str:

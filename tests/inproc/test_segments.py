@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.links import SEGMENT_BYTES, make_links
 
+from shardwise import TransportError
 from shardwise.comm.alive import Liveness, announce, is_gone, read_post
-from shardwise.comm.links.host import Host, HostLink
 from shardwise.comm.links.segment import HEADER_BYTES, NUM_WORDS, Segment
-from shardwise.errors import TransportError
-
-NUM_BYTES = HEADER_BYTES + 4096
 
 
 @pytest.fixture
@@ -36,9 +34,9 @@ def num_fds() -> int:
 
 
 def test_a_segment_opened_by_its_address_is_the_same_memory() -> None:
-    mine = Segment.create(NUM_BYTES)
+    mine = Segment.create(SEGMENT_BYTES)
     theirs = Segment.open(mine.address)
-    assert (theirs.token, theirs.num_bytes, len(theirs.words)) == (mine.token, NUM_BYTES, NUM_WORDS)
+    assert (theirs.token, theirs.num_bytes, len(theirs.words)) == (mine.token, SEGMENT_BYTES, NUM_WORDS)
     assert not any(mine.words)
     mine.words[0], mine.words[NUM_WORDS - 1] = 7, -(1 << 60)
     assert (theirs.words[0], theirs.words[NUM_WORDS - 1]) == (7, -(1 << 60))
@@ -51,7 +49,7 @@ def test_a_segment_opened_by_its_address_is_the_same_memory() -> None:
 
 
 def test_a_tensor_starts_its_own_storage_and_keeps_the_memory() -> None:
-    segment = Segment.create(NUM_BYTES)
+    segment = Segment.create(SEGMENT_BYTES)
     tensor = segment.tensor(HEADER_BYTES + 64, 3, torch.bfloat16)
     assert (tensor.storage_offset(), tuple(tensor.shape), tensor.dtype) == (0, (3,), torch.bfloat16)
     assert segment.tensor(HEADER_BYTES, 0, torch.int64).shape == (0,)
@@ -65,13 +63,13 @@ def test_a_tensor_starts_its_own_storage_and_keeps_the_memory() -> None:
     "change",
     [
         lambda address: dataclasses.replace(address, token="00" * 16),
-        lambda address: dataclasses.replace(address, num_bytes=NUM_BYTES + 4096),
+        lambda address: dataclasses.replace(address, num_bytes=SEGMENT_BYTES + 4096),
         lambda address: dataclasses.replace(address, fd=1 << 20),
     ],
     ids=["token", "size", "descriptor"],
 )
 def test_what_is_not_the_segment_meant_is_not_opened(change: Callable[..., object]) -> None:
-    segment = Segment.create(NUM_BYTES)
+    segment = Segment.create(SEGMENT_BYTES)
     before = num_fds()
     with pytest.raises(OSError, match=r"has another file there|No such file"):
         Segment.open(change(segment.address))  # type: ignore[arg-type]
@@ -80,12 +78,12 @@ def test_what_is_not_the_segment_meant_is_not_opened(change: Callable[..., objec
 
 def test_a_process_that_is_gone_has_no_segment(gone_pid: int) -> None:
     with pytest.raises(FileNotFoundError):
-        Segment.open(dataclasses.replace(Segment.create(NUM_BYTES).address, pid=gone_pid))
+        Segment.open(dataclasses.replace(Segment.create(SEGMENT_BYTES).address, pid=gone_pid))
 
 
 def test_descriptors_are_closed_with_the_memory() -> None:
     before = num_fds()
-    segment = Segment.create(NUM_BYTES)
+    segment = Segment.create(SEGMENT_BYTES)
     other = Segment.open(segment.address)
     tensor = segment.tensor(HEADER_BYTES, 1, torch.float32)
     assert num_fds() > before
@@ -138,21 +136,15 @@ def test_processes_of_other_hosts_and_containers_are_not_looked_for(
     assert not is_gone(store, 1)
 
 
-def make_links(pids: list[int]) -> list[HostLink]:
-    segments = tuple(Segment.create(NUM_BYTES) for _ in pids)
-    hosts = [Host(segments, tuple(pids), rank, lambda rank, number: []) for rank in range(len(pids))]
-    return [HostLink(host, HEADER_BYTES, 0, timeout_s=60.0) for host in hosts]
-
-
 def test_a_link_names_the_rank_that_is_gone_not_the_one_that_left_because_of_it(gone_pid: int) -> None:
-    links = make_links([os.getpid(), os.getpid(), gone_pid])
+    links = make_links(pids=[os.getpid(), os.getpid(), gone_pid])
     links[1].segments[1].words[0] = 1  # rank 1 has left a span by an exception
     with pytest.raises(TransportError, match="rank 2 is gone; rank 0 was on its way to the start of a forward"):
         links[0].open("forward", False)
 
 
 def test_a_link_names_a_rank_that_left_alone() -> None:
-    links = make_links([os.getpid()] * 3)
+    links = make_links(3)
     links[1].segments[1].words[0] = 1
     with pytest.raises(TransportError, match="rank 1 left the forward or backward by an exception"):
         links[0].open("forward", False)

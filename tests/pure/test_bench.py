@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise import ConfigError
 from shardwise.cli import bench as bench_command
 from shardwise.cli.bench_args import BenchRequest, read_bench_request
 from shardwise.cli.main import build_parser, main
-from shardwise.errors import ConfigError
 from shardwise.recipes.bench.chart import COLORS, draw_chart
 from shardwise.recipes.bench.contenders import CONTENDERS, choose_names
 from shardwise.recipes.bench.figures import LOSS_TOLERANCE, RankMemory, Row, find_wrong_losses, largest, make_rows

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise import ConfigError
 from shardwise.cli.launch import check_extras
 from shardwise.cli.main import build_parser, main
 from shardwise.cli.train_args import read_train_request
-from shardwise.errors import ConfigError
 from shardwise.recipes.config import PRESETS, TrainConfig, config_to_json
 
 SMALL = ["--layers", "1", "--width", "8", "--heads", "2", "--context", "8"]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import LayoutError
+from shardwise import LayoutError
 from shardwise.layout.bucket import build_bucket
 from shardwise.layout.shard import ChunkShard
 

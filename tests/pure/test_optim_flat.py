@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise import ConfigError
-from shardwise.api.sharded_optimizer import ShardedOptimizer
+from shardwise import ConfigError, ShardedOptimizer
 from shardwise.optim.elementwise import MANY_LAYOUTS, ElementwiseStep
 from shardwise.optim.flat import Found, can_merge, find_joins, in_memory_order, make_run, merge_states, split_state
 from shardwise.optim.forms import in_form, is_flat, unflattened

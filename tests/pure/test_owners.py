@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import ConfigError
+from shardwise import ConfigError
 from shardwise.layout.even import boxes, even_pieces, even_ranges
 from shardwise.layout.owners import add_loads, assign_owners, whole_pieces
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import StateError
+from shardwise import StateError
 from shardwise.events import Op
 from shardwise.plan.cost import Link, communication_s
 from shardwise.plan.memory import peak_bytes, unsharded_bytes

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import ConfigError
+from shardwise import ConfigError
 from shardwise.recipes.config import (
     PRESETS,
     RESUME_MAY_CHANGE,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import ConfigError
+from shardwise import ConfigError
 from shardwise.recipes.text import (
     Source,
     Windows,

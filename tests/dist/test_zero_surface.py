@@ -1,4 +1,4 @@
-"""The seed's tests of ZeroRedundancyOptimizer, method by method, on gloo and CPU."""
+"""What torch's own tests ask of ZeroRedundancyOptimizer, under their names, on gloo and CPU."""
 
 import copy
 from contextlib import nullcontext
@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import average_gradients, from_rank
+from helpers.ranks import on_ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import SGD, Adam, AdamW
 
-from shardwise.api.zero import ZeroRedundancyOptimizer, _broadcast_object
-
-CPU = torch.device("cpu")
+from shardwise import ZeroRedundancyOptimizer
 
 
 class SGDWithStepKWArg(SGD):
@@ -32,7 +32,8 @@ class SGDWithoutClosure(SGD):
         return super().step()
 
 
-def state_dict() -> None:
+@on_ranks(1)
+def test_state_dict() -> None:
     x = torch.tensor([1.0], requires_grad=True)
     o = ZeroRedundancyOptimizer([x], optimizer_class=SGD, lr=0.1, momentum=0.9)
     x.backward()
@@ -67,7 +68,8 @@ def state_dict() -> None:
     assert o.param_groups[0]["params"][0].device == x.device
 
 
-def lr_scheduler() -> None:
+@on_ranks(1, 2, 4)
+def test_lr_scheduler() -> None:
     x, x2 = (torch.tensor([1.0], requires_grad=True) for _ in range(2))
     o, o2 = ZeroRedundancyOptimizer([x], optimizer_class=SGD, lr=0.01), SGD([x2], lr=0.01)
     s, s2 = (torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in (o, o2))
@@ -89,7 +91,8 @@ def lr_scheduler() -> None:
     assert x.item() != 1.0
 
 
-def groups_put_in_place_of_the_old_are_followed() -> None:
+@on_ranks(1, 2, 4)
+def test_groups_put_in_place_of_the_old_are_followed() -> None:
     x = torch.tensor([1.0], requires_grad=True)
     o = ZeroRedundancyOptimizer([x], optimizer_class=SGD, lr=0.1)
     o.param_groups = [{**o.param_groups[0], "lr": 0.5}]
@@ -99,7 +102,8 @@ def groups_put_in_place_of_the_old_are_followed() -> None:
     assert o.param_groups[0]["lr"] == 0.5
 
 
-def step_with_kwargs() -> None:
+@on_ranks(1, 2, 4)
+def test_step_with_kwargs() -> None:
     kwarg: list[Any] = []
     x = torch.tensor([1.0], requires_grad=True)
     o = ZeroRedundancyOptimizer([x], optimizer_class=SGDWithStepKWArg, lr=0.1)
@@ -109,7 +113,8 @@ def step_with_kwargs() -> None:
     assert x.item() == pytest.approx(0.9)
 
 
-def step_with_extra_inner_key() -> None:
+@on_ranks(1, 2, 4)
+def test_step_with_extra_inner_key() -> None:
     x = torch.tensor([1.0], requires_grad=True)
     o = ZeroRedundancyOptimizer([x], optimizer_class=SGDWithNewKey, lr=0.1)
     x.backward()
@@ -118,7 +123,8 @@ def step_with_extra_inner_key() -> None:
     assert x.item() == pytest.approx(0.9)
 
 
-def step_without_closure() -> None:
+@on_ranks(1, 2, 4)
+def test_step_without_closure() -> None:
     x = torch.tensor([1.0], requires_grad=True)
     o = ZeroRedundancyOptimizer([x], optimizer_class=SGDWithoutClosure, lr=0.1)
     x.backward()
@@ -126,7 +132,8 @@ def step_without_closure() -> None:
     assert x.item() == pytest.approx(0.9)
 
 
-def zero_grad() -> None:
+@on_ranks(1, 2, 4)
+def test_zero_grad() -> None:
     for partition in ("whole", "even"):
         torch.manual_seed(0)  # the same gradients on all ranks
         x = torch.rand(1)
@@ -142,7 +149,8 @@ def zero_grad() -> None:
         assert m.bias.grad is None
 
 
-def constructor() -> None:
+@on_ranks(1, 2, 4)
+def test_constructor() -> None:
     m = torch.nn.Sequential(torch.nn.Linear(5, 10), torch.nn.Linear(10, 10), torch.nn.Linear(10, 10))
     weights, biases = [layer.weight for layer in m], [layer.bias for layer in m]
     inputs = [
@@ -168,7 +176,8 @@ def constructor() -> None:
             ZeroRedundancyOptimizer(m.parameters(), SGD, **options)
 
 
-def functional_optimizers() -> None:
+@on_ranks(1, 2, 4)
+def test_functional_optimizers() -> None:
     from torch.distributed.optim.functional_adam import _FunctionalAdam
 
     x = [torch.ones(2, requires_grad=True)]
@@ -177,7 +186,8 @@ def functional_optimizers() -> None:
     assert type(ZeroRedundancyOptimizer(x, _FunctionalAdam, overlap_with_ddp=True, lr=0.1).optim) is Adam
 
 
-def same_dense_param_type() -> None:
+@on_ranks(1, 2, 4)
+def test_same_dense_param_type() -> None:
     sparse = torch.sparse_coo_tensor(size=(2, 3))
     for params in (
         [sparse],
@@ -190,35 +200,8 @@ def same_dense_param_type() -> None:
         ZeroRedundancyOptimizer([torch.zeros(1), torch.zeros(1, dtype=torch.double)], optimizer_class=SGD, lr=0.01)
 
 
-SINGLE_RANK = [
-    state_dict,
-    lr_scheduler,
-    groups_put_in_place_of_the_old_are_followed,
-    step_with_kwargs,
-    step_with_extra_inner_key,
-    step_without_closure,
-    zero_grad,
-    constructor,
-    functional_optimizers,
-    same_dense_param_type,
-]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("check", SINGLE_RANK)
-def test_single_rank(pool, check, num_ranks: int) -> None:
-    if check is state_dict and num_ranks > 1:
-        return  # reads rank 0's local state; collect_shards is its counterpart
-    pool.run(check, num_ranks=num_ranks)
-
-
-def _average(model: torch.nn.Module) -> None:
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
-
-
-def step() -> None:
+@on_ranks(2, 4)
+def test_step() -> None:
     x = torch.tensor([float(dist.get_rank() + 1)])
     m = torch.nn.Linear(1, 1)
     m.weight.data, m.bias.data = torch.tensor([[1.0]]), torch.tensor([2.0])
@@ -226,14 +209,15 @@ def step() -> None:
     o, o_zero = SGD(m.parameters(), lr=0.01), ZeroRedundancyOptimizer(m_zero.parameters(), SGD, lr=0.01)
     for model, optimizer in ((m, o), (m_zero, o_zero)):
         model(x).backward(x)
-        _average(model)
+        average_gradients(model)
         optimizer.step()
     assert torch.equal(m.weight, m_zero.weight)
     assert torch.equal(m.bias, m_zero.bias)
     assert m.weight.item() != 1.0
 
 
-def step_with_closure() -> None:
+@on_ranks(2, 4)
+def test_step_with_closure() -> None:
     for bucket_view in (False, True):
         for partition in ("whole", "even"):
             x = torch.tensor([float(dist.get_rank() + 1)])
@@ -245,7 +229,7 @@ def step_with_closure() -> None:
                 m.parameters(), SGD, parameters_as_bucket_view=bucket_view, partition=partition, lr=0.1
             )
             m(x).backward(x)
-            _average(m)
+            average_gradients(m)
 
             def closure(o=o, m=m, x=x, target=target, loss_fn=loss_fn):
                 o.zero_grad()
@@ -255,13 +239,14 @@ def step_with_closure() -> None:
 
             loss = o.step(closure=closure)
             assert loss.item() == 1.0
-            # As in the seed, the closure's gradients are not averaged: the owner's own decide.
+            # As in torch's test, the closure's gradients are not averaged: the owner's own decide.
             owner = next(p.owner for p in o.pieces if p.tensor == 0)
             assert torch.allclose(m.weight, torch.tensor([[1.0 + 0.1 * (owner + 1)]]))
             assert torch.allclose(m.bias, torch.tensor([2.1]))
 
 
-def sharding() -> None:
+@on_ranks(2, 4)
+def test_sharding() -> None:
     sizes = [9, 7, 5, 3]
     params = [torch.rand(size, 1) for size in sizes * dist.get_world_size()]
     o = ZeroRedundancyOptimizer(params, optimizer_class=SGD, lr=0.01)
@@ -271,7 +256,8 @@ def sharding() -> None:
     assert sorted(x.numel() for x in theirs.optim.param_groups[0]["params"]) == mine
 
 
-def add_param_group() -> None:
+@on_ranks(2, 4)
+def test_add_param_group() -> None:
     sizes = [9, 7, 5, 3]
     params = [torch.rand(size, 1, requires_grad=True) for size in (sizes * dist.get_world_size())[:-1]]
     o = ZeroRedundancyOptimizer(params, optimizer_class=SGD, lr=0.01)
@@ -290,7 +276,8 @@ def add_param_group() -> None:
     assert before <= {local.piece for local in o.local_pieces}
 
 
-def multiple_param_groups() -> None:
+@on_ranks(2, 4)
+def test_multiple_param_groups() -> None:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(5, 10), torch.nn.Linear(10, 10), torch.nn.Linear(10, 5)]
     models = [torch.nn.Sequential(*layers)]
@@ -320,7 +307,8 @@ def multiple_param_groups() -> None:
                 torch.testing.assert_close(p, params[-1])
 
 
-def collect_shards() -> None:
+@on_ranks(2, 4)
+def test_collect_shards() -> None:
     torch.manual_seed(0)
     target, inputs = torch.rand(3, 5), torch.rand(3, 20)
     for partition in ("whole", "even"):
@@ -344,13 +332,14 @@ def collect_shards() -> None:
         else:
             with pytest.raises(RuntimeError, match="consolidate"):
                 optimizer.state_dict()
-        saved = _broadcast_object(saved, src_rank=0, group=dist.group.WORLD, device=CPU)
+        saved = from_rank(0, saved)
         optimizer.load_state_dict(saved)
         for local in optimizer.local_pieces:
             assert "momentum_buffer" in optimizer.optim.state[local.tensor]
 
 
-def local_optimizer_parity() -> None:
+@on_ranks(2, 4)
+def test_local_optimizer_parity() -> None:
     for optimizer_class in (Adam, AdamW, SGD):
         for maximize in (False, True):
             _one_parity(optimizer_class, maximize)
@@ -381,13 +370,14 @@ def _one_parity(optimizer_class, maximize) -> None:
     before = optims[0].state_dict()
     optims[1].consolidate_state_dict(to=0)
     states = [before, optims[1].state_dict() if dist.get_rank() == 0 else {}]
-    saved: Any = _broadcast_object(states[1], 0, dist.group.WORLD, CPU)
+    saved: Any = from_rank(0, states[1])
     optims[0].load_state_dict(saved)
     optims[1].load_state_dict(before)
     train(3)
 
 
-def frozen_then_thawed() -> None:
+@on_ranks(2, 4)
+def test_frozen_then_thawed() -> None:
     for partition in ("whole", "even"):
         for bucket_view in (False, True):
             torch.manual_seed(0)
@@ -414,7 +404,8 @@ def frozen_then_thawed() -> None:
                     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def model_parallel() -> None:
+@on_ranks(2, 4)
+def test_model_parallel() -> None:
     """Two devices per rank: on a CPU-only machine both are the CPU, in two dtypes so that they do not mix."""
     for bucket_view in (False, True):
         for partition in ("whole", "even"):
@@ -441,30 +432,7 @@ def model_parallel() -> None:
             assert isinstance(zero.join_device, torch.device)
 
 
-def _without_group() -> str:
-    with pytest.raises(RuntimeError) as caught:
+@on_ranks(1, backend="none")
+def test_without_a_process_group_it_says_what_to_call() -> None:
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\)"):
         ZeroRedundancyOptimizer([torch.zeros(1)], SGD, lr=0.1)
-    return str(caught.value)
-
-
-def test_without_a_process_group_it_says_what_to_call(pool) -> None:
-    assert all("init_process_group()" in text for text in pool.run(_without_group, num_ranks=1, backend="none"))
-
-
-SEVERAL_RANKS = [
-    step,
-    step_with_closure,
-    sharding,
-    add_param_group,
-    multiple_param_groups,
-    collect_shards,
-    local_optimizer_parity,
-    frozen_then_thawed,
-    model_parallel,
-]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("check", SEVERAL_RANKS)
-def test_several_ranks(pool, check, num_ranks: int) -> None:
-    pool.run(check, num_ranks=num_ranks)

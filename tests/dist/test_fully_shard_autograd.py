@@ -1,4 +1,4 @@
-"""The autograd behaviour that torch's FSDP2 tests ask for (seed 004), method by method; names are the seed's."""
+"""The autograd behaviour that torch's own tests ask of fully_shard, under their names."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import dataclasses
 import functools
 import itertools
 
-import pytest
 import torch
 import torch.distributed as dist
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.testing._internal.common_fsdp import MLP, DoubleLinear, check_sharded_parity
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer
 
 from shardwise import fully_shard
-from shardwise.testing import WorkerPool
 
 check = TestCase()
 
@@ -60,14 +59,14 @@ def run_unused(part: str) -> None:
             check_sharded_parity(check, reference, model)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_unused_forward_output(pool: WorkerPool, num_ranks: int) -> None:
-    pool.run(run_unused, part="output", num_ranks=num_ranks)
+@on_ranks(2, 4)
+def test_unused_forward_output() -> None:
+    run_unused(part="output")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_unused_forward_module(pool: WorkerPool, num_ranks: int) -> None:
-    pool.run(run_unused, part="module", num_ranks=num_ranks)
+@on_ranks(2, 4)
+def test_unused_forward_module() -> None:
+    run_unused(part="module")
 
 
 Pair = collections.namedtuple("Pair", ["x", "others"])
@@ -105,7 +104,8 @@ class Boxed(nn.Module):
         return make(self.linear(x))
 
 
-def run_containers() -> None:
+@on_ranks(2)
+def test_nontensor_activations_and_views() -> None:
     for kind, in_place in itertools.product(CONTAINERS, (False, True)):
         make, take = CONTAINERS[kind]
         torch.manual_seed(42)
@@ -128,11 +128,8 @@ def run_containers() -> None:
             model.zero_grad()
 
 
-def test_nontensor_activations_and_views(pool: WorkerPool) -> None:
-    pool.run(run_containers, num_ranks=2)
-
-
-def run_post_acc_grad_hook_runs() -> None:
+@on_ranks(2)
+def test_post_acc_grad_hook_runs() -> None:
     counts: dict[str, int] = collections.defaultdict(int)
 
     def hook(name: str, param: torch.Tensor) -> None:
@@ -148,11 +145,8 @@ def run_post_acc_grad_hook_runs() -> None:
     assert counts == {name: 1 for name, _ in model.named_parameters()}
 
 
-def test_post_acc_grad_hook_runs(pool: WorkerPool) -> None:
-    pool.run(run_post_acc_grad_hook_runs, num_ranks=2)
-
-
-def run_post_acc_grad_hook_optim_parity() -> None:
+@on_ranks(2)
+def test_post_acc_grad_hook_optim_parity() -> None:
     torch.manual_seed(42)
     args = ModelArgs(dropout_p=0.0)
     model = Transformer(args)
@@ -186,7 +180,3 @@ def run_post_acc_grad_hook_optim_parity() -> None:
         assert torch.equal(ref_loss, loss)
         for left, right in zip(reference.parameters(), model.parameters(), strict=True):
             assert torch.equal(left.to_local(), right.to_local())
-
-
-def test_post_acc_grad_hook_optim_parity(pool: WorkerPool) -> None:
-    pool.run(run_post_acc_grad_hook_optim_parity, num_ranks=2)

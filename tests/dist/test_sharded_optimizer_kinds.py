@@ -1,19 +1,18 @@
-"""Seed 002: the two test methods of torch's ShardedOptimizer, on gloo and CPU, and more kinds of shards."""
+"""Every kind of parameter in one ShardedOptimizer; what torch's own tests ask of the class, under their names, first."""
 
 from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
-import torch.distributed as dist
+from helpers.ranks import on_ranks
+from helpers.sharded_tensors import cut, set_gradients
 from torch import nn, optim
 from torch.distributed._shard import shard_parameter, sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from shardwise.api.sharded_optimizer import ShardedOptimizer
-from shardwise.testing import WorkerPool
+from shardwise import ShardedOptimizer
 
 
 def _spec(dim: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> ChunkShardingSpec:
@@ -21,7 +20,7 @@ def _spec(dim: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> ChunkShardingSpec:
 
 
 class ShardedModel(nn.Module):
-    """The seed's: a plain parameter and, with a spec, a ShardedTensor of 20 x 10 (5 rows a rank)."""
+    """A plain parameter and, with a spec, a ShardedTensor of 20 x 10 (5 rows a rank)."""
 
     def __init__(self, spec: ChunkShardingSpec | None = None) -> None:
         super().__init__()
@@ -39,7 +38,7 @@ class ShardedModel(nn.Module):
 
 
 class ShardedLinear(nn.Module):
-    """The seed's: two linears, the weights of which are cut row-wise and column-wise."""
+    """Two linears, the weights of which are cut row-wise and column-wise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +55,8 @@ class ShardedLinear(nn.Module):
         return self.linear2(self.gelu(self.linear1(inp)))
 
 
-def sharded_optim() -> None:
+@on_ranks(4)
+def test_sharded_optim() -> None:
     local_model = ShardedModel()
     sharded_model = ShardedModel(spec=_spec(0))
     sharded_model.sharded_param.local_shards()[0].tensor = local_model.sharded_param.detach().clone().requires_grad_()
@@ -84,7 +84,8 @@ def sharded_optim() -> None:
     assert sharded_model.sharded_param.local_shards()[0].tensor.grad is None
 
 
-def named_params_with_sharded_tensor() -> None:
+@on_ranks(4)
+def test_named_params_with_sharded_tensor() -> None:
     model = ShardedModel(spec=_spec(0))
     assert sorted(dict(model.named_parameters())) == ["param", "sharded_param"]
     linear = ShardedLinear()
@@ -107,7 +108,7 @@ def _kinds() -> dict[str, torch.Tensor]:
     for name, spec in _specs().items():
         st = sharded_tensor.rand(spec, *wholes[name].shape)
         for shard in st.local_shards():
-            shard.tensor = _cut(wholes[name], shard.metadata).clone().requires_grad_()
+            shard.tensor = cut(wholes[name], shard.metadata).clone().requires_grad_()
         found[name] = st.requires_grad_() if "few" in name else nn.Parameter(st)  # torch cannot wrap two empty shards
     for name, dim in (("rows", 0), ("few_rows", 0), ("columns", 1), ("vector", 0)):
         found[name] = nn.Parameter(distribute_tensor(wholes[name], mesh, [Shard(dim)]))
@@ -141,37 +142,18 @@ def _wholes() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def _cut(whole: torch.Tensor, metadata) -> torch.Tensor:
-    for dim, (start, size) in enumerate(zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)):
-        whole = whole.narrow(dim, min(start, whole.size(dim)), size)
-    return whole
-
-
-def _set_gradients(params: dict[str, torch.Tensor], wholes: dict[str, torch.Tensor], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for name, whole in wholes.items():
-        gradient = torch.randn(whole.shape, generator=generator)
-        param = params[name]
-        if isinstance(param, sharded_tensor.ShardedTensor):
-            for shard in param.local_shards():
-                shard.tensor.grad = _cut(gradient, shard.metadata).clone()
-        elif isinstance(param, DTensor):
-            param.grad = distribute_tensor(gradient, param.device_mesh, param.placements)
-        else:
-            param.grad = gradient
-
-
 def _assert_equal(params: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     for name, param in params.items():
         if isinstance(param, sharded_tensor.ShardedTensor):
             for shard in param.local_shards():
-                assert torch.equal(shard.tensor, _cut(expected[name], shard.metadata)), name
+                assert torch.equal(shard.tensor, cut(expected[name], shard.metadata)), name
         else:
             whole = param.full_tensor() if isinstance(param, DTensor) else param
             assert torch.equal(whole, expected[name]), name
 
 
-def mixes() -> None:
+@on_ranks(4)
+def test_one_optimizer_may_hold_every_kind_of_parameter() -> None:
     """One optimizer over every kind at once moves each as the plain optimizer moves the whole."""
     for kind, options in ((optim.SGD, {"lr": 0.1, "momentum": 0.9}), (optim.AdamW, {"lr": 0.1})):
         params = _kinds()
@@ -179,8 +161,10 @@ def mixes() -> None:
         found = ShardedOptimizer(params, kind, **options)
         expected = kind(list(plain.values()), **options)
         for step in range(3):
-            _set_gradients(params, plain, step)
-            _set_gradients(plain, plain, step)
+            generator = torch.Generator().manual_seed(step)
+            gradients = {name: torch.randn(whole.shape, generator=generator) for name, whole in plain.items()}
+            for each in (params, plain):
+                set_gradients(each, gradients)
             found.step()
             expected.step()
         _assert_equal(params, plain)
@@ -199,16 +183,3 @@ def mixes() -> None:
         assert all(
             not shard.tensor.grad.any() for n in _specs() for shard in params[n].local_shards() if shard.tensor.numel()
         )
-
-
-CASES = {case.__name__: case for case in (sharded_optim, named_params_with_sharded_tensor, mixes)}
-
-
-def _run(case: str) -> None:
-    assert dist.get_world_size() == 4
-    CASES[case]()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_seed(pool: WorkerPool, case: str) -> None:
-    pool.run(_run, num_ranks=4, case=case)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch import nn
 
 import shardwise.comm.links.send_recv
 import shardwise.layout.bucket
 from shardwise import set_default_transport
+from shardwise.comm.links.link import Transport
 from shardwise.engine import engine as engines
 from shardwise.engine.attachment import attachment_of
-from shardwise.comm.links.link import Transport
 from shardwise.engine.engine import Engine
+from shardwise.events import Call, Event
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -43,3 +45,40 @@ def over(transport: Transport) -> Iterator[None]:
         yield
     finally:
         set_default_transport("auto")
+
+
+class Recorder:
+    """Hears what an engine does from when it is made."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.events: list[Event] = []
+        engine.journal.instruments.append(self)
+
+    @property
+    def calls(self) -> list[Call]:
+        return [event for event in self.events if isinstance(event, Call)]
+
+    def on_event(self, event: Event) -> None:
+        self.events.append(event)
+
+
+@contextmanager
+def counted(*names: str) -> Iterator[list[str]]:
+    """Return the names of those of the collectives ``names`` of torch.distributed that the body issues, in their order."""
+    calls: list[str] = []
+    originals = {name: getattr(dist, name) for name in names}
+
+    def counting(name: str) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            calls.append(name)
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counting(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)

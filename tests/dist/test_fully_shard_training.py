@@ -1,4 +1,4 @@
-"""The training behaviour that torch's FSDP2 tests ask for (seed 003), method by method; names are the seed's."""
+"""The training behaviour that torch's own tests ask of fully_shard, under their names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.compare import average_gradients
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -38,18 +39,11 @@ from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs
 from torch.utils.checkpoint import checkpoint as checkpoint_function
 
 from shardwise import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
-from shardwise.testing import WorkerPool
 
 check = TestCase()
 c10d_ops, funcol = torch.ops.c10d, torch.ops.c10d_functional
 Reshard = bool | int
 WRAPPER_PREFIX = ("_checkpoint_wrapped_module.",)
-
-
-def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    for param in model.parameters():
-        if param.grad is not None:
-            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=group)
 
 
 def same_losses(losses: list[torch.Tensor]) -> None:
@@ -78,7 +72,8 @@ def delayed(names: tuple[str, ...], is_on: bool) -> Iterator[None]:
             setattr(dist, name, original)
 
 
-def run_to_float64_after_init() -> None:
+@on_ranks(2)
+def test_to_float64_after_init() -> None:
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -108,10 +103,6 @@ def run_to_float64_after_init() -> None:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
-def test_to_float64_after_init(pool: WorkerPool) -> None:
-    pool.run(run_to_float64_after_init, num_ranks=2)
-
-
 def train_beside(
     reference: nn.Module, model: nn.Module, inputs: Callable[[], torch.Tensor], steps: int = 10, **adam: object
 ) -> None:
@@ -127,7 +118,8 @@ def train_beside(
         same_losses(losses)
 
 
-def run_single_group() -> None:
+@on_ranks(2, 4)
+def test_train_parity_single_group() -> None:
     for first, second in (((16, 15), (15, 8)), ((7, 15), (15, 3))):
         torch.manual_seed(42)
         model = nn.Sequential(nn.Linear(*first), nn.ReLU(), nn.Linear(*second))
@@ -138,16 +130,19 @@ def run_single_group() -> None:
         train_beside(reference, model, lambda inp=inp: inp)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_train_parity_single_group(pool: WorkerPool, num_ranks: int) -> None:
-    pool.run(run_single_group, num_ranks=num_ranks)
+def delays_of(compiled: bool) -> list[tuple[bool, ...]]:
+    """Return what is delayed, of forward, gathers, reductions, steps: everything that may be on two ranks, each on four."""
+    every = list(itertools.product((False, True), repeat=4))
+    if compiled:
+        return every[:1]
+    return every if dist.get_world_size() == 2 else [delays for delays in every if sum(delays) in (0, 1, 4)]
 
 
 def run_multi_group(reshards: list[Reshard], offloads: list[OffloadPolicy], compiled: bool = False) -> None:
     if compiled:
         torch._dynamo.config.suppress_errors = False
     for reshard, offload in itertools.product(reshards, offloads):
-        for delays in itertools.product((False, True), repeat=4) if not compiled else [(False,) * 4]:
+        for delays in delays_of(compiled):
             torch.manual_seed(42)
             model = nn.Sequential(*(MLP(16, torch.device("cpu"), dim_multiplier=m) for m in (3, 1, 3)))
             reference = DistributedDataParallel(copy.deepcopy(model))
@@ -176,21 +171,24 @@ def run_multi_group(reshards: list[Reshard], offloads: list[OffloadPolicy], comp
                     same_losses(losses)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_train_parity_multi_group(pool: WorkerPool, num_ranks: int) -> None:
-    pool.run(run_multi_group, reshards=[True, False, 2], offloads=[OffloadPolicy()], num_ranks=num_ranks)
+@on_ranks(2, 4)
+def test_train_parity_multi_group() -> None:
+    run_multi_group(reshards=[True, False, 2], offloads=[OffloadPolicy()])
 
 
-def test_train_parity_multi_group_compiled_submodules(pool: WorkerPool) -> None:
-    pool.run(run_multi_group, reshards=[True], offloads=[OffloadPolicy()], compiled=True, num_ranks=2)
+@on_ranks(2)
+def test_train_parity_multi_group_compiled_submodules() -> None:
+    run_multi_group(reshards=[True], offloads=[OffloadPolicy()], compiled=True)
 
 
-def test_train_parity_multi_group_cpu_offload_eager(pool: WorkerPool) -> None:
+@on_ranks(2)
+def test_train_parity_multi_group_cpu_offload_eager() -> None:
     offloads = [CPUOffloadPolicy(pin_memory=True), CPUOffloadPolicy(pin_memory=False)]
-    pool.run(run_multi_group, reshards=[True], offloads=offloads, num_ranks=2)
+    run_multi_group(reshards=[True], offloads=offloads)
 
 
-def run_non_root_forward_backward() -> None:
+@on_ranks(2)
+def test_non_root_forward_backward() -> None:
     torch.manual_seed(42)
     model = nn.Sequential(*(MLP(32, torch.device("cpu")) for _ in range(3)))
     reference = copy.deepcopy(model)
@@ -213,10 +211,6 @@ def run_non_root_forward_backward() -> None:
     check.assertEqual(reference(inp).sum(), model(inp).sum())
 
 
-def test_non_root_forward_backward(pool: WorkerPool) -> None:
-    pool.run(run_non_root_forward_backward, num_ranks=2)
-
-
 class MultiForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +220,8 @@ class MultiForward(nn.Module):
         return self.outer(self.inner(x) + self.inner(x))
 
 
-def run_multi_forward_module() -> None:
+@on_ranks(2)
+def test_multi_forward_module() -> None:
     for reshard in (True, False, 2):
         torch.manual_seed(42)
         model = MultiForward()
@@ -236,10 +231,6 @@ def run_multi_forward_module() -> None:
         torch.manual_seed(42 + dist.get_rank())
         inp = torch.randn((32, 4))
         train_beside(reference, model, lambda inp=inp: inp)
-
-
-def test_multi_forward_module(pool: WorkerPool) -> None:
-    pool.run(run_multi_forward_module, num_ranks=2)
 
 
 def sharded_transformer(**args: object) -> tuple[nn.Module, Transformer, ModelArgs]:
@@ -253,7 +244,8 @@ def sharded_transformer(**args: object) -> tuple[nn.Module, Transformer, ModelAr
     return reference, model, model_args
 
 
-def run_explicit_prefetching() -> None:
+@on_ranks(2)
+def test_explicit_prefetching() -> None:
     reference, model, model_args = sharded_transformer(n_layers=8)
     layers = list(model.layers)
     for i, layer in enumerate(layers):
@@ -263,11 +255,12 @@ def run_explicit_prefetching() -> None:
     train_beside(reference, model, lambda: inp, steps=4)
 
 
-def test_explicit_prefetching(pool: WorkerPool) -> None:
-    pool.run(run_explicit_prefetching, num_ranks=2)
+class _Event:
+    """Stands for a recorded event: on CPU lanes have nothing to wait for."""
 
 
-def run_post_optim_event() -> None:
+@on_ranks(2)
+def test_post_optim_event() -> None:
     reference, model, model_args = sharded_transformer()
     ref_optim = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -287,14 +280,6 @@ def run_post_optim_event() -> None:
         same_losses(losses)
 
 
-class _Event:
-    """Stands for a recorded event: on CPU lanes have nothing to wait for."""
-
-
-def test_post_optim_event(pool: WorkerPool) -> None:
-    pool.run(run_post_optim_event, num_ranks=2)
-
-
 class CheckpointedBlock(nn.Module):
     def __init__(self, block: nn.Module, use_reentrant: bool) -> None:
         super().__init__()
@@ -304,8 +289,10 @@ class CheckpointedBlock(nn.Module):
         return checkpoint_function(self.block, *args, use_reentrant=self.use_reentrant)
 
 
-def run_activation_checkpointing() -> None:
-    for reshard, how in itertools.product((True, False, 2), ("composable", "utils", "reentrant", "wrapper")):
+@on_ranks(2, 4)
+def test_train_parity_with_activation_checkpointing() -> None:
+    reshards = (True, False, 2) if dist.get_world_size() == 2 else (True, 2)
+    for reshard, how in itertools.product(reshards, ("composable", "utils", "reentrant", "wrapper")):
         torch.manual_seed(42)
         args = ModelArgs(n_layers=3, dropout_p=0.0, checkpoint_activations=how == "utils")
         model = Transformer(args)
@@ -336,12 +323,8 @@ def run_activation_checkpointing() -> None:
                 each.zero_grad()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_train_parity_with_activation_checkpointing(pool: WorkerPool, num_ranks: int) -> None:
-    pool.run(run_activation_checkpointing, num_ranks=num_ranks)
-
-
-def run_shared_params() -> None:
+@on_ranks(2, 4)
+def test_train_parity_with_shared_params() -> None:
     for reshard, recomputes in itertools.product((False, True), repeat=2):
         torch.manual_seed(42)
         args = ModelArgs(n_layers=3, dropout_p=0.0, weight_tying=True)
@@ -356,82 +339,55 @@ def run_shared_params() -> None:
         train_beside(reference, model, lambda args=args: torch.randint(0, args.vocab_size, (2, 16)), steps=4)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_train_parity_with_shared_params(pool: WorkerPool, num_ranks: int) -> None:
-    pool.run(run_shared_params, num_ranks=num_ranks)
+NUM_MLPS, NUM_MICROBATCHES = 3, 3
+RESHARDS: tuple[Reshard, ...] = (True, False, 2)
 
 
-def run_gradient_accumulation() -> None:
-    size = dist.get_world_size()
-    meshes = [init_device_mesh("cpu", (size,))]
-    if size == 4:  # the 1-D mesh has had every mode with two ranks
-        meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))]
-    for mesh, reshard, mode, after_backward, offload, scatter_only in itertools.product(
-        meshes,
-        (True, False, 2),
-        ("all", "root_only", "some_mlps"),
-        (False, True),
-        (OffloadPolicy(), CPUOffloadPolicy()),
-        (False, True),
-    ):
-        if scatter_only and (mode != "all" or mesh.ndim == 1):
-            continue
-        accumulate(mesh, reshard, mode, after_backward, offload, scatter_only)
+def say_what_syncs(model: nn.Module, mode: str, is_last: bool) -> None:
+    if mode == "scatter_only":
+        model.set_requires_all_reduce(is_last)
+    elif mode == "some_mlps":
+        for mlp in model[: NUM_MLPS // 2]:
+            mlp.set_requires_gradient_sync(is_last, recurse=True)
+    else:
+        model.set_requires_gradient_sync(is_last, recurse=mode == "all")
 
 
-def accumulate(
-    mesh: DeviceMesh, reshard: Reshard, mode: str, after_backward: bool, offload: OffloadPolicy, scatter_only: bool
-) -> None:
+def expected_counts(mode: str, replicates: bool) -> tuple[int, int]:
+    """Return the reduce-scatters and all-reduces of a step; a root without parameters of its own reduces nothing."""
+    num_held = {"all": NUM_MLPS, "some_mlps": NUM_MLPS // 2}.get(mode, 0)
+    scatters = num_held + (NUM_MLPS - num_held) * NUM_MICROBATCHES
+    return scatters, (NUM_MLPS if mode == "scatter_only" else scatters) if replicates else 0
+
+
+def accumulate(mesh: DeviceMesh, mode: str, reshard: Reshard, after_backward: bool, offload: OffloadPolicy) -> None:
+    """Train beside one process; ``after_backward``: parameters are resharded after each backward, else after the last."""
+    rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(42)
-    batch, width, num_mlps, num_microbatches = 2, 4, 3, 3
-    model = nn.Sequential(*(MLP(width, torch.device("cpu"), dim_multiplier=3) for _ in range(num_mlps)))
+    model = nn.Sequential(*(MLP(4, torch.device("cpu"), dim_multiplier=3) for _ in range(NUM_MLPS)))
     reference = copy.deepcopy(model)
-    shard = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=reshard, offload_policy=offload)
-    for mlp in model:
-        shard(mlp)
-    shard(model)
+    for each in (*model, model):
+        fully_shard(each, mesh=mesh, reshard_after_forward=reshard, offload_policy=offload)
     optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (reference, model)]
     torch.manual_seed(1)
     for _ in range(2):
-        reduce_scatters = all_reduces = 0
-        for microbatch in range(num_microbatches):
-            is_last = microbatch == num_microbatches - 1
-            if scatter_only:
-                model.set_requires_all_reduce(is_last)
-            elif mode == "all":
-                model.set_requires_gradient_sync(is_last)
-            elif mode == "root_only":
-                model.set_requires_gradient_sync(is_last, recurse=False)
-            else:
-                for mlp in model[: num_mlps // 2]:
-                    mlp.set_requires_gradient_sync(is_last, recurse=True)
+        scatters = all_reduces = 0
+        for microbatch in range(NUM_MICROBATCHES):
+            is_last = microbatch == NUM_MICROBATCHES - 1
+            say_what_syncs(model, mode, is_last)
             if not after_backward:
                 model.set_reshard_after_backward(is_last)
-            inputs = torch.randn(batch * dist.get_world_size(), width)
-            losses = [
-                model(inputs.chunk(dist.get_world_size())[dist.get_rank()]).sum(),
-                reference(inputs).sum() / dist.get_world_size(),
-            ]
+            inputs = torch.randn(2 * size, 4)
+            losses = [model(inputs.chunk(size)[rank]).sum(), reference(inputs).sum() / size]
             with CommDebugMode() as comm:
                 losses[0].backward()
             losses[1].backward()
-            counts = comm.get_comm_counts()
-            reduce_scatters += counts[c10d_ops._reduce_scatter_base_]
-            all_reduces += counts[c10d_ops.allreduce_]
+            scatters += comm.get_comm_counts()[c10d_ops._reduce_scatter_base_]
+            all_reduces += comm.get_comm_counts()[c10d_ops.allreduce_]
             total = losses[0].detach().clone()
             dist.all_reduce(total, op=dist.ReduceOp.AVG)
             check.assertEqual(total, losses[1].detach())
-        expected = num_mlps  # a root without parameters of its own reduces nothing
-        if scatter_only or mode == "root_only":
-            expected *= num_microbatches
-        elif mode == "some_mlps":
-            num_held = num_mlps // 2
-            expected = num_held + (num_mlps - num_held) * num_microbatches
-        check.assertEqual(reduce_scatters, expected)
-        if mesh.ndim == 2:
-            check.assertEqual(all_reduces, num_mlps if scatter_only else expected)
-        else:
-            check.assertEqual(all_reduces, 0)
+        assert (scatters, all_reduces) == expected_counts(mode, mesh.ndim == 2)
         check_sharded_parity(check, reference, model)
         for optim in optims:
             optim.step()
@@ -439,12 +395,27 @@ def accumulate(
         check_sharded_parity(check, reference, model)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_gradient_accumulation(pool: WorkerPool, num_ranks: int) -> None:
-    pool.run(run_gradient_accumulation, num_ranks=num_ranks)
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["all", "root_only", "some_mlps"])
+def test_gradient_accumulation(mode: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    offloads = (OffloadPolicy(), CPUOffloadPolicy())
+    for reshard, after_backward, offload in itertools.product(RESHARDS, (False, True), offloads):
+        accumulate(mesh, mode, reshard, after_backward, offload)
 
 
-def run_1f1b_microbatching() -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("mode", ["all", "root_only", "some_mlps", "scatter_only"])
+def test_gradient_accumulation_over_replicas(mode: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for number, (reshard, after_backward) in enumerate(itertools.product(RESHARDS, (False, True))):
+        # In turns, so that offload meets every value of the others: two ranks have had all of both.
+        offload = CPUOffloadPolicy() if number in (0, 3, 4) else OffloadPolicy()
+        accumulate(mesh, mode, reshard, after_backward, offload)
+
+
+@on_ranks(2)
+def test_1f1b_microbatching() -> None:
     for explicit, after_backward in itertools.product((False, True), repeat=2):
         torch.manual_seed(42)
         args = ModelArgs(dropout_p=0.0)
@@ -475,10 +446,6 @@ def run_1f1b_microbatching() -> None:
         for optim in optims:
             optim.step()
         check_sharded_parity(check, reference, model)
-
-
-def test_1f1b_microbatching(pool: WorkerPool) -> None:
-    pool.run(run_1f1b_microbatching, num_ranks=2)
 
 
 @contextlib.contextmanager
@@ -514,16 +481,18 @@ def run_2d_mlp(with_pipeline_axis: bool) -> None:
             assert len(param.placements) == 2
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_train_parity_2d_mlp(pool: WorkerPool, num_ranks: int) -> None:
-    pool.run(run_2d_mlp, with_pipeline_axis=False, num_ranks=num_ranks, fresh=True)
+@on_ranks(2, 4, fresh=True)
+def test_train_parity_2d_mlp() -> None:
+    run_2d_mlp(with_pipeline_axis=False)
 
 
-def test_2d_mlp_with_nd_mesh(pool: WorkerPool) -> None:
-    pool.run(run_2d_mlp, with_pipeline_axis=True, num_ranks=4, fresh=True)
+@on_ranks(4, fresh=True)
+def test_2d_mlp_with_nd_mesh() -> None:
+    run_2d_mlp(with_pipeline_axis=True)
 
 
-def run_tp_with_fsdp_offloading() -> None:
+@on_ranks(2, fresh=True)
+def test_tp_with_fsdp_offloading() -> None:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(42)
     model = MLPStack(16)
@@ -554,10 +523,6 @@ def run_tp_with_fsdp_offloading() -> None:
         ref_optim.step()
 
 
-def test_tp_with_fsdp_offloading(pool: WorkerPool) -> None:
-    pool.run(run_tp_with_fsdp_offloading, num_ranks=2, fresh=True)
-
-
 def parallel_transformer(args: ModelArgs, mesh: DeviceMesh, sequence_parallel: bool) -> Transformer:
     torch.manual_seed(42)
     model = Transformer.parallelize(Transformer(args), mesh["tp"], sequence_parallel, local_output_for_attn=True)
@@ -566,7 +531,8 @@ def parallel_transformer(args: ModelArgs, mesh: DeviceMesh, sequence_parallel: b
     return fully_shard(model, mesh=mesh["dp"])
 
 
-def run_checkpoint_resume(folder: str) -> None:
+@on_ranks(2, 4, fresh=True)
+def test_train_parity_2d_transformer_checkpoint_resume(tmp_path: Path) -> None:
     size = dist.get_world_size()
     dp = 2 if size > 2 else 1
     mesh = init_device_mesh("cpu", (dp, size // dp), mesh_dim_names=("dp", "tp"))
@@ -586,7 +552,7 @@ def run_checkpoint_resume(folder: str) -> None:
             return loss.detach()
 
         step(model, optim, batches[0])
-        path = str(Path(folder) / str(number))
+        path = str(tmp_path / str(number))
         state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optim)}
         dcp.save(state, checkpoint_id=path)
         expected = [step(model, optim, batch) for batch in batches[1:]]
@@ -604,13 +570,8 @@ def run_checkpoint_resume(folder: str) -> None:
         assert all(torch.equal(left, right) for left, right in zip(expected_values, values, strict=True))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_train_parity_2d_transformer_checkpoint_resume(pool: WorkerPool, num_ranks: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        pool.run(run_checkpoint_resume, folder=folder, num_ranks=num_ranks, fresh=True)
-
-
-def run_hsdp() -> None:
+@on_ranks(2, 4)
+def test_train_parity_hsdp() -> None:
     size = dist.get_world_size()
     shards = 2 if size > 2 else 1
     mesh = init_device_mesh("cpu", (size // shards, shards), mesh_dim_names=("replicate", "shard"))
@@ -647,11 +608,6 @@ def run_hsdp() -> None:
             check_sharded_parity(check, reference, model)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_train_parity_hsdp(pool: WorkerPool, num_ranks: int) -> None:
-    pool.run(run_hsdp, num_ranks=num_ranks)
-
-
 class VisionTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -673,7 +629,8 @@ class Projected(nn.Module):
         return self.projector(self.vit.forward_features(imgs))
 
 
-def run_register_forward_method() -> None:
+@on_ranks(2)
+def test_register_fsdp_forward_method() -> None:
     torch.manual_seed(42)
     model = Projected()
     reference = copy.deepcopy(model)
@@ -691,7 +648,3 @@ def run_register_forward_method() -> None:
             loss.backward()
         average_gradients(reference)
         check_sharded_parity(check, reference, each)
-
-
-def test_register_fsdp_forward_method(pool: WorkerPool) -> None:
-    pool.run(run_register_forward_method, num_ranks=2)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.tensor import DTensor
 
 from shardwise import describe_units
 from shardwise.testing.models import Block, Mixed, TiedModel
@@ -113,24 +112,6 @@ def inputs(name: str, step: int, size: int) -> torch.Tensor:
     if name == "tokens":
         return torch.randint(0, 11, (4 * size,), generator=generator)
     return torch.randn(4 * size, 7, generator=generator)
-
-
-def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def assert_same(model: nn.Module, reference: nn.Module, where: str, exact: bool = False) -> None:
-    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
-    assert list(ours) == list(theirs)
-    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-5}
-    for name, param in ours.items():
-        for mine, other in ((param, theirs[name]), (param.grad, theirs[name].grad)):
-            mine, other = full(mine), full(other)
-            assert (mine is None) == (other is None), f"{where}: {name}"
-            if mine is not None:
-                torch.testing.assert_close(
-                    mine, other, **tolerance, msg=lambda text, n=name: f"{where}: {n}: {text}"
-                )
 
 
 def units(model: nn.Module) -> list[str]:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 SEGMENT = "memfd:shardwise"
+# What takes a process seconds to import, and leaves CUDA alone: processes that are forked later could not use it.
+PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "pytest", "shardwise.testing.models")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Job:
 
     def __init__(self, function: Callable[..., Any], *args: Any, num_ranks: int, group_timeout_s: float = 60.0) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "shardwise", "shardwise.testing.models"])
+        context.set_forkserver_preload(list(PRELOAD))
         self._directory = tempfile.TemporaryDirectory(prefix="shardwise-job-")
         store = str(Path(self._directory.name) / "store")
         self.pipes: list[Connection] = []
@@ -97,7 +99,7 @@ def _run_rank(
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout_s),
     )
-    say.append(pipe)
+    _to_test.append(pipe)
     try:
         pipe.send(Outcome(function(*args)))
     except Exception as error:
@@ -107,7 +109,12 @@ def _run_rank(
     os._exit(0)  # a group that has lost a rank is not waited for
 
 
-say: list[Connection] = []  # in a rank: the pipe to the test
+def tell(value: Any) -> None:
+    """Send ``value`` from a rank to its test, which reads it with :meth:`Job.message`."""
+    _to_test[0].send(value)
+
+
+_to_test: list[Connection] = []
 
 
 def segments_of(pid: int) -> int:

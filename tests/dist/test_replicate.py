@@ -1,0 +1,95 @@
+"""replicate: gradients averaged in one all-reduce a unit, in DTensors or in plain tensors."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.compare import average_gradients, local
+from helpers.ranks import on_ranks
+from helpers.sharded import batch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+from shardwise import ReplicateModule, fully_shard, replicate
+from shardwise.testing.models import Block
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(Block(7, 15), Block(7, 9), nn.BatchNorm1d(7))
+
+
+def train_beside(reference: nn.Module, model: nn.Module, optim: torch.optim.Optimizer, num_units: int) -> None:
+    """Accumulate two microbatches a step; compare gradients, and count all-reduces: one for each unit, in the second."""
+    assert isinstance(model, ReplicateModule)
+    expected = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(4):
+        for microbatch in range(2):
+            x = batch(2 * step + microbatch)
+            model.set_requires_gradient_sync(microbatch == 1)
+            loss = model(x).square().sum()
+            with CommDebugMode() as counts:
+                loss.backward()
+            assert counts.get_comm_counts()[torch.ops.c10d.allreduce_] == microbatch * num_units
+            reference(x).square().sum().backward()
+        average_gradients(reference)
+        for left, right in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(local(left.grad), right.grad)
+        for each in (optim, expected):
+            each.step()
+            each.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["a unit for each block", "a list"])
+def test_parameters_and_gradients_are_replicated_dtensors(how: str) -> None:
+    torch.manual_seed(0)
+    model = blocks()
+    reference = copy.deepcopy(model)
+    for block in list(model)[:2] if how == "a unit for each block" else []:
+        replicate(block)
+    replicate([model]) if how == "a list" else replicate(model)
+    train_beside(reference, model, torch.optim.SGD(model.parameters(), lr=0.1), 1 if how == "a list" else 3)
+    loss = model(batch()).sum()
+    loss.backward()
+    for param in model.parameters():
+        assert param.placements == param.grad.placements == (Replicate(),)
+        assert param.device_mesh.mesh_dim_names == ("replicate",)
+
+
+@on_ranks(2)
+def test_the_older_way_keeps_plain_tensors_and_starts_from_rank_0() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = blocks()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)  # holds the parameters, which stay the same objects
+    assert replicate(model, process_group=dist.group.WORLD) is model
+    values = [param.detach().clone() for param in model.parameters()]
+    for value in values:
+        dist.broadcast(value, 0)
+    assert all(torch.equal(left, right) for left, right in zip(model.parameters(), values, strict=True))
+    reference = blocks()
+    reference.load_state_dict(model.state_dict())
+    train_beside(reference, model, optim, num_units=1)
+
+
+@on_ranks(2)
+def test_a_sharded_module_may_lie_inside() -> None:
+    model = nn.Sequential(Block(7, 15), Block(7, 9))
+    fully_shard(model[0])
+    replicate(model)
+    model(batch()).sum().backward()
+    assert model[0].up.weight.grad.placements == (Shard(0),)
+    assert model[1].up.weight.grad.placements == (Replicate(),)
+
+
+@on_ranks(2)
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="Expected device_id to be int or torch.device"):
+        replicate(nn.Linear(2, 2), device_id="cpu")
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(fully_shard(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="expects a 1D DeviceMesh"):
+        replicate(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")))

@@ -1,0 +1,74 @@
+"""Tensors of models compared with those of a model that one process holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+EXACT = {"rtol": 0.0, "atol": 0.0}
+# Sums of a few float32 terms in another order: some units in the last place (1e-7) of the largest term, cancelled down.
+REORDERED = {"rtol": 1e-5, "atol": 1e-6}
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # sums over other batches, over many steps
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of ``tensor``, on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of ``tensor``."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def from_rank(source: int, value: Any) -> Any:
+    """Return what ``source`` calls this with, on every rank."""
+    found = [value]
+    dist.broadcast_object_list(found, source)
+    return found[0]
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Average what each rank's backward gave a plain model; DTensors have been reduced before."""
+    for param in model.parameters():
+        if param.grad is not None and not isinstance(param.grad, DTensor):
+            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+
+
+def assert_same(model: nn.Module, reference: nn.Module, tolerance: dict[str, float] = CLOSE, where: str = "") -> None:
+    """Compare parameters and gradients, names and their order included."""
+    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
+    assert list(ours) == list(theirs)
+    for name, param in ours.items():
+        other = theirs[name]
+        assert (param.grad is None) == (other.grad is None), f"{where} gradient of {name}: {param.grad}, {other.grad}"
+        for what, mine, expected in (("value", param, other), ("gradient", param.grad, other.grad)):
+            if mine is not None:
+                place = f"{where} {what} of {name}: "
+                torch.testing.assert_close(
+                    full(mine), full(expected), **tolerance, msg=lambda text, place=place: place + text
+                )
+
+
+def assert_averaged(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
+    """Compare gradients with the mean over ranks of a plain reference's, which it leaves as they are."""
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            mean = other.grad.clone()
+            dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+            torch.testing.assert_close(
+                full(param.grad), mean, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def assert_equal(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], what: object = "") -> None:
+    """Compare to the bit, one by one."""
+    pairs = enumerate(zip(found, expected, strict=True))
+    wrong = [(index, tuple(mine.shape)) for index, (mine, other) in pairs if not torch.equal(mine, other)]
+    assert wrong == [], f"{what}: tensors {wrong} (index, shape) differ"

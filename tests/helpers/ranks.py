@@ -1,0 +1,66 @@
+"""Tests that run on every rank of a group."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from shardwise.testing import WorkerPool
+
+Test = Callable[..., None]
+KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+@dataclass(frozen=True)
+class Body:
+    """What a rank runs of a test: a worker imports the test's module and finds the body behind the test's name."""
+
+    module: str
+    __name__: str  # heads the report of a failure
+
+    def __call__(self, **arguments: Any) -> None:
+        test = getattr(importlib.import_module(self.module), self.__name__)
+        test.__wrapped__(**arguments)
+
+
+def on_ranks(*sizes: int, **options: Any) -> Callable[[Test], Test]:
+    """Run the decorated test on every rank of a group of each of ``sizes``, in the session's workers.
+
+    The body sees a process group; pytest's arguments (parametrize, fixtures) reach it from the one process that collects
+    tests, so they must be picklable.  A failure comes back with every rank's traceback.
+
+    Args:
+        sizes: numbers of ranks, one test each; none if the test is parametrized with ``num_ranks`` (and what goes with it).
+        options: of :meth:`WorkerPool.run`: fresh, backend, timeout_s, group_timeout_s.
+
+    Example:
+        >>> @on_ranks(2, 4)
+        ... def test_every_rank_is_counted() -> None:
+        ...     ones = torch.ones(())
+        ...     dist.all_reduce(ones)
+        ...     assert ones == dist.get_world_size()
+    """
+
+    def decorate(body: Test) -> Test:
+        taken = list(inspect.signature(body).parameters)
+        several = len(sizes) != 1
+
+        @functools.wraps(body)
+        def test(pool: WorkerPool, **arguments: Any) -> None:
+            num_ranks = arguments["num_ranks"] if several else sizes[0]
+            passed = {name: value for name, value in arguments.items() if name in taken}
+            pool.run(Body(body.__module__, body.__name__), num_ranks=num_ranks, **options, **passed)
+
+        names = dict.fromkeys(["pool", *taken, *["num_ranks"] * several])
+        test.__signature__ = inspect.Signature([inspect.Parameter(name, KEYWORD) for name in names])
+        if len(sizes) > 1:
+            return pytest.mark.parametrize("num_ranks", sizes, ids=lambda size: f"{size}-ranks")(test)
+        return test
+
+    return decorate
