@@ -532,8 +532,8 @@ class LentWithinACheckpoint(nn.Module):
         return checkpoint(self.run, x, use_reentrant=True)
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
 @on_ranks(2)
+@pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_unit_that_lends_a_weight_keeps_it_until_the_borrower_is_done(is_frozen: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), LentWithinACheckpoint(is_frozen))
