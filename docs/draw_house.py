@@ -101,7 +101,7 @@ def _count(path: Path) -> int:
 
 def _imported(path: Path, package: Path, rooms: Iterable[str]) -> Iterator[str]:
     """Yield the rooms that ``path`` imports from, wherever in the file it does."""
-    for node in _running(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text())):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -110,14 +110,6 @@ def _imported(path: Path, package: Path, rooms: Iterable[str]) -> Iterator[str]:
         for name in names:
             if name.partition(".")[0] == package.name:
                 yield _room_named(name.split(".")[1:], package, rooms)
-
-
-def _running(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes below ``node`` but those that only type checkers read."""
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
-            yield child
-            yield from _running(child)
 
 
 def _room_named(parts: list[str], package: Path, rooms: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DeviceMesh
 from shardwise.api.mesh import axes_of, default_mesh, resolve_reshard
 from shardwise.api.module import FSDPModule, mix_in
 from shardwise.engine.attachment import Attachment, attachment_of
-from shardwise.engine.build import Recipe, ShardPlacementFn, build_unit
+from shardwise.engine.build import Preset, ShardPlacementFn, build_unit
 from shardwise.errors import ConfigError
 from shardwise.units.axes import DataParallelMeshDims
 from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy
@@ -104,8 +104,8 @@ def fully_shard(
         reshard = None if reshard_after_forward is None else resolve_reshard(reshard_after_forward, axes.num_shards)
     ignored = frozenset(id(param) for param in ignored_params or ())
     precision, offload = MixedPrecisionPolicy.of(mp_policy), OffloadPolicy.of(offload_policy)
-    recipe = Recipe(axes, reshard, precision, offload, shard_placement_fn, ignored)
-    attachment = build_unit(modules, recipe)
+    preset = Preset(axes, reshard, precision, offload, shard_placement_fn, ignored)
+    attachment = build_unit(modules, preset)
     for each in attachment.unit.modules:
         mix_in(each, FSDPModule, "FSDP")
     return cast("FSDPModule | list[FSDPModule]", module)

@@ -16,7 +16,7 @@ from shardwise.api.mesh import DDPMeshInfo, axes_of, default_mesh
 from shardwise.api.module import FSDPModule, mix_in
 from shardwise.comm.sync import broadcast_from_first
 from shardwise.engine.attachment import Attachment, attachment_of
-from shardwise.engine.build import Recipe, build_unit
+from shardwise.engine.build import Preset, build_unit
 from shardwise.engine.hooks import keep_buffers_equal
 from shardwise.errors import ConfigError
 from shardwise.units.axes import DataParallelMeshDims, MeshAxes
@@ -102,12 +102,12 @@ def replicate(
     ignored = {id(param) for param in ignored_params or ()}
     ignored |= {id(param) for each in ignored_modules or () for param in each.parameters()}
     precision, offload = MixedPrecisionPolicy.of(mp_policy), OffloadPolicy.of(offload_policy)
-    recipe = Recipe(axes, False, precision, offload, None, frozenset(ignored), keeps_plain=is_plain)
+    preset = Preset(axes, False, precision, offload, None, frozenset(ignored), keeps_plain=is_plain)
     if is_plain:
         tensors = [t for each in modules for t in (*each.parameters(), *each.buffers()) if id(t) not in ignored]
         plain = [tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)]
         broadcast_from_first(plain, axes.mesh.get_group(0))
-    attachment = build_unit(modules, recipe)
+    attachment = build_unit(modules, preset)
     for each in attachment.unit.modules:
         if is_plain and ddp.get("broadcast_buffers", True):
             keep_buffers_equal(each, axes.mesh.get_group(0))

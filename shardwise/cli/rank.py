@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, LAUNCHER_VARIABLE
 from shardwise.cli.train_args import TrainRequest
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.train import train
 
 TIMEOUT = timedelta(minutes=10)
@@ -55,7 +55,7 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
         claim = lambda: store.add(_CLAIM, 1) == 1  # noqa: E731
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
-        train(request.start, request.config, Ranks(rank, num_ranks, device))
+        train(request.start, request.config, RunRanks(rank, num_ranks, device))
         dist.destroy_process_group()
     except KeyboardInterrupt:
         if request.launched_ranks is None:

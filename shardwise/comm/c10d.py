@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.lanes import Lane
-from shardwise.comm.protocol import GatherPieces, Pending, Scale, ScatterPieces
+from shardwise.comm.protocol import GatherEnds, Pending, Scale, ScatterEnds
 
 
 class AllGatherFunction(Protocol):
@@ -129,7 +129,7 @@ class C10dCommunicator:
     def rank(self) -> int:
         return self._rank
 
-    def all_gather(self, pieces: GatherPieces) -> Pending:
+    def all_gather(self, pieces: GatherEnds) -> Pending:
         """Gather sections into one packed buffer, which ``wait`` hands to ``pieces.deliver``.
 
         The lane does not wait for the current stream: whoever has changed the shards orders it after the change.
@@ -148,7 +148,7 @@ class C10dCommunicator:
 
         return _Launched(work, self.lane, end, lambda: self._give_back(lease))
 
-    def reduce_scatter(self, pieces: ScatterPieces, scale: Scale) -> Pending:
+    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
         """Fill one packed buffer, reduce it, and hand this rank's section to ``pieces.deliver``."""
         like = torch.empty(0, dtype=pieces.dtype, device=self.pool.device)
         packed, lease = self._buffer(pieces.section_numel * self._size, like, self.custom_reduce_scatter)

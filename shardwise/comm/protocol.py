@@ -41,7 +41,7 @@ class Pending(Protocol):
         ...
 
 
-class GatherEnds(Protocol):
+class BucketEnds(Protocol):
     """One bucket of an all-gather, for transports that move parts.
 
     Attributes:
@@ -71,10 +71,10 @@ class GatherEnds(Protocol):
         ...
 
 
-class GatherPieces(Protocol):
+class GatherEnds(Protocol):
     """The two ends of an all-gather."""
 
-    def buckets(self) -> Sequence[GatherEnds]:
+    def buckets(self) -> Sequence[BucketEnds]:
         """Return the buckets if they can travel in parts; nothing if the packed way is the only one."""
         ...
 
@@ -87,7 +87,7 @@ class GatherPieces(Protocol):
         ...
 
 
-class ScatterPieces(Protocol):
+class ScatterEnds(Protocol):
     """The two ends of a reduce-scatter."""
 
     @property
@@ -160,11 +160,11 @@ class Communicator(Protocol):
         """This process's index in the group."""
         ...
 
-    def all_gather(self, pieces: GatherPieces) -> Pending:
+    def all_gather(self, pieces: GatherEnds) -> Pending:
         """Launch; the result is delivered by ``wait``."""
         ...
 
-    def reduce_scatter(self, pieces: ScatterPieces, scale: Scale) -> Pending:
+    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
         """Launch; the result is delivered by ``wait``."""
         ...
 

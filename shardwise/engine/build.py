@@ -48,7 +48,7 @@ _managed_plain: weakref.WeakValueDictionary[int, UnitParam] = weakref.WeakValueD
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class Preset:
     """What a door asks for: the arguments of ``fully_shard``, checked; ``keeps_plain``: parameters stay plain tensors."""
 
     axes: MeshAxes
@@ -73,24 +73,24 @@ class _Found:
     owned_on: MeshAxes | None = None
 
 
-def build_unit(modules: Sequence[nn.Module], recipe: Recipe) -> Attachment:
+def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
     watch_optimizers()
     store = torch_private.default_store() if dist.is_initialized() else None
     if store is not None:
         announce(store, dist.get_rank())
     roots = _outermost(modules)
-    device = recipe.axes.device
+    device = preset.axes.device
     managed = _managed_modules(roots)
     _move_buffers(managed, device)
-    found = _find_parameters(managed, recipe.ignored)
+    found = _find_parameters(managed, preset.ignored)
     _find_owned(found)
     for item in found:
         if item.owned is None:
             _move_parameter(item, device)
-    reshard = True if recipe.reshard_after_forward is None else recipe.reshard_after_forward
-    unit = Unit(roots, recipe.precision, UnitPolicy(reshard_after_forward=reshard))
-    unit.uses_default_reshard = recipe.reshard_after_forward is None
+    reshard = True if preset.reshard_after_forward is None else preset.reshard_after_forward
+    unit = Unit(roots, preset.precision, UnitPolicy(reshard_after_forward=reshard))
+    unit.uses_default_reshard = preset.reshard_after_forward is None
     own: list[_Found] = []
     for item in found:
         lender = _manager_of(item.param) if item.owned is None else item.owned
@@ -100,7 +100,7 @@ def build_unit(modules: Sequence[nn.Module], recipe: Recipe) -> Attachment:
     taken = [item.owned for item in own if item.owned is not None]
     _check_not_run(taken)
     leave(taken)
-    unit.groups = _make_groups(own, recipe, device)
+    unit.groups = _make_groups(own, preset, device)
     unit.number_parameters()
     remember(unit)
     attachment = Attachment(unit)
@@ -205,32 +205,32 @@ def _lend(lender: UnitParam, item: _Found, unit: Unit) -> bool:
     return True
 
 
-def _make_groups(found: list[_Found], recipe: Recipe, device: torch.device) -> list[ShardGroup]:
+def _make_groups(found: list[_Found], preset: Preset, device: torch.device) -> list[ShardGroup]:
     by_mesh: dict[int, tuple[MeshAxes, list[UnitParam]]] = {}
     for item in found:
-        axes, shard = _resolve_placement(item, recipe)
+        axes, shard = _resolve_placement(item, preset)
         make = _shard_parameter if item.owned is None else _take_over
-        by_mesh.setdefault(id(axes), (axes, []))[1].append(make(item, axes, shard, recipe))
+        by_mesh.setdefault(id(axes), (axes, []))[1].append(make(item, axes, shard, preset))
     _check_shared_groups([axes for axes, _ in by_mesh.values()])
     groups: list[ShardGroup] = []
     for axes, params in by_mesh.values():
-        group = ShardGroup(params, axes, recipe.precision, recipe.offload, device)
-        size = recipe.reshard_after_forward
+        group = ShardGroup(params, axes, preset.precision, preset.offload, device)
+        size = preset.reshard_after_forward
         if isinstance(size, int) and not isinstance(size, bool):
             group.sub_axes = smaller_axes(axes, size)
         group.shares_memory = may_share_memory(group)
-        group.keeps_plain = recipe.keeps_plain
+        group.keeps_plain = preset.keeps_plain
         group.ensure_packed()
         groups.append(group)
     return groups
 
 
-def _resolve_placement(item: _Found, recipe: Recipe) -> tuple[MeshAxes, Shard | None]:
-    wanted = recipe.placement_fn(item.param) if recipe.placement_fn is not None else None
+def _resolve_placement(item: _Found, preset: Preset) -> tuple[MeshAxes, Shard | None]:
+    wanted = preset.placement_fn(item.param) if preset.placement_fn is not None else None
     if wanted is None:
-        return recipe.axes, None
+        return preset.axes, None
     if isinstance(wanted, Shard):
-        return recipe.axes, wanted
+        return preset.axes, wanted
     if isinstance(wanted, ShardPlacementResult):  # pyright: ignore[reportUnnecessaryIsInstance]  user code returns it
         return wanted.mesh_info, wanted.placement
     raise ConfigError(
@@ -252,26 +252,26 @@ def _check_shared_groups(all_axes: Sequence[MeshAxes]) -> None:
         seen[key] = axes
 
 
-def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, recipe: Recipe) -> UnitParam:
+def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, preset: Preset) -> UnitParam:
     placed = place(item.param, item.fqn, axes, shard)
     cut = ChunkShard(tuple(placed.local.shape), placed.dim, axes.num_shards)
     shape = cut.shard_shape(axes.shard_rank)
-    if recipe.keeps_plain:
+    if preset.keeps_plain:
         sharded = item.param
     else:
         with torch.no_grad():
             local = cut_shard(placed.local, cut, axes.shard_rank)
-            if isinstance(recipe.offload, CPUOffloadPolicy) and local.device.type != "meta":
+            if isinstance(preset.offload, CPUOffloadPolicy) and local.device.type != "meta":
                 local = local.cpu()
             sharded = torch_private.parameter_from_local(local, placed.spec, item.param.requires_grad)
-    result = UnitParam(item.fqn, item.slots, cut, placed.spec, placed.inner_spec, sharded, shape, recipe.keeps_plain)
+    result = UnitParam(item.fqn, item.slots, cut, placed.spec, placed.inner_spec, sharded, shape, preset.keeps_plain)
     result.module = weakref.ref(item.module)
-    result.keeps_dtype = recipe.precision.keeps_dtype(item.param, item.fqn)
+    result.keeps_dtype = preset.precision.keeps_dtype(item.param, item.fqn)
     if torch_private.has_chosen_grad_dtype(item.param):
         result.grad_dtype = GradDtype(item.param.grad_dtype)
         result.follow_grad_dtype()
     result.register(sharded)
-    if recipe.keeps_plain:
+    if preset.keeps_plain:
         _managed_plain[id(item.param)] = result
     else:
         result.original = weakref.ref(item.param)
@@ -290,19 +290,19 @@ def _check_not_run(params: Iterable[UnitParam]) -> None:
             )
 
 
-def _take_over(item: _Found, axes: MeshAxes, shard: Shard | None, recipe: Recipe) -> UnitParam:
+def _take_over(item: _Found, axes: MeshAxes, shard: Shard | None, preset: Preset) -> UnitParam:
     """Return the parameter that an outer unit has given up, cut as this unit wants it; a collective if that is otherwise."""
     old = item.owned
     assert old is not None
-    storage = torch.device("cpu") if isinstance(recipe.offload, CPUOffloadPolicy) else axes.device
+    storage = torch.device("cpu") if isinstance(preset.offload, CPUOffloadPolicy) else axes.device
     device = storage if old.local.device.type != "meta" else old.local.device
-    if not recipe.keeps_plain and fits(old, item.owned_on, axes, 0 if shard is None else shard.dim, device):
+    if not preset.keeps_plain and fits(old, item.owned_on, axes, 0 if shard is None else shard.dim, device):
         old.fqn, old.full, old.is_hooked = item.fqn, None, False
         old.module = weakref.ref(item.module)
         return old
     item.param = whole(old)
     _move_parameter(item, axes.device)
-    new = _shard_parameter(item, axes, shard, recipe)
+    new = _shard_parameter(item, axes, shard, preset)
     original = old.original()
     if original is not None:
         new.original = weakref.ref(original)

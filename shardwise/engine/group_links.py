@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
-from shardwise.comm.links.arena import Place
+from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.host import Host, HostLink, outbox_bytes, slot_bytes
 from shardwise.comm.links.link import Link, Transport
 from shardwise.comm.links.meet import Desk, Offer, meet
@@ -68,7 +68,7 @@ class GroupLink:
         self._sizes: _Sizes | None = None
         self._link: Link | None = None
         self._desk: Desk | None = None
-        self._said: list[Place] = []
+        self._said: list[ArenaPlace] = []
         self._num_said = 0
 
     def prepare(self) -> Link | None:
@@ -93,7 +93,7 @@ class GroupLink:
 
     def _say_where(self, buckets: Sequence[FlatBucket], link: HostLink) -> None:
         """Tell the others where this rank's sections lie now, if that has changed."""
-        places: list[Place] = []
+        places: list[ArenaPlace] = []
         for number, bucket in enumerate(buckets):
             if bucket.place is None:
                 bucket.relocate(Allocator(torch.device("cpu"), shares=True))
@@ -114,14 +114,14 @@ class GroupLink:
             self._desk.put(f"sections/{self._num_said}", json.dumps(rows))
             link.say_where(self._num_said)
 
-    def _places_of(self, rank: int, number: int) -> Sequence[Place]:
+    def _places_of(self, rank: int, number: int) -> Sequence[ArenaPlace]:
         assert self._desk is not None
         if rank == self._process_group.rank() or number == 0:
             return self._said if number else []
-        found: list[Place] = []
+        found: list[ArenaPlace] = []
         for pid, fd, num_bytes, token, offset in json.loads(self._desk.read(f"sections/{number}", rank)):
             try:
-                found.append(Place(Segment.open(SegmentAddress(pid, fd, num_bytes, token)), offset))
+                found.append(ArenaPlace(Segment.open(SegmentAddress(pid, fd, num_bytes, token)), offset))
             except OSError as error:
                 raise TransportError(
                     f"rank {self._process_group.rank()} cannot read the shards of rank {rank}: {error}"
@@ -143,7 +143,7 @@ class GroupLink:
             self._desk = meeting.desk
             ref = weakref.ref(self)
 
-            def places_of(rank: int, number: int) -> Sequence[Place]:
+            def places_of(rank: int, number: int) -> Sequence[ArenaPlace]:
                 owner = ref()
                 assert owner is not None  # it owns the link
                 return owner._places_of(rank, number)

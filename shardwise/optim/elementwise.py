@@ -11,8 +11,8 @@ from shardwise import torch_private
 from shardwise.errors import ConfigError, StateError
 from shardwise.optim.flat import (
     Chain,
+    FlatRun,
     Found,
-    Run,
     State,
     find_joins,
     flat_over,
@@ -39,7 +39,7 @@ MANY_LAYOUTS = 16  # an allocator may put gradients of separate tensors side by 
 class _Group:
     """The pieces of one param group and the runs they are in at the moment."""
 
-    def __init__(self, pieces: Sequence[Piece], runs: list[Run]) -> None:
+    def __init__(self, pieces: Sequence[Piece], runs: list[FlatRun]) -> None:
         self.pieces = list(pieces)
         self.order = list(range(len(pieces)))
         self.joins = [False] * len(pieces)
@@ -242,7 +242,7 @@ class ElementwiseStep:
                 return group.blocked, joins
             group.blocked |= more
 
-    def _state_of(self, run: Run) -> State:
+    def _state_of(self, run: FlatRun) -> State:
         return self.optimizer.state.get(run.tensor, {})
 
     def _states_of(self, group: _Group) -> dict[Piece, State]:
@@ -271,7 +271,7 @@ class ElementwiseStep:
         return CACHED_NUMEL if is_cached else UNLIMITED_NUMEL
 
 
-def _alone(pieces: Sequence[Piece]) -> list[Run]:
+def _alone(pieces: Sequence[Piece]) -> list[FlatRun]:
     return [make_run([Found(piece, local_of(piece), None)]) for piece in pieces]
 
 
@@ -291,7 +291,7 @@ def _joined(states: Sequence[State], pieces: Sequence[Piece]) -> State:
     }
 
 
-def _is_current(runs: Sequence[Run], found: Sequence[Found]) -> bool:
+def _is_current(runs: Sequence[FlatRun], found: Sequence[Found]) -> bool:
     start = 0
     for run in runs:
         if run.tensor.numel() and found[start].local.data_ptr() != run.address:

@@ -29,7 +29,7 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class FlatRun:
     """Pieces that the optimizer sees as one tensor.
 
     Attributes:
@@ -90,13 +90,13 @@ def find_joins(found: Sequence[Found], blocked: frozenset[int], max_numel: int) 
     return joins
 
 
-def make_run(found: Sequence[Found]) -> Run:
+def make_run(found: Sequence[Found]) -> FlatRun:
     """Return the run of ``found``, which :func:`find_joins` has joined."""
     pieces = tuple(item.piece for item in found)
     shapes = tuple(item.local.shape for item in found)
     first = found[0].local
     tensor = _alone(found[0]) if len(found) == 1 else flat_over([item.local for item in found])
-    return Run(tensor, pieces, shapes, first.data_ptr())
+    return FlatRun(tensor, pieces, shapes, first.data_ptr())
 
 
 def _alone(item: Found) -> torch.Tensor:
@@ -121,7 +121,7 @@ def flat_over(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return join_from(first, numel, tensors)
 
 
-def split_state(run: Run, state: State, known: Sequence[State] = ()) -> list[State]:
+def split_state(run: FlatRun, state: State, known: Sequence[State] = ()) -> list[State]:
     """Return the state of each piece: values per element as tensors of their own on the memory of ``state``, others copied.
 
     ``known``: what of it there is already.

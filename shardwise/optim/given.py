@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise import torch_private
-from shardwise.optim.flat import Run, State, is_held, is_per_element, lies_at, split_state
+from shardwise.optim.flat import FlatRun, State, is_held, is_per_element, lies_at, split_state
 from shardwise.optim.pieces import Piece
 
 PRUNE_EVERY = 16  # steps between looks whether what was given out is still held
@@ -34,7 +34,7 @@ class GivenState:
         self._copies: dict[Piece, State] = {}
         self._num_steps = 0
 
-    def split(self, run: Run, state: State) -> list[State]:
+    def split(self, run: FlatRun, state: State) -> list[State]:
         """Return the state of each piece of ``run``, in the tensors that were given out for it before if there are any."""
         if len(run.pieces) == 1:
             return [state]
@@ -56,7 +56,7 @@ class GivenState:
         self._num_steps = 0
         return found
 
-    def merge(self, run: Run, parts: Sequence[State], state: State) -> None:
+    def merge(self, run: FlatRun, parts: Sequence[State], state: State) -> None:
         """Remember of ``parts``, the state of the pieces of a new run, what others hold and ``state`` lies under."""
         start = 0
         for piece, part, shape in zip(run.pieces, parts, run.shapes, strict=True):
@@ -68,9 +68,9 @@ class GivenState:
                 self._copies[piece] = {k: v for k, v in held.items() if not is_per_element(v, shape)}
             start += shape.numel()
 
-    def was_changed(self, runs: Iterable[Run], state_of: Callable[[Run], State]) -> bool:
+    def was_changed(self, runs: Iterable[FlatRun], state_of: Callable[[FlatRun], State]) -> bool:
         """Return whether somebody has written to a copy, or moved the memory of a part (``share_memory_`` does)."""
-        numbers: dict[tuple[Run, str], float] = {}
+        numbers: dict[tuple[FlatRun, str], float] = {}
         for run, piece in self._pieces(runs):
             if any(part.tensor.data_ptr() != part.address for part in self._parts.get(piece, {}).values()):
                 return True
@@ -85,7 +85,7 @@ class GivenState:
                     return True
         return False
 
-    def follow(self, runs: Iterable[Run], state_of: Callable[[Run], State]) -> None:
+    def follow(self, runs: Iterable[FlatRun], state_of: Callable[[FlatRun], State]) -> None:
         """After a step: bring copies up to date, and now and then forget what nobody holds any more."""
         if not self._parts and not self._copies:
             return
@@ -107,7 +107,7 @@ class GivenState:
         self._parts = {piece: of for piece, of in parts.items() if of}
         self._copies = {piece: of for piece, of in copies.items() if of}
 
-    def _pieces(self, runs: Iterable[Run]) -> Iterator[tuple[Run, Piece]]:
+    def _pieces(self, runs: Iterable[FlatRun]) -> Iterator[tuple[FlatRun, Piece]]:
         if self._parts or self._copies:
             yield from ((run, piece) for run in runs if len(run.pieces) > 1 for piece in run.pieces)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.comm.matrices import Ranks
-from shardwise.optim.pieces import Box, Piece
+from shardwise.optim.pieces import Piece, RowBox
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class Matrix:
     pieces: list[Piece]
     owner: int | None = None
     leaf: torch.Tensor | None = None
-    boxes: list[list[Box]] | None = None
+    boxes: list[list[RowBox]] | None = None
     has_state: bool = False
 
 
@@ -70,13 +70,13 @@ def leaf_of(matrix: Matrix) -> torch.Tensor:
     return matrix.leaf
 
 
-def boxes_of(matrix: Matrix, rank: int) -> list[Box]:
+def boxes_of(matrix: Matrix, rank: int) -> list[RowBox]:
     """Return what ``rank`` holds of a matrix that this rank owns."""
     assert matrix.boxes is not None
     return matrix.boxes[rank]
 
 
-def all_boxes(matrices: Sequence[Matrix], rank: int) -> Iterator[tuple[Matrix, Box]]:
+def all_boxes(matrices: Sequence[Matrix], rank: int) -> Iterator[tuple[Matrix, RowBox]]:
     """Yield what ``rank`` holds of each of the matrices, which this rank owns."""
     for matrix in matrices:
         for box in boxes_of(matrix, rank):

@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class RowBox:
     """A rectangular part of a tensor: where it starts and how large it is, per dim."""
 
     offsets: tuple[int, ...]
@@ -50,7 +50,7 @@ class Piece:
     name: str
     param: torch.Tensor
     shard: int
-    box: Box
+    box: RowBox
     stand_in: torch.Tensor | None = None
 
 
@@ -89,11 +89,11 @@ def is_sharded(param: torch.Tensor) -> bool:
     )
 
 
-def local_boxes(tensor: ShardedTensor) -> list[Box]:
+def local_boxes(tensor: ShardedTensor) -> list[RowBox]:
     """Return where the local shards lie; empty ones start at most at the end."""
     shape = tuple(tensor.size())
     return [
-        Box(
+        RowBox(
             tuple(min(start, size) for start, size in zip(shard.metadata.shard_offsets, shape, strict=True)),
             tuple(shard.metadata.shard_sizes),
         )
@@ -113,15 +113,15 @@ def pieces_of(name: str, param: torch.Tensor) -> list[Piece]:
         shape = (0, *param.shape[1:])
         device = torch.device("cpu") if not torch.cuda.is_available() else param.device
         stand_in = torch.empty(shape, dtype=param.dtype, device=device)
-        return [Piece(name, param, 0, Box((0,) * len(shape), shape), stand_in)]
+        return [Piece(name, param, 0, RowBox((0,) * len(shape), shape), stand_in)]
     if isinstance(param, DTensor):
         if any(isinstance(placement, Partial) for placement in param.placements):
             raise ConfigError(
                 f"{name}: placements {param.placements} hold partial sums; redistribute to Replicate or Shard first"
             )
         offsets, sizes = torch_private.chunks_of(param)[0]
-        return [Piece(name, param, 0, Box(offsets, sizes))]
-    return [Piece(name, param, 0, Box((0,) * param.dim(), tuple(param.shape)))]
+        return [Piece(name, param, 0, RowBox(offsets, sizes))]
+    return [Piece(name, param, 0, RowBox((0,) * param.dim(), tuple(param.shape)))]
 
 
 def local_of(piece: Piece) -> torch.Tensor:

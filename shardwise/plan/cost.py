@@ -9,14 +9,14 @@ from shardwise.events import Call, Op
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Wire:
     """What a collective costs: ``latency_s`` to start, then bytes at ``bytes_per_s``."""
 
     latency_s: float
     bytes_per_s: float
 
 
-def communication_s(calls: Iterable[Call], link: Link, num_shards: int) -> float:
+def communication_s(calls: Iterable[Call], link: Wire, num_shards: int) -> float:
     """Return the seconds that the collectives of ``calls`` take back to back on ``link`` (ring algorithm).
 
     A rank sends ``(num_shards - 1) / num_shards`` of each packed buffer.  Source: Chan et al., Collective

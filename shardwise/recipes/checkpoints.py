@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from shardwise import ZeroRedundancyOptimizer
 from shardwise.errors import ConfigError, StateError
 from shardwise.recipes.config import ModelShape
-from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.ranks import RunRanks
 
 _FORMAT = 1
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -69,7 +69,7 @@ def read_progress(checkpoint: Path) -> Progress:
 
 
 def save_checkpoint(
-    folder: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, ranks: Ranks, keep: int
+    folder: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, ranks: RunRanks, keep: int
 ) -> None:
     """Write a checkpoint together with all ranks, then delete all but the last ``keep``.
 

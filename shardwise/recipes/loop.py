@@ -15,9 +15,9 @@ from shardwise.recipes.doors import DOORS, Door, local_optimizer
 from shardwise.recipes.gpt import build_gpt, next_byte_loss
 from shardwise.recipes.memory import HeldBytes, measure_held, peak_bytes
 from shardwise.recipes.parallel import build_meshes, compile_blocks, split_heads, why_not_compiled
-from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Run
-from shardwise.recipes.run_log import Journal, TrainedStep
+from shardwise.recipes.run_log import RunLog, TrainedStep
 from shardwise.recipes.text import Windows, microbatch_numbers, open_windows, validation_part, windows_of
 
 
@@ -26,7 +26,7 @@ class Trainer:
     """All that a step needs on one rank."""
 
     run: Run
-    ranks: Ranks
+    ranks: RunRanks
     door: Door
     model: nn.Module
     optimizer: Optimizer
@@ -48,7 +48,7 @@ class Finished:
     tokens_per_s: float
 
 
-def build_trainer(run: Run, ranks: Ranks) -> Trainer:
+def build_trainer(run: Run, ranks: RunRanks) -> Trainer:
     """Build model and optimizer behind the chosen door, and load the checkpoint if the run has one.  Collective."""
     config = run.config
     door = DOORS[config.shard]
@@ -72,7 +72,7 @@ def build_trainer(run: Run, ranks: Ranks) -> Trainer:
     return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters, note)
 
 
-def train_steps(trainer: Trainer, journal: Journal) -> Finished:
+def train_steps(trainer: Trainer, journal: RunLog) -> Finished:
     """Train to the last step, with validation, checkpoints and figures at their intervals."""
     config, start = trainer.config, trainer.run.start_step
     if start == 0:
@@ -140,7 +140,7 @@ def _microbatch(trainer: Trainer, step: int, microbatch: int) -> tuple[Tensor, T
 
 
 def _record(
-    trainer: Trainer, journal: Journal, pending: list[tuple[TrainedStep, Tensor]], speed: float, eta_s: float
+    trainer: Trainer, journal: RunLog, pending: list[tuple[TrainedStep, Tensor]], speed: float, eta_s: float
 ) -> None:
     losses = trainer.ranks.mean([loss for _, loss in pending])
     peak = max(trainer.ranks.gather(peak_bytes(trainer.ranks.device)))

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardwise.recipes.config import TrainConfig
 from shardwise.recipes.gpt import GPT, Block
-from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.ranks import RunRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Meshes:
     tensor: DeviceMesh | None
 
 
-def build_meshes(config: TrainConfig, ranks: Ranks) -> Meshes:
+def build_meshes(config: TrainConfig, ranks: RunRanks) -> Meshes:
     """Lay the ranks out as the options ask; ``check_ranks`` has made sure that they fit.  Collective."""
     num_data = ranks.num_ranks // config.tp
     if config.shard == "hybrid":
@@ -66,7 +66,7 @@ def compile_blocks(model: GPT, backend: str) -> None:
             part.compile(backend=backend)
 
 
-def why_not_compiled(backend: str, ranks: Ranks) -> str | None:
+def why_not_compiled(backend: str, ranks: RunRanks) -> str | None:
     """Return None if every rank can compile with ``backend``, else on every rank a sentence that says which cannot.
 
     Tries a small function, since a missing compiler shows only when code is generated.  Collective.

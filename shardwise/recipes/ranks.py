@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RunRanks:
     """Where this process stands: its rank, how many there are, and its device.  The default process group is theirs.
 
     ``tp`` neighbours at a time form a tensor-parallel group: they work on the same part of the batch, ``data_rank`` of

@@ -24,7 +24,7 @@ class TrainedStep:
     learning_rate: float
 
 
-class Journal(Protocol):
+class RunLog(Protocol):
     """Where a run's figures go."""
 
     def advance(self, step: int) -> None: ...

@@ -29,7 +29,7 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests",
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TextSource:
     """A file of the text and the bytes of it that are used: [start, stop).  ``name`` is relative to the folder."""
 
     path: Path
@@ -46,8 +46,8 @@ class Source:
 class Split:
     """Which sources are trained on and which only validated on; no byte is in both."""
 
-    train: tuple[Source, ...]
-    validation: tuple[Source, ...]
+    train: tuple[TextSource, ...]
+    validation: tuple[TextSource, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class TextFacts:
     digest: str
 
 
-def find_sources(data: str | None) -> tuple[str, list[Source]]:
+def find_sources(data: str | None) -> tuple[str, list[TextSource]]:
     """Return (description, sources) of a file, a folder, or (None) the standard library of the running Python.
 
     Raises: ConfigError if there is nothing to read.
@@ -71,29 +71,31 @@ def find_sources(data: str | None) -> tuple[str, list[Source]]:
         return "source text of the Python standard library", _standard_library()
     path = Path(data)
     if path.is_file():
-        return str(path), _not_empty([Source(path, path.name, 0, path.stat().st_size)], path)
+        return str(path), _not_empty([TextSource(path, path.name, 0, path.stat().st_size)], path)
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
         files = [p for p in files if p.stat().st_size and _looks_like_text(p)]
-        return str(path), _not_empty([Source(p, str(p.relative_to(path)), 0, p.stat().st_size) for p in files], path)
+        return str(path), _not_empty(
+            [TextSource(p, str(p.relative_to(path)), 0, p.stat().st_size) for p in files], path
+        )
     found = "is neither a file nor a folder" if path.exists() else "does not exist"
     raise ConfigError(f"--data {data} {found}: name a text file, or a folder of text files.")
 
 
-def _not_empty(sources: list[Source], path: Path) -> list[Source]:
+def _not_empty(sources: list[TextSource], path: Path) -> list[TextSource]:
     if sum(source.num_bytes for source in sources) == 0:
         raise ConfigError(f"--data {path} holds no text (empty, hidden and binary files do not count).")
     return sources
 
 
-def _standard_library() -> list[Source]:
+def _standard_library() -> list[TextSource]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    sources: list[Source] = []
+    sources: list[TextSource] = []
     left = DEFAULT_LIMIT_BYTES
     for path in sorted(root.rglob("*.py")):
         size = path.stat().st_size if path.is_file() else 0
         if size and not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1]) and size <= left:
-            sources.append(Source(path, str(path.relative_to(root)), 0, size))
+            sources.append(TextSource(path, str(path.relative_to(root)), 0, size))
             left -= size
     if not sources:
         raise ConfigError(f"the standard library at {root} has no .py files here: name a text with --data PATH.")
@@ -109,7 +111,7 @@ def _looks_like_text(path: Path) -> bool:
         return b"\0" not in file.read(4096)
 
 
-def split_sources(sources: Sequence[Source]) -> Split:
+def split_sources(sources: Sequence[TextSource]) -> Split:
     """Split by file, about a tenth of the bytes to validation; a single file is cut near its end.
 
     Files are drawn in the order of a hash of their names: neighbours in a folder do not land together, and adding a
@@ -118,7 +120,9 @@ def split_sources(sources: Sequence[Source]) -> Split:
     if len(sources) == 1:
         only = sources[0]
         cut = only.stop - max(1, int(only.num_bytes * VALIDATION_SHARE))
-        return Split((Source(only.path, only.name, only.start, cut),), (Source(only.path, only.name, cut, only.stop),))
+        return Split(
+            (TextSource(only.path, only.name, only.start, cut),), (TextSource(only.path, only.name, cut, only.stop),)
+        )
     budget = VALIDATION_SHARE * sum(source.num_bytes for source in sources)
     chosen: set[int] = set()
     for index in sorted(range(len(sources)), key=lambda i: hashlib.sha256(sources[i].name.encode()).digest()):
@@ -164,7 +168,7 @@ def write_cache(folder: Path, description: str, split: Split) -> TextFacts:
 
 
 def _write_part(
-    path: Path, sources: Sequence[Source], update: Callable[[bytes], None]
+    path: Path, sources: Sequence[TextSource], update: Callable[[bytes], None]
 ) -> tuple[int, NDArray[np.int64]]:
     counts = np.zeros(256, dtype=np.int64)
     with path.open("wb") as out:
@@ -176,7 +180,7 @@ def _write_part(
     return int(counts.sum()), counts
 
 
-def _read_pieces(source: Source) -> Iterator[bytes]:
+def _read_pieces(source: TextSource) -> Iterator[bytes]:
     left = source.num_bytes
     with source.path.open("rb") as file:
         file.seek(source.start)

@@ -15,12 +15,12 @@ from shardwise.recipes.gpt import generate
 from shardwise.recipes.loop import Finished, Trainer, build_trainer, train_steps
 from shardwise.recipes.memory import unsharded_bytes
 from shardwise.recipes.progress import ProgressDisplay, memory_table
-from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Run, Start, lock_run, prepare_run, read_metrics, write_config
-from shardwise.recipes.run_log import Journal, RunJournal, SilentJournal, open_lines
+from shardwise.recipes.run_log import RunJournal, RunLog, SilentJournal, open_lines
 
 
-def train(start: Start, config: TrainConfig, ranks: Ranks) -> None:
+def train(start: Start, config: TrainConfig, ranks: RunRanks) -> None:
     """Run the main job; every rank calls it with the same arguments.
 
     Raises: ConfigError, OSError or a checkpoint error, possibly on one rank only: the caller must end the others.
@@ -53,7 +53,7 @@ def _open_journal(run: Run, stack: ExitStack) -> RunJournal:
     return RunJournal(display, lines, scalars)
 
 
-def _say_start(trainer: Trainer, journal: Journal) -> None:
+def _say_start(trainer: Trainer, journal: RunLog) -> None:
     run, shape = trainer.run, trainer.config.model
     journal.say(
         f"{run.folder}: GPT with {trainer.num_parameters:,} parameters ({shape.layers} layers, width {shape.width}, "

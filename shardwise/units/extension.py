@@ -19,7 +19,7 @@ from torch.distributed.tensor import DeviceMesh
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.groups import mesh_of_one
-from shardwise.comm.protocol import Communicator, GatherEnds, GatherPieces, Pending
+from shardwise.comm.protocol import BucketEnds, Communicator, GatherEnds, Pending
 from shardwise.errors import LayoutError
 from shardwise.layout.bucket import align
 from shardwise.layout.shard import row_major
@@ -102,7 +102,7 @@ class ExtensionParams:
             param.full = None
             param.is_hooked = False
 
-    def gather(self, plain: GatherPieces | None, comm: Communicator | None, pool: BufferPool) -> Pending | None:
+    def gather(self, plain: GatherEnds | None, comm: Communicator | None, pool: BufferPool) -> Pending | None:
         """Launch one all-gather of the plain shards and the extensions' inputs, without ``comm`` a copy."""
         inputs: list[list[torch.Tensor]] = []
         metadata: list[Any] = []
@@ -207,7 +207,7 @@ class _MixedPieces:
     def __init__(
         self,
         owner: ExtensionParams,
-        plain: GatherPieces | None,
+        plain: GatherEnds | None,
         inputs: list[list[torch.Tensor]],
         metadata: list[Any],
         pool: BufferPool,
@@ -220,7 +220,7 @@ class _MixedPieces:
         self._plain_dtype = torch.uint8
         self._plain_bytes = 0
 
-    def buckets(self) -> Sequence[GatherEnds]:
+    def buckets(self) -> Sequence[BucketEnds]:
         """Extensions' results are taken out of one packed buffer."""
         return ()
 

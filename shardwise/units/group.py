@@ -16,7 +16,7 @@ from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import have_same_bits, section_parts
 from shardwise.comm.links.routes import RoutedCommunicator
-from shardwise.comm.protocol import GatherEnds, Pending
+from shardwise.comm.protocol import BucketEnds, Pending
 from shardwise.errors import StateError
 from shardwise.layout.bucket import build_bucket, by_size
 from shardwise.layout.shard import ChunkShard
@@ -46,9 +46,9 @@ class _Delivery:
 
     group: ShardGroup
     shards: Shards
-    ends: Sequence[GatherEnds] = ()
+    ends: Sequence[BucketEnds] = ()
 
-    def buckets(self) -> Sequence[GatherEnds]:
+    def buckets(self) -> Sequence[BucketEnds]:
         return self.ends
 
     def shard(self) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.carve import carve, is_own
-from shardwise.comm.links.arena import Place, take_shareable
+from shardwise.comm.links.arena import ArenaPlace, take_shareable
 from shardwise.errors import LayoutError
 from shardwise.layout.bucket import Bucket, align
 from shardwise.layout.shard import Move, row_major
@@ -42,7 +42,7 @@ class Memory:
     """What a section lies in: a 1-D tensor, and where that is for other processes of this host, if it is shared."""
 
     flat: torch.Tensor
-    place: Place | None = None
+    place: ArenaPlace | None = None
 
 
 @dataclass(frozen=True, slots=True)

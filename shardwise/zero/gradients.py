@@ -27,7 +27,7 @@ OwnerRef = Callable[[], GradientOwner | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reduction:
+class OwnerReduction:
     """One averaging of gradients to their owners.
 
     Attributes:
@@ -92,7 +92,7 @@ class KnownGradients:
             self.presences.add(presence)
 
 
-def reduce_to_pieces(run: Reduction) -> None:
+def reduce_to_pieces(run: OwnerReduction) -> None:
     """Average all gradients, each on its owner only, and free them everywhere else, message by message.
 
     While a message is on its way the next one is packed.
@@ -132,7 +132,7 @@ def _messages(share: Share) -> Iterator[list[int]]:
 
 
 def _launch(
-    run: Reduction, indices: Sequence[int], former: dict[int, tuple[OwnedGradient | None, torch.dtype]]
+    run: OwnerReduction, indices: Sequence[int], former: dict[int, tuple[OwnedGradient | None, torch.dtype]]
 ) -> tuple[list[Piece], PendingReduce]:
     pieces = run.share.pieces_of(indices)
     owned = [_owned(run, piece) for piece in pieces]
@@ -149,7 +149,7 @@ def _launch(
     return pieces, pending
 
 
-def _owned(run: Reduction, piece: Piece) -> Owned:
+def _owned(run: OwnerReduction, piece: Piece) -> Owned:
     param = run.share.params[piece.tensor]
     gradient = own_gradient(param)
     if gradient is None:
@@ -157,7 +157,7 @@ def _owned(run: Reduction, piece: Piece) -> Owned:
     return Owned(piece.owner, elements_of(piece, param, gradient))
 
 
-def _finish(run: Reduction, pieces: Sequence[Piece], pending: PendingReduce) -> None:
+def _finish(run: OwnerReduction, pieces: Sequence[Piece], pending: PendingReduce) -> None:
     averages, start = pending.wait(), 0
     for piece in pieces:
         if piece.owner != run.share.rank:

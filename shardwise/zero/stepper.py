@@ -17,7 +17,7 @@ from shardwise.comm.owned import launch_broadcasts
 from shardwise.errors import DesyncError, StateError
 from shardwise.layout.owners import Piece
 from shardwise.zero.checks import describe_params
-from shardwise.zero.gradients import KnownGradients, Reduction, attached, reduce_to_pieces
+from shardwise.zero.gradients import KnownGradients, OwnerReduction, attached, reduce_to_pieces
 from shardwise.zero.join import share_gradients
 from shardwise.zero.local import LocalOptimizer
 from shardwise.zero.share import Layout, Share, addresses_of, make_layout, moving_of, trainable_of
@@ -191,7 +191,7 @@ class ShareStepper:
                 "DistributedDataParallel, or do without Join"
             )
         self.known.agree_on_presence(self.share, self.board, what)
-        reduce_to_pieces(Reduction(self.share, self.board, self.staging, weakref.ref(self), what))
+        reduce_to_pieces(OwnerReduction(self.share, self.board, self.staging, weakref.ref(self), what))
         self.known.is_compared = False
 
     def consolidate(self, to: int) -> None:

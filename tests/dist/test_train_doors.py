@@ -21,7 +21,7 @@ from helpers.runs import copy_cut_back, metrics_of, write_text
 
 from shardwise.recipes import report
 from shardwise.recipes.config import ModelShape, TrainConfig, config_from_json
-from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Start, with_overrides
 from shardwise.recipes.train import train
 from shardwise.testing import WorkerPool
@@ -47,7 +47,7 @@ def run_jobs(jobs: list[Job]) -> list[str]:
     for job in jobs:
         with contextlib.redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
             patch.setattr(report, "draw_report", lambda *_: None)
-            train(job.start, job.config, Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu")))
+            train(job.start, job.config, RunRanks(dist.get_rank(), dist.get_world_size(), torch.device("cpu")))
         printed.append(out.getvalue())
     return printed
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise import StateError
 from shardwise.events import Op
-from shardwise.plan.cost import Link, communication_s
+from shardwise.plan.cost import Wire, communication_s
 from shardwise.plan.memory import peak_bytes, unsharded_bytes
 from shardwise.plan.order import Edge, Order, Visit
 from shardwise.plan.policy import UnitPolicy
@@ -119,7 +119,7 @@ def test_same_plan_same_fingerprint() -> None:
 
 def test_cost_adds_latency_and_bytes() -> None:
     calls = plan_step(nested_order(1), facts(1, 100), 0).calls
-    assert communication_s(calls, Link(1.0, 50.0), 2) == pytest.approx(5 * (1.0 + 0.5 * 100 / 50.0))
+    assert communication_s(calls, Wire(1.0, 50.0), 2) == pytest.approx(5 * (1.0 + 0.5 * 100 / 50.0))
 
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product((Sharded, Gathering, Unsharded, Subsharded), repeat=2)))

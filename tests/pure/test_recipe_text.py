@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise import ConfigError
 from shardwise.recipes.text import (
-    Source,
+    TextSource,
     Windows,
     check_length,
     count_windows,
@@ -27,8 +27,8 @@ from shardwise.recipes.text import (
 )
 
 
-def _sources(sizes: list[int]) -> list[Source]:
-    return [Source(Path(f"f{i}.py"), f"f{i}.py", 0, size) for i, size in enumerate(sizes)]
+def _sources(sizes: list[int]) -> list[TextSource]:
+    return [TextSource(Path(f"f{i}.py"), f"f{i}.py", 0, size) for i, size in enumerate(sizes)]
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=2, max_size=40))

@@ -32,7 +32,7 @@ def can_share_memory() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ArenaPlace:
     """Where some memory lies for other processes: ``offset`` bytes into a segment."""
 
     segment: Segment
@@ -47,7 +47,7 @@ class Arena:
         self._used = 0
         self._pid = os.getpid()
 
-    def take(self, num_bytes: int) -> tuple[torch.Tensor, Place] | None:
+    def take(self, num_bytes: int) -> tuple[torch.Tensor, ArenaPlace] | None:
         """Return ``num_bytes`` zeros as a 1-D tensor of bytes and where they lie; None where memory cannot be shared."""
         grain = _PAGE_BYTES if num_bytes >= _PAGE_BYTES else _LINE_BYTES
         segment = self._segment() if self._segment is not None and self._pid == os.getpid() else None
@@ -63,13 +63,13 @@ class Arena:
         array = segment.array(start, num_bytes)
         if grain == _PAGE_BYTES:
             weakref.finalize(array, _give_back, segment.mapping, start, self._used - start).atexit = False
-        return torch.from_numpy(array), Place(segment, start)
+        return torch.from_numpy(array), ArenaPlace(segment, start)
 
 
 _of_process = Arena()  # it holds no memory: the tensors made in it do
 
 
-def take_shareable(num_bytes: int) -> tuple[torch.Tensor, Place] | None:
+def take_shareable(num_bytes: int) -> tuple[torch.Tensor, ArenaPlace] | None:
     """Return ``num_bytes`` zeros as a 1-D tensor of bytes and where they lie; None where memory cannot be shared."""
     return None if can_share_memory() else _of_process.take(num_bytes)
 

@@ -20,11 +20,11 @@ import torch
 
 from shardwise import torch_private
 from shardwise.comm.alive import Liveness
-from shardwise.comm.links.arena import Place
+from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.link import SpanKind
 from shardwise.comm.links.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.comm.links.segment import NUM_WORDS, Segment
-from shardwise.comm.protocol import GatherEnds, GatherPieces, Pending, Scale, ScatterPieces
+from shardwise.comm.protocol import BucketEnds, GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.errors import TransportError
 from shardwise.layout.bucket import Bucket, align
 
@@ -80,7 +80,7 @@ class Host:
     segments: tuple[Segment, ...]
     pids: tuple[int, ...]
     rank: int
-    places_of: Callable[[int, int], Sequence[Place]]
+    places_of: Callable[[int, int], Sequence[ArenaPlace]]
 
 
 class HostLink:
@@ -112,7 +112,7 @@ class HostLink:
         self._mine = self._words[rank]
         self._alive = {peer: Liveness(host.pids[peer]) for peer in self._peers}
         self._places_of = host.places_of
-        self._places: dict[int, tuple[int, Sequence[Place]]] = {}
+        self._places: dict[int, tuple[int, Sequence[ArenaPlace]]] = {}
         self._outbox = outbox
         self._slot_bytes = slot_bytes
         self._timeout_s = timeout_s
@@ -206,11 +206,11 @@ class HostLink:
 
     # ---- collectives ----
 
-    def takes_gather(self, pieces: GatherPieces) -> bool:
+    def takes_gather(self, pieces: GatherEnds) -> bool:
         buckets = pieces.buckets()
         return bool(buckets) and all(bucket.number is not None for bucket in buckets)
 
-    def takes_scatter(self, pieces: ScatterPieces, scale: Scale) -> bool:
+    def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
         num_bytes = pieces.section_numel * pieces.dtype.itemsize
         return slot_bytes(num_bytes, self.size) <= self._slot_bytes and can_sum_in_parts(scale, self.size)
 
@@ -220,20 +220,20 @@ class HostLink:
     def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
         return 0
 
-    def all_gather(self, pieces: GatherPieces) -> Pending:
+    def all_gather(self, pieces: GatherEnds) -> Pending:
         gather = _Gather(self, pieces)
         self._num_gathers += 1
         self.gathers.append(gather)
         return gather
 
-    def read_sections(self, pieces: GatherPieces) -> None:
+    def read_sections(self, pieces: GatherEnds) -> None:
         """Copy every rank's sections to the full parameters."""
         for bucket in pieces.buckets():
             for rank in range(self.size):
                 torch_private.copy_all(bucket.full_parts(rank), self._section_parts(bucket, rank))
         self._mine[_READ] = self._key(self._num_gathers - len(self.gathers) - 1)
 
-    def _section_parts(self, bucket: GatherEnds, rank: int) -> list[torch.Tensor]:
+    def _section_parts(self, bucket: BucketEnds, rank: int) -> list[torch.Tensor]:
         assert bucket.number is not None
         key = (bucket.number, rank)
         parts = self._parts.get(key)
@@ -243,7 +243,7 @@ class HostLink:
             parts = self._parts[key] = section_parts(bucket.layout, section, rank)
         return parts
 
-    def reduce_scatter(self, pieces: ScatterPieces, scale: Scale) -> Pending:
+    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
         index = self._num_reductions
         self._num_reductions += 1
         if index >= NUM_SLOTS:
@@ -263,7 +263,7 @@ class HostLink:
         if scatter in self._scatters:
             self._scatters.remove(scatter)
 
-    def _fill_outbox(self, pieces: ScatterPieces, index: int) -> torch.Tensor:
+    def _fill_outbox(self, pieces: ScatterEnds, index: int) -> torch.Tensor:
         """Copy the gradients to the outbox and let go of them; return this rank's own section."""
         layout, numel = pieces.layout, pieces.section_numel
         if not layout.num_large:  # one copy of everything costs less than many of parts
@@ -281,7 +281,7 @@ class HostLink:
         key = self._key(index)
         return all(self._words[peer][_POSTED] >= key for peer in self._peers)
 
-    def read_outboxes(self, pieces: ScatterPieces, scale: Scale, index: int, own: torch.Tensor) -> torch.Tensor:
+    def read_outboxes(self, pieces: ScatterEnds, scale: Scale, index: int, own: torch.Tensor) -> torch.Tensor:
         """Wait for every rank's parts of reduction ``index``; return their sum with ``own``, this rank's own section."""
         self._wait(_POSTED, self._key(index), f"gradients of {pieces.label}")
         self._compare_labels(pieces, index)
@@ -293,7 +293,7 @@ class HostLink:
         self._mine[_CONSUMED] = self._key(index)
         return out
 
-    def _outgoing(self, sender: int, receiver: int, index: int, pieces: ScatterPieces) -> torch.Tensor:
+    def _outgoing(self, sender: int, receiver: int, index: int, pieces: ScatterEnds) -> torch.Tensor:
         numel = pieces.section_numel
         start = self._slot_start(index) + receiver * numel * pieces.dtype.itemsize
         return self._view(sender, start, numel, pieces.dtype)
@@ -311,7 +311,7 @@ class HostLink:
     def _key(self, index: int) -> int:
         return _stamp(self._epoch, self._span, index + 1)
 
-    def _compare_labels(self, pieces: ScatterPieces, index: int) -> None:
+    def _compare_labels(self, pieces: ScatterEnds, index: int) -> None:
         expected = _digest(pieces)
         for peer in self._peers:
             if self._words[peer][_LABELS + index % NUM_SLOTS] != expected:
@@ -388,9 +388,9 @@ class _Gather:
     __slots__ = ("_link", "_pieces")
     holds_input = False
 
-    def __init__(self, link: HostLink, pieces: GatherPieces) -> None:
+    def __init__(self, link: HostLink, pieces: GatherEnds) -> None:
         self._link = link
-        self._pieces: GatherPieces | None = pieces
+        self._pieces: GatherEnds | None = pieces
 
     def is_done(self) -> bool:
         return True
@@ -419,9 +419,9 @@ class _Scatter:
     __slots__ = ("_link", "_own", "_pieces", "_scale", "index")
     holds_input = False
 
-    def __init__(self, link: HostLink, pieces: ScatterPieces, scale: Scale, index: int, own: torch.Tensor) -> None:
+    def __init__(self, link: HostLink, pieces: ScatterEnds, scale: Scale, index: int, own: torch.Tensor) -> None:
         self._link = link
-        self._pieces: ScatterPieces | None = pieces
+        self._pieces: ScatterEnds | None = pieces
         self._scale = scale
         self.index = index
         self._own = own
@@ -441,5 +441,5 @@ class _Scatter:
             self._link.forget_scatter(self)
 
 
-def _digest(pieces: ScatterPieces) -> int:
+def _digest(pieces: ScatterEnds) -> int:
     return zlib.crc32(f"{pieces.label} {pieces.section_numel} {pieces.dtype}".encode())

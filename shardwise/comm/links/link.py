@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch.distributed as dist
 
 from shardwise import torch_private
-from shardwise.comm.protocol import GatherPieces, Pending, Scale, ScatterPieces
+from shardwise.comm.protocol import GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.errors import ConfigError
 from shardwise.layout.bucket import Bucket
 
@@ -71,19 +71,19 @@ class Link(Protocol):
         """Leave the span without the others and let them know, as far as the link can."""
         ...
 
-    def takes_gather(self, pieces: GatherPieces) -> bool:
+    def takes_gather(self, pieces: GatherEnds) -> bool:
         """True if this all-gather goes by the link; the same on every rank."""
         ...
 
-    def takes_scatter(self, pieces: ScatterPieces, scale: Scale) -> bool:
+    def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
         """True if this reduce-scatter goes by the link; the same on every rank."""
         ...
 
-    def all_gather(self, pieces: GatherPieces) -> Pending:
+    def all_gather(self, pieces: GatherEnds) -> Pending:
         """Launch; ``wait`` delivers."""
         ...
 
-    def reduce_scatter(self, pieces: ScatterPieces, scale: Scale) -> Pending:
+    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
         """Launch; ``wait`` delivers."""
         ...
 

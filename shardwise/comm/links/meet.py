@@ -62,7 +62,7 @@ class Desk:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Outcome:
     """What the ranks agreed on: the segments of all ranks (``segments[rank]``) if they share memory, else None.
 
     Attributes:
@@ -75,7 +75,7 @@ class Meeting:
     pids: tuple[int, ...] = ()
 
 
-def meet(group: dist.ProcessGroup, store: dist.Store, offer: Offer, timeout_s: float) -> Meeting:
+def meet(group: dist.ProcessGroup, store: dist.Store, offer: Offer, timeout_s: float) -> Outcome:
     """Meet the other ranks of ``group``.  Collective.
 
     Raises: DesyncError on every rank if one does not come within ``timeout_s`` seconds or brings another digest;
@@ -97,14 +97,14 @@ def meet(group: dist.ProcessGroup, store: dist.Store, offer: Offer, timeout_s: f
     _compare_digests([fields[1] for fields in found], ranks, rank)
     transport = max((fields[0] for fields in found), key=TRANSPORTS.index)
     if transport != "auto":
-        return Meeting(transport, desk)
+        return Outcome(transport, desk)
     segments, problem = _open_all(found, rank, own)
     problems = [text for text in desk.exchange("opened", problem) if text]
     if problems or segments is None:
         if rank == 0:
             _log.warning("ranks %s do not share memory (%s); they use the network", ranks, problems[0])
-        return Meeting(transport, desk)
-    return Meeting(transport, desk, segments, tuple(fields[4] for fields in found))
+        return Outcome(transport, desk)
+    return Outcome(transport, desk, segments, tuple(fields[4] for fields in found))
 
 
 def _compare_digests(digests: Sequence[str], ranks: Sequence[int], rank: int) -> None:

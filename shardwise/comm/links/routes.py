@@ -6,7 +6,7 @@ import torch
 
 from shardwise.comm.c10d import C10dCommunicator
 from shardwise.comm.links.link import Link, Spans
-from shardwise.comm.protocol import GatherPieces, Pending, Scale, ScatterPieces
+from shardwise.comm.protocol import GatherEnds, Pending, Scale, ScatterEnds
 
 
 class RoutedCommunicator:
@@ -33,7 +33,7 @@ class RoutedCommunicator:
         """The link that collectives are expected to use."""
         return self._spans.known_link(self.packed.group)
 
-    def all_gather(self, pieces: GatherPieces) -> Pending:
+    def all_gather(self, pieces: GatherEnds) -> Pending:
         """Gather by the link or through one packed buffer."""
         if self.packed.custom_all_gather is None:
             link = self._spans.link(self.packed.group, lambda link: link.takes_gather(pieces))
@@ -41,7 +41,7 @@ class RoutedCommunicator:
                 return link.all_gather(pieces)
         return self.packed.all_gather(pieces)
 
-    def reduce_scatter(self, pieces: ScatterPieces, scale: Scale) -> Pending:
+    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
         """Reduce by the link or through one packed buffer."""
         if self.packed.custom_reduce_scatter is None:
             link = self._spans.link(self.packed.group, lambda link: link.takes_scatter(pieces, scale))

@@ -13,7 +13,7 @@ from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.links import unfinished
 from shardwise.comm.links.link import SpanKind
 from shardwise.comm.links.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
-from shardwise.comm.protocol import GatherEnds, GatherPieces, Pending, Scale, ScatterPieces
+from shardwise.comm.protocol import BucketEnds, GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.errors import TransportError
 from shardwise.layout.bucket import Bucket
 
@@ -71,11 +71,11 @@ class PeerLink:
 
     # ---- collectives ----
 
-    def takes_gather(self, pieces: GatherPieces) -> bool:
+    def takes_gather(self, pieces: GatherEnds) -> bool:
         buckets = pieces.buckets()
         return bool(buckets) and all(_is_worth(each.layout) for each in buckets)
 
-    def takes_scatter(self, pieces: ScatterPieces, scale: Scale) -> bool:
+    def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
         return _is_worth(pieces.layout) and can_sum_in_parts(scale, self.size)
 
     def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
@@ -84,10 +84,10 @@ class PeerLink:
     def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
         return (self.size - 1) * (layout.section_numel + layout.tail_numel) * itemsize
 
-    def all_gather(self, pieces: GatherPieces) -> Pending:
+    def all_gather(self, pieces: GatherEnds) -> Pending:
         return _Gather(self, pieces)
 
-    def reduce_scatter(self, pieces: ScatterPieces, scale: Scale) -> Pending:
+    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
         return _Scatter(self, pieces, scale)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
@@ -108,7 +108,7 @@ class _Gather:
 
     holds_input = True
 
-    def __init__(self, link: PeerLink, pieces: GatherPieces) -> None:
+    def __init__(self, link: PeerLink, pieces: GatherEnds) -> None:
         self._buckets: list[_GatherBucket] | None = [_GatherBucket(link, ends) for ends in pieces.buckets()]
 
     def is_done(self) -> bool:
@@ -131,7 +131,7 @@ class _Gather:
 
 
 class _GatherBucket:
-    def __init__(self, link: PeerLink, ends: GatherEnds) -> None:
+    def __init__(self, link: PeerLink, ends: BucketEnds) -> None:
         self._link, self._ends = link, ends
         layout, large = ends.layout, ends.layout.num_large
         self._section = section = ends.section()
@@ -205,9 +205,9 @@ class _Scatter:
 
     holds_input = True
 
-    def __init__(self, link: PeerLink, pieces: ScatterPieces, scale: Scale) -> None:
+    def __init__(self, link: PeerLink, pieces: ScatterEnds, scale: Scale) -> None:
         self._link, self._scale = link, scale
-        self._pieces: ScatterPieces | None = pieces
+        self._pieces: ScatterEnds | None = pieces
         layout, dtype, large = pieces.layout, pieces.dtype, pieces.layout.num_large
         self._received = {peer: link.pool.lease(layout.section_numel * dtype.itemsize) for peer in link.peers}
         self._tails = {peer: link.pool.lease(layout.tail_numel * dtype.itemsize) for peer in link.peers}

@@ -16,7 +16,7 @@ from shardwise.recipes.bench.figures import find_wrong_losses
 from shardwise.recipes.bench.request import BenchConfig
 from shardwise.recipes.bench.setup import Setup, adamw, make_setup
 from shardwise.recipes.gpt import next_byte_loss
-from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.ranks import RunRanks
 
 WARM_UP = 4  # steps of each contender before the first that counts; the loss of the last of them is checked
 
@@ -41,7 +41,7 @@ def time_steps(config: BenchConfig, contenders: Mapping[str, Contender] = CONTEN
     The order within a round is drawn from the seed, so that ranks agree.  A time lies between two barriers.  Collective.
     """
     setup = make_setup(config)
-    ranks = Ranks(dist.get_rank(), config.ranks, setup.device)
+    ranks = RunRanks(dist.get_rank(), config.ranks, setup.device)
     alone, averaged = ranks.mean([_reference_loss(setup, average) for average in (False, True)])
     trained = {name: build_trained(contenders[name], setup.build_model(), setup) for name in config.names}
     losses: dict[str, float] = {}
