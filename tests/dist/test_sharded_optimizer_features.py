@@ -73,7 +73,7 @@ def test_a_unit_is_updated_in_one_call() -> None:
                     _backward(tensors, 10 * step + microbatch)
                 optimizer.step()
                 optimizer.zero_grad()
-        assert found._stepper.num_runs == 4, found._stepper.num_updates
+        assert found._stepper.num_runs == 4, found._stepper.num_runs
         assert each._stepper.num_runs == len(_named(model))
         _assert_close(model, plain)
         fused = "fused" in options
