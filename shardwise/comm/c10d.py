@@ -144,9 +144,9 @@ class C10dCommunicator:
 
         def end() -> None:
             pieces.deliver(packed)
-            self._give_back(lease)
+            _give_back(self.lane, lease)
 
-        return _Launched(work, self.lane, end, lambda: self._give_back(lease))
+        return _Launched(work, self.lane, end, lambda: _give_back(self.lane, lease))
 
     def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
         """Fill one packed buffer, reduce it, and hand this rank's section to ``pieces.deliver``."""
@@ -174,10 +174,10 @@ class C10dCommunicator:
         def end() -> None:
             if after is not None:
                 output.div_(after)
-            self._give_back(lease)
+            _give_back(self.lane, lease)
             pieces.deliver(output)
 
-        return _Launched(work, self.lane, end, lambda: self._give_back(lease))
+        return _Launched(work, self.lane, end, lambda: _give_back(self.lane, lease))
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale) -> Pending:
         """Reduce ``tensor`` over the group, in place."""
@@ -206,12 +206,13 @@ class C10dCommunicator:
         lease = self.pool.lease(numel * like.dtype.itemsize)
         return lease.tensor(like.dtype), lease
 
-    def _give_back(self, lease: Lease | None) -> None:
-        # The lane allocated it and the current stream read it last: the lane's next user must come after that reader.
-        if self.lane.is_concurrent:
-            self.lane.wait_current()
-        if lease is not None:
-            lease.release()
+
+def _give_back(lane: Lane, lease: Lease | None) -> None:
+    # The lane allocated it and the current stream read it last: the lane's next user must come after that reader.
+    if lane.is_concurrent:
+        lane.wait_current()
+    if lease is not None:
+        lease.release()
 
 
 def resolve_scale(scale: Scale, size: int) -> tuple[float | None, Any, float | None]:

@@ -192,12 +192,13 @@ class Engine:
             self._abort_forward(unit)
             return False
         unit.awaited.discard(id(module))
-        for member in unit.family:
+        members = unit.family
+        for member in members:
             member.holders -= 1
         if not unit.awaited:
             if not unit.holders:
                 self.journal.visit(unit, Edge.EXIT_FORWARD)
-            for member in unit.family:
+            for member in members:
                 if not member.holders:
                     self._reshard(member, after_forward=True)
         if not self._stack:
@@ -265,7 +266,7 @@ class Engine:
 
     def _enter_span(self, kind: SpanKind) -> None:
         for unit in self.units:
-            if self.spans.number is None:
+            if unit.is_full and self.spans.number is None:
                 unit.take_writes()
             for group in unit.groups:
                 group.ensure_packed()
@@ -298,7 +299,8 @@ class Engine:
             for unit in late:
                 unit.reshard()
             for unit in self.units:
-                unit.keep()
+                if unit.is_full:
+                    unit.keep()
 
     def _reshard(self, unit: Unit, after_forward: bool = False) -> None:
         is_done = unit.reshard_after_forward() if after_forward else unit.reshard(in_span=True)

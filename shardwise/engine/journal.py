@@ -32,6 +32,7 @@ class Journal:
         self.bulletin: Bulletin | None = None
         self._units: Sequence[Unit] = ()
         self._numbers: dict[Unit, int] = {}
+        self._ahead: list[list[Unit]] = []  # as in the plan
         self._visits: list[Visit] = []
         self._follows_plan = False
         self._planned_policies: tuple[UnitPolicy, ...] = ()
@@ -101,11 +102,11 @@ class Journal:
         if self.bulletin is not None:
             self.bulletin.check_deviation(f"{self._left_order} to {edge.value}", self.position())
 
-    def ahead(self) -> list[Unit]:
+    def ahead(self) -> Sequence[Unit]:
         """Return the units that the plan wants unsharded right after the last visit."""
         if not self._follows_plan or self.plan is None:
             return []
-        return [self._units[number] for number in self.plan.ahead[len(self._visits) - 1]]
+        return self._ahead[len(self._visits) - 1]
 
     def has_planned_forward(self) -> bool:
         """True if the visits so far are the forward part of the plan."""
@@ -117,7 +118,7 @@ class Journal:
         Raises: DesyncError if ranks would plan different collectives.
         """
         order = Order(tuple(self._visits))
-        policies = tuple(unit.policy for unit in self._units)
+        policies = tuple([unit.policy for unit in self._units])
         if self.plan is not None and self.plan.order == order and policies == self._planned_policies:
             return
         plan = plan_step(order, self.facts(), self.depth)
@@ -125,6 +126,7 @@ class Journal:
             calls = [f"{c.op.value} of unit '{c.unit}'" for c in plan.calls if c.op in (Op.UNSHARD, Op.REDUCE)]
             self.bulletin.check_plan(calls, self.position())
         self.plan, self._planned_policies, self._left_order = plan, policies, ""
+        self._ahead = [[self._units[number] for number in numbers] for numbers in plan.ahead]
 
     def facts(self) -> tuple[UnitFacts, ...]:
         """Return what planning needs to know of every unit."""

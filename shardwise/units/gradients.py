@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -43,7 +43,9 @@ def take_gradients(group: ShardGroup) -> Gradients:
             continue  # frozen since forward
         if type(gradient) is not torch.Tensor:
             gradient = _local_gradient(gradient, param, group)
-        dtype = group.dtype_of_reduction(param, gradient.dtype)
+        dtype = group.reduce_dtypes.get(gradient.dtype) if param.grad_dtype is None and not param.keeps_dtype else None
+        if dtype is None:
+            dtype = group.dtype_of_reduction(param, gradient.dtype)
         taken[param] = gradient if gradient.dtype is dtype else gradient.to(dtype)
     return taken
 
@@ -73,12 +75,20 @@ def add_gradients(old: Mapping[UnitParam, torch.Tensor], new: Mapping[UnitParam,
 
 
 def _layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) -> ReduceLayout:
-    key = (dtype, *(param.ordinal for param in params))
+    key = (dtype, *[param.ordinal for param in params])
     layout = group.reduce_layouts.get(key)
     if layout is None:
         alignment = 1 if group.device.type == "cpu" else max(16 // dtype.itemsize, 1)
         layout = group.reduce_layouts[key] = ReduceLayout(params, alignment, group.axes.shard_rank)
     return layout
+
+
+def _dtypes_of_gradients(params: Sequence[UnitParam]) -> set[torch.dtype | None]:
+    """Return UnitParam.dtype_of_gradient of all, in as few calls as can be."""
+    found: set[torch.dtype | None] = set()
+    for param, local in zip(params, torch_private.locals_of([param.sharded for param in params]), strict=True):
+        found.add(local.dtype if param.grad_dtype is None else param.grad_dtype.dtype)
+    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -93,18 +103,16 @@ class _Packing:
     section: torch.Tensor | None = None
     result: GradientSection | None = None
     is_dense: bool = False
+    layout: Bucket = field(init=False)
+    section_numel: int = field(init=False)
 
-    @property
-    def layout(self) -> Bucket:
-        return self.reduced.bucket
+    def __post_init__(self) -> None:
+        self.layout = self.reduced.bucket
+        self.section_numel = self.layout.section_numel
 
     @property
     def label(self) -> str:
         return self.reduced.names
-
-    @property
-    def section_numel(self) -> int:
-        return self.reduced.bucket.section_numel
 
     def fill(self, packed: torch.Tensor) -> None:
         self.reduced.pack(self.gradients, packed)
@@ -158,6 +166,7 @@ class Reduction:
     Attributes:
         params: whose gradients these are.
         is_partial: replicas are not summed: the result is kept for a later backward.
+        has_elements: False when all parameters are of size zero: there is nothing to send.
     """
 
     def __init__(
@@ -174,13 +183,14 @@ class Reduction:
         self._comm = group.comm
         self.is_partial = self._comm.replicas is not None and not terms.policy.syncs_replicas
         self._layout = _layout_of(group, params, dtype)
+        self.has_elements = self._layout.bucket.full_numel > 0
         self._partial = {param: partial[param] for param in params if param in partial} if partial else partial
         self._terms = terms
         self._scale = scale_of(group, dtype, terms.policy)
         self._pending: Pending | None = None
         self._is_scattered = False
         is_final = not self.is_partial and group.storage_device == group.device
-        is_final = is_final and {param.dtype_of_gradient for param in params} <= {dtype, None}
+        is_final = is_final and _dtypes_of_gradients(params) <= {dtype, None}
         self._packing = _Packing(self._layout, gradients, dtype, group.device, is_final)
 
     # ---- launching ----
@@ -311,11 +321,6 @@ class Reduction:
         return self._packing.label
 
     @property
-    def has_elements(self) -> bool:
-        """False when all parameters are of size zero: there is nothing to send."""
-        return self._packing.layout.full_numel > 0
-
-    @property
     def is_collective(self) -> bool:
         """True when shards of other ranks are summed."""
         return self._comm.reduce is not None and self.has_elements
@@ -335,17 +340,22 @@ def launch_reductions(
     packing and the page faults of new memory cost as much as the network within a host.
     """
     launched: list[Reduction] = []
-    may_stay = group.comm.reduce is None and group.comm.replicas is not None and group.device.type == "cpu"
+    comm = group.comm
+    may_stay = comm.reduce is None and comm.replicas is not None and group.device.type == "cpu" and terms.hook is None
     if partial:
         gradients = {param: _widened(gradient, partial.get(param)) for param, gradient in gradients.items()}
     for dtype, params in _by_reduce_dtype(group, {param: gradient.dtype for param, gradient in gradients.items()}):
-        stays = {p for p in params if may_stay and terms.hook is None and p not in kept and _is_worth(p, gradients[p])}
-        packed = [param for param in params if param not in stays]
-        for chosen in [*([param] for param in params if param in stays), *([packed] if packed else [])]:
+        stays: set[UnitParam] = set()
+        parts = [params]
+        if may_stay:
+            stays = {param for param in params if param not in kept and _is_worth(param, gradients[param])}
+            packed = [param for param in params if param not in stays]
+            parts = [*([param] for param in params if param in stays), *([packed] if packed else [])]
+        for chosen in parts:
             own = [gradients[param] for param in chosen]
             reduction = Reduction(group, chosen, own, dtype, terms, partial)
             launched.append(reduction)
-            if group.comm.reduce is None or not reduction.has_elements:
+            if comm.reduce is None or not reduction.has_elements:
                 reduction.reduce_here(in_place=chosen[0] in stays)
             else:
                 reduction.scatter()

@@ -14,7 +14,7 @@ from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
 from shardwise.comm.links.link import Link
-from shardwise.comm.links.parts import have_same_bits, section_parts
+from shardwise.comm.links.parts import have_same_bits
 from shardwise.comm.links.routes import RoutedCommunicator
 from shardwise.comm.protocol import BucketEnds, Pending
 from shardwise.errors import StateError
@@ -89,6 +89,7 @@ class ShardGroup:
     Attributes:
         params: in the order of the modules.  by_size: the order in memory, large ones first.  members: the same as a set.
         full_bytes: of the full parameters beyond the shards.
+        reduce_dtypes: in which gradients are reduced, by their dtype, of parameters without one of their own.
         is_collective: gathering and reducing take a collective.
         keeps_plain: parameters are what they were before, plain tensors that stay registered.
         num_packs: how often parameters were put together.
@@ -111,7 +112,7 @@ class ShardGroup:
         self.axes = axes
         self.sub_axes: MeshAxes | None = None
         self.precision = precision
-        self._reduce_dtypes: dict[torch.dtype, torch.dtype] = {}  # by that of the parameter
+        self.reduce_dtypes: dict[torch.dtype, torch.dtype] = {}
         self.offload = offload
         self.device = device
         # Beside tensor parallelism the collectives of a shard axis of one rank are issued too, as torch's tests count
@@ -211,16 +212,10 @@ class ShardGroup:
 
         ``found``: of the gradient that has come; it counts where the parameter takes any.
         """
-        dtype = param.dtype
-        if param.grad_dtype is None and dtype in self._reduce_dtypes and not param.keeps_dtype:
-            return self._reduce_dtypes[dtype]
         full = self.dtype_of_full(param)
         if param.grad_dtype is not None and self.precision.reduce_dtype is None:
             return param.grad_dtype.dtype or found or full
-        wanted = self.precision.dtype_of_reduction(dtype, full)
-        if not param.keeps_dtype:
-            self._reduce_dtypes[dtype] = wanted
-        return wanted
+        return self.precision.dtype_of_reduction(param.dtype, full)
 
     def takes_any_gradient(self, param: UnitParam) -> bool:
         """Return True if gradients of ``param`` are reduced in whatever dtype they come."""
@@ -260,6 +255,7 @@ class ShardGroup:
             param.follow_grad_dtype()
         self.extended.adopt([param for param in self.params if self.extended.wants(param)])
         self.in_place = [param for param in self.params if self._is_in_place(param)]
+        self.reduce_dtypes = self._reduce_dtypes()
         apart = {*self.extended.params, *self.in_place}
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[UnitParam]] = {}
         for param in (each for each in self.by_size if each not in apart):
@@ -277,6 +273,13 @@ class ShardGroup:
             for param in params:
                 param.full = None
                 param.is_hooked = False
+
+    def _reduce_dtypes(self) -> dict[torch.dtype, torch.dtype]:
+        found: dict[torch.dtype, set[torch.dtype]] = {}
+        for param in self.params:
+            if param.grad_dtype is None and not param.keeps_dtype:
+                found.setdefault(self.dtype_of_full(param), set()).add(self.dtype_of_reduction(param))
+        return {full: wanted.pop() for full, wanted in found.items() if len(wanted) == 1}
 
     def _is_in_place(self, param: UnitParam) -> bool:
         if not self.keeps_plain or param.inner_spec is not None or param.local.device != self.device:
@@ -336,7 +339,7 @@ class ShardGroup:
         """
         if not from_sub and (checks or self._main is None):
             self.ensure_packed()
-        ways = self.comm
+        ways = self._comm or self.comm
         shards, comm = (self._sub, ways.sub) if from_sub else (self._main, ways.shards)
         assert shards is not None
         delivery = _Delivery(self, shards, () if from_sub or self.extended.params else self._ends)
@@ -359,7 +362,7 @@ class ShardGroup:
 
     def hold_fulls(self) -> list[torch.Tensor]:
         """Return the 1-D full buffers of the buckets that travel, with memory under them."""
-        pool = self.pool
+        pool = self._pool or self.pool
         return [full.hold(pool) for full in self._fulls if not full.is_shared]
 
     def register_full(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
@@ -512,11 +515,8 @@ class ShardGroup:
             return None  # on an accelerator the host would have to wait for the answer
         rank = self.axes.shard_rank
         for index, bucket in enumerate(self._buckets):
-            section = self._main.section_of(bucket)
             full_parts = self._main.full_parts(index, rank, self.hold_full(index))
-            for param, mine, full in zip(
-                bucket.params, section_parts(bucket.layout, section, rank), full_parts, strict=True
-            ):
+            for param, mine, full in zip(bucket.params, self._main.own_parts(index, rank), full_parts, strict=True):
                 if not have_same_bits(mine, full):
                     return param
         return None
@@ -563,7 +563,8 @@ class ShardGroup:
                     buffer.drop()
                 if not buffer.is_shared:
                     mark_freed(bucket.params, has_memory=buffer.is_held)
-        self.extended.drop(keeps_memory)
+        if self.extended.params:
+            self.extended.drop(keeps_memory)
 
     def _drop_sub(self) -> None:
         """Give the shards of the smaller mesh back."""

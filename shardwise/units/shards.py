@@ -14,6 +14,7 @@ from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.carve import carve, is_own
 from shardwise.comm.links.arena import ArenaPlace, take_shareable
+from shardwise.comm.links.parts import section_parts
 from shardwise.errors import LayoutError
 from shardwise.layout.bucket import Bucket, align
 from shardwise.layout.shard import Move, row_major
@@ -294,9 +295,11 @@ class Shards:
             bucket.byte_offset = offset
             offset = align(offset + bucket.layout.section_numel * bucket.full_dtype.itemsize, _BYTE_ALIGNMENT)
         self._section_bytes = offset
+        self._section_numel = buckets[0].layout.section_numel if len(buckets) == 1 else offset
         self._moves = [self._bucket_moves(bucket) for bucket in buckets]
         self._full_windows: list[list[torch.Tensor]] | None = None
         self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the pool's buffers, while it keeps them
+        self._own_parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._full_parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
         self._is_even = len(buckets) == 1 and buckets[0].layout.is_even
@@ -310,10 +313,6 @@ class Shards:
     def packed_bytes(self) -> int:
         """Bytes of the packed buffer of all ranks."""
         return self.num_shards * self._section_numel * self.packed_dtype.itemsize
-
-    @property
-    def _section_numel(self) -> int:
-        return self.buckets[0].layout.section_numel if len(self.buckets) == 1 else self._section_bytes
 
     def _bucket_moves(self, bucket: FlatBucket | SubBucket) -> list[tuple[int, Move]]:
         itemsize = bucket.full_dtype.itemsize
@@ -339,6 +338,17 @@ class Shards:
     def section_of(self, bucket: FlatBucket | SubBucket) -> torch.Tensor:
         """Return this rank's section of one bucket in the dtype of the all-gather, on the device."""
         return bucket.local.to(self._device, bucket.full_dtype, non_blocking=True)
+
+    def own_parts(self, number: int, rank: int) -> list[torch.Tensor]:
+        """Return the windows of each parameter in this rank's section of bucket ``number``, in the dtype of the all-gather."""
+        bucket = self.buckets[number]
+        section = self.section_of(bucket)
+        if section is not bucket.local:
+            return section_parts(bucket.layout, section, rank)
+        known = self._own_parts.get(number)
+        if known is None or known[0] is not section:
+            known = self._own_parts[number] = (section, section_parts(bucket.layout, section, rank))
+        return known[1]
 
     def full_parts(self, number: int, rank: int, full: torch.Tensor) -> list[torch.Tensor]:
         """Return the windows of ``full`` (bucket ``number``'s full buffer) that ``rank``'s shards go to."""

@@ -202,7 +202,7 @@ class Unit:
 
     def module_ids(self) -> set[int]:
         """Return the ids of its modules."""
-        return {id(module) for module in self.modules}
+        return {id(module) for ref in self._modules if (module := ref()) is not None}
 
     def number_parameters(self) -> None:
         """Give every parameter its ordinal."""
@@ -343,8 +343,9 @@ class Unit:
         wanted = self.policy.reshard_after_forward
         if wanted is False or not isinstance(self.state, Unsharded):
             return True
-        can_subshard = all(group.sub_axes is not None and not group.extended.params for group in self.groups)
-        if wanted is True or not can_subshard or not self.groups:
+        if wanted is True or not self.groups:
+            return self.reshard(in_span=True)
+        if any(group.sub_axes is None or group.extended.params for group in self.groups):
             return self.reshard(in_span=True)
         if self._written():
             return False
@@ -421,10 +422,9 @@ class Unit:
 
     def keep(self) -> None:
         """Leave full parameters registered although no forward or backward runs."""
-        if self.is_full:
-            self.take_writes()
-            for group in self.groups:
-                group.mark_kept()
+        self.take_writes()
+        for group in self.groups:
+            group.mark_kept()
 
     # ---- gradients ----
 
@@ -487,33 +487,33 @@ class Unit:
 
     def hide_gradients(self) -> None:
         """Take the gradients of parameters that stay registered from where backward is about to accumulate new ones."""
-        for param in self._in_place():
-            gradient, param.sharded.grad = param.sharded.grad, None
-            if gradient is None:
-                self.unsynced.discard(param)
-            elif param in self.unsynced:
-                self.held[param] = gradient
-            else:
-                self.hidden[param] = gradient
+        for group in self.groups:
+            for param in group.in_place:
+                gradient, param.sharded.grad = param.sharded.grad, None
+                if gradient is None:
+                    self.unsynced.discard(param)
+                elif param in self.unsynced:
+                    self.held[param] = gradient
+                else:
+                    self.hidden[param] = gradient
 
     def show_gradients(self) -> None:
         """Put them back, with what a backward has added."""
-        for param in self._in_place():
-            parts = [self.hidden.pop(param, None), self.held.get(param), param.sharded.grad]
-            first, *others = [part for part in parts if part is not None] or [None]
-            for other in others:
-                assert first is not None
-                first = first.add_(other) if other is not None else first
-            param.sharded.grad = first
-            if self.held.pop(param, None) is None:
-                self.unsynced.discard(param)
-            else:
-                self.unsynced.add(param)
+        for group in self.groups:
+            for param in group.in_place:
+                self._show_gradient(param)
 
-    def _in_place(self) -> Sequence[UnitParam]:
-        if len(self.groups) == 1:
-            return self.groups[0].in_place
-        return [param for group in self.groups for param in group.in_place]
+    def _show_gradient(self, param: UnitParam) -> None:
+        parts = [self.hidden.pop(param, None), self.held.get(param), param.sharded.grad]
+        first, *others = [part for part in parts if part is not None] or [None]
+        for other in others:
+            assert first is not None
+            first = first.add_(other) if other is not None else first
+        param.sharded.grad = first
+        if self.held.pop(param, None) is None:
+            self.unsynced.discard(param)
+        else:
+            self.unsynced.add(param)
 
     def drop_gradients(self) -> None:
         """Forget the gradients of an unfinished backward."""

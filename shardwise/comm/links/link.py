@@ -113,6 +113,7 @@ class Spans:
 
     Attributes:
         number: one that no other span of this engine has; None outside of any.
+        known_links: by name of their group, the links that the last spans had, for planning.
     """
 
     def __init__(self) -> None:
@@ -120,6 +121,7 @@ class Spans:
         self._count = 0
         self._kind: SpanKind = "forward"
         self._entries: dict[str, _Entry] = {}
+        self.known_links: dict[str, Link | None] = {}
         self.number: int | None = None
 
     def register(self, group: dist.ProcessGroup, prepare: Callable[[], Link | None]) -> None:
@@ -137,7 +139,7 @@ class Spans:
         if entry is None or not self._depth:
             return None
         if not entry.is_prepared:
-            entry.link = entry.prepare()
+            entry.link = self.known_links[group.group_name] = entry.prepare()
             entry.is_prepared = True
         if entry.link is None or not takes(entry.link):
             return None
@@ -145,11 +147,6 @@ class Spans:
             entry.is_agreed = entry.link.open(self._kind, collectives_are_watched())
             entry.is_open = True
         return entry.link if entry.is_agreed else None
-
-    def known_link(self, group: dist.ProcessGroup) -> Link | None:
-        """Return the link that the last span of ``group`` had, for planning."""
-        entry = self._entries.get(group.group_name)
-        return entry.link if entry is not None else None
 
     def begin(self, kind: SpanKind) -> None:
         """Enter a span, or one inside another."""

@@ -31,7 +31,7 @@ class RoutedCommunicator:
     @property
     def planned_link(self) -> Link | None:
         """The link that collectives are expected to use."""
-        return self._spans.known_link(self.packed.group)
+        return self._spans.known_links.get(self.packed.group.group_name)
 
     def all_gather(self, pieces: GatherEnds) -> Pending:
         """Gather by the link or through one packed buffer."""
