@@ -27,6 +27,8 @@ from typing import Any
 
 GRACE_S = 5.0  # after one rank has failed, how long the others may take to notice
 
+_MOST_CALLS = 50  # of one set of processes
+
 
 class RankFailure(AssertionError):
     """One or more ranks raised, died or did not return in time; the message holds each rank's traceback or stack."""
@@ -122,6 +124,7 @@ class WorkerPool:
         self._max_ranks = max_ranks
         self._keeps_group = keeps_group
         self._timeout_s = timeout_s
+        self._started_at = 0
         self._directory = tempfile.TemporaryDirectory(prefix="shardwise-pool-")
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -236,8 +239,11 @@ class WorkerPool:
         self._directory.cleanup()
 
     def _start(self, num_ranks: int) -> None:
-        if not all(process.is_alive() for process in self._processes):
+        # A process keeps threads of every gloo group that something still refers to: hundreds of them take both cores.
+        is_worn = not self._keeps_group and self._num_calls - self._started_at >= _MOST_CALLS
+        if is_worn or not all(process.is_alive() for process in self._processes):
             self.replace()
+            self._started_at = self._num_calls
         self._num_starts += not self._processes
         for index in range(len(self._processes), num_ranks):
             ours, theirs = self._context.Pipe()

@@ -126,7 +126,7 @@ def test_a_model_whose_gather_fails_does_not_lend_its_full_parameters_again() ->
             finally:
                 PeerLink.recv, PeerLink.open = receive, enter  # type: ignore[method-assign]
             assert posted
-            lendable = {slab.storage.data_ptr() for slabs in pool._free.values() for slab in slabs}
+            lendable = {slab.storage.data_ptr() for slabs in pool.free.values() for slab in slabs}
             assert not lendable & set(posted)
     dist.barrier()
 

@@ -23,8 +23,11 @@ class Body:
 
     module: str
     __name__: str  # heads the report of a failure
+    num_ranks: int | None = None  # for a body that asks for it
 
     def __call__(self, **arguments: Any) -> None:
+        if self.num_ranks is not None:
+            arguments["num_ranks"] = self.num_ranks
         test = getattr(importlib.import_module(self.module), self.__name__)
         test.__wrapped__(**arguments)
 
@@ -54,8 +57,9 @@ def on_ranks(*sizes: int, **options: Any) -> Callable[[Test], Test]:
         @functools.wraps(body)
         def test(pool: WorkerPool, **arguments: Any) -> None:
             num_ranks = arguments["num_ranks"] if several else sizes[0]
-            passed = {name: value for name, value in arguments.items() if name in taken}
-            pool.run(Body(body.__module__, body.__name__), num_ranks=num_ranks, **options, **passed)
+            passed = {name: value for name, value in arguments.items() if name in taken and name != "num_ranks"}
+            told = num_ranks if "num_ranks" in taken else None
+            pool.run(Body(body.__module__, body.__name__, told), num_ranks=num_ranks, **options, **passed)
 
         names = dict.fromkeys(["pool", *taken, *["num_ranks"] * several])
         test.__signature__ = inspect.Signature([inspect.Parameter(name, KEYWORD) for name in names])
