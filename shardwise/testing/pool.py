@@ -27,7 +27,7 @@ from typing import Any
 
 GRACE_S = 5.0  # after one rank has failed, how long the others may take to notice
 
-_MOST_CALLS = 50  # of one set of processes
+_MOST_CALLS = 150  # of one set of processes
 
 
 class RankFailure(AssertionError):
