@@ -21,8 +21,8 @@ def part(
     return Part(shape, (start,) + (0,) * (array.ndim - 1), array, dtype)
 
 
-def whole(*values: float, name: str = "param:w", label: str = "step") -> Record:
-    return Record(label, {name: part(list(values))}, {})
+def whole(*values: float, name: str = "param:w", label: str = "step", dtype: str = "float32") -> Record:
+    return Record(label, {name: part(list(values), dtype=dtype)}, {})
 
 
 def halves(left: list[float], right: list[float]) -> list[Tale]:
@@ -88,10 +88,13 @@ def test_what_ranks_have_for_themselves_is_compared_rank_by_rank() -> None:
 
 
 def test_bounds_are_relative_to_the_largest_value() -> None:
-    reference = tales(whole(1000.0, 1.0))
-    assert judge(reference, tales(whole(1000.0, 1.0 + 1e-7)), None, 1e-9).kind == "equal"
-    assert judge(reference, tales(whole(1000.0, 1.0 + 1e-5)), None, 1e-9).kind == "numbers"
-    assert judge(reference, tales(whole(1000.0, 1.0 + 1e-12)), None, 0.0).kind == "numbers"
+    reference = tales(whole(1000.0, 1.0, dtype="float64"))
+    assert judge(reference, tales(whole(1000.0, 1.0 + 1e-7, dtype="float64")), None, 1e-9).kind == "equal"
+    assert judge(reference, tales(whole(1000.0, 1.0 + 1e-5, dtype="float64")), None, 1e-9).kind == "numbers"
+    assert judge(reference, tales(whole(1000.0, 1.0 + 1e-12, dtype="float64")), None, 0.0).kind == "numbers"
+    single = tales(whole(1000.0, 1.0))  # a parameter in single precision, whatever the others are in
+    assert judge(single, tales(whole(1000.0, 1.0 + 1e-5)), None, 1e-9).kind == "equal"
+    assert judge(single, tales(whole(1000.0, 1.0 + 1e-12)), None, 0.0).kind == "numbers"
     assert judge(tales(whole(float("nan"))), tales(whole(float("nan"))), None, 0.0).kind == "equal"
     assert judge(tales(whole(1.0)), tales(whole(float("nan"))), None, 1e-2).kind == "numbers"
 
