@@ -58,7 +58,14 @@ class UnshardHandle:
         """Make the full parameters readable on the current stream and register them; a second call does nothing."""
         unit, self._unit = self._unit, None
         if unit is not None:
-            unit.wait()
+            _wait_by_hand(unit)
+
+
+def _wait_by_hand(unit: Unit) -> None:
+    unit.wait()
+    engine = engine_of(unit)
+    if engine is None or engine.spans.number is None:
+        unit.keep()  # what user code now does with parameters is to hold for the shards
 
 
 class GradientReductionHandle:
@@ -131,7 +138,7 @@ class FSDPModule(_Base):
         attachment.unit.unshard()
         if async_op:
             return UnshardHandle(attachment.unit)
-        attachment.unit.wait()
+        _wait_by_hand(attachment.unit)
         return None
 
     def reshard(self) -> None:

@@ -197,6 +197,8 @@ def _lend(lender: UnitParam, item: _Found, unit: Unit) -> bool:
         lender.slots += item.slots
         for slot in item.slots:
             slot.put(lender.sharded)
+        for group in owner.groups:
+            group.note_ties()
     lending = next((each for module in owner.modules if (each := attachment_of(module)) is not None), None)
     if lending is not None:
         Hooks(lending).reshard_for_state_dict(item.module)

@@ -103,6 +103,8 @@ def _name_units(root: nn.Module, attachments: Sequence[Attachment]) -> None:
 def _check_materialized(attachments: Sequence[Attachment]) -> None:
     for each in attachments:
         for param in each.unit.params:
+            if len(param.slots) > 1:
+                param.check_ties()
             param.adopt_registered()
     on_meta = [p.fqn for each in attachments for p in each.unit.params if p.sharded.device.type == "meta"]
     if on_meta:

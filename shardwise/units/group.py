@@ -109,6 +109,8 @@ class ShardGroup:
         self.params = params
         self.by_size = [params[index] for index in by_size([param.shard for param in params])]
         self.members = set(params)
+        self._tied: list[UnitParam] = []
+        self.note_ties()
         self.axes = axes
         self.sub_axes: MeshAxes | None = None
         self.precision = precision
@@ -221,9 +223,15 @@ class ShardGroup:
         """Return True if gradients of ``param`` are reduced in whatever dtype they come."""
         return self.precision.reduce_dtype is None and param.dtype_of_gradient is None
 
+    def note_ties(self) -> None:
+        """Note which parameters hang in several places."""
+        self._tied = [param for param in self.params if len(param.slots) > 1]
+
     def ensure_packed(self) -> None:
         """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype."""
         is_settled, may_be_extended = self._main is not None, bool(self.extended.params)  # extensions may be patched on
+        for param in self._tied:
+            param.check_ties()
         for bucket in self._buckets:
             if not is_settled or not bucket.settle():
                 is_settled = False
@@ -260,15 +268,17 @@ class ShardGroup:
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[UnitParam]] = {}
         for param in (each for each in self.by_size if each not in apart):
             by_dtype.setdefault((param.dtype, self.dtype_of_full(param)), []).append(param)
-        self._buckets = [self._make_bucket(params, full_dtype) for (_, full_dtype), params in by_dtype.items()]
+        buckets = [self._make_bucket(params, full_dtype) for (_, full_dtype), params in by_dtype.items()]
+        self._buckets = sorted(buckets, key=lambda bucket: not bucket.travels)  # numbered as in what travels
         for bucket in self._buckets:
             bucket.stage()
         self._fulls = [FullBuffer(b.layout, b.full_dtype, self.device, is_shared=not b.travels) for b in self._buckets]
         # What has no elements does not travel; nor, without collectives, what is its own full parameter.
-        self._main = Shards([b for b in self._buckets if b.travels], self.axes.num_shards, self.device)
+        travelling = [bucket for bucket in self._buckets if bucket.travels]
+        self._main = Shards(travelling, self.axes.num_shards, self.device)
         self._sub = None
         self.full_bytes = sum(full.num_bytes for full in self._fulls)
-        self._ends = [_BucketEnds(self, self._main, bucket, index) for index, bucket in enumerate(self._buckets)]
+        self._ends = [_BucketEnds(self, self._main, bucket, index) for index, bucket in enumerate(travelling)]
         for params in by_dtype.values():
             for param in params:
                 param.full = None
@@ -514,7 +524,7 @@ class ShardGroup:
         if self.device.type != "cpu" or self._main is None or not self.is_collective:
             return None  # on an accelerator the host would have to wait for the answer
         rank = self.axes.shard_rank
-        for index, bucket in enumerate(self._buckets):
+        for index, bucket in enumerate(self._main.buckets):
             full_parts = self._main.full_parts(index, rank, self.hold_full(index))
             for param, mine, full in zip(bucket.params, self._main.own_parts(index, rank), full_parts, strict=True):
                 if not have_same_bits(mine, full):

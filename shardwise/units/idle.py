@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.errors import StateError
@@ -70,9 +71,10 @@ class FreedParameter(nn.Parameter):
         )
 
 
-class KeptParameter(nn.Parameter):
-    """The class of a full parameter that is registered while no forward or backward runs."""
+class _Idle(torch.Tensor):
+    """What a full parameter is that is registered while no forward or backward runs."""
 
+    __slots__ = ()
     kept: _Kept
 
     @classmethod
@@ -82,7 +84,7 @@ class KeptParameter(nn.Parameter):
         if name in _ATTRIBUTES or name in _FACTS:
             with torch_private.without_torch_function():
                 return func(*args, **(kwargs or {}))
-        kept = _idle_in(KeptParameter, (args, list(kwargs.values())) if kwargs else args)
+        kept = _idle_in(_Idle, (args, list(kwargs.values())) if kwargs else args)
         for tensor in kept:
             tensor.kept.check()
         with torch_private.without_torch_function():
@@ -125,7 +127,7 @@ class KeptParameter(nn.Parameter):
     def requires_grad(self, value: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.kept.sharded().requires_grad_(value)
 
-    def requires_grad_(self, requires_grad: bool = True) -> KeptParameter:  # pyright: ignore
+    def requires_grad_(self, requires_grad: bool = True) -> _Idle:  # pyright: ignore
         """Train the parameter or freeze it."""
         self.requires_grad = requires_grad
         return self
@@ -152,6 +154,14 @@ class KeptParameter(nn.Parameter):
         with torch_private.without_torch_function():
             plain = nn.Parameter(torch_private.data_of(self), self.requires_grad)
         return plain.__reduce_ex__(protocol)
+
+
+class KeptParameter(_Idle, nn.Parameter):  # pyright: ignore
+    """The class of a plain one."""
+
+
+class KeptDTensor(_Idle, DTensor):  # pyright: ignore
+    """The class of one that is itself distributed, by tensor parallelism."""
 
 
 class _Kept:
@@ -209,7 +219,7 @@ class _Kept:
 def _idle_in(kind: type[Any], args: Any) -> list[Any]:
     found: list[Any] = []
     for arg in args:
-        if type(arg) is kind:
+        if isinstance(arg, kind):
             found.append(arg)
         elif isinstance(arg, (list, tuple)):
             found += _idle_in(kind, arg)
@@ -230,18 +240,19 @@ def mark_freed(params: Iterable[UnitParam], has_memory: bool = False) -> None:
 def mark_kept(param: UnitParam, take: Callable[[UnitParam], None]) -> None:
     """Watch the full form of ``param`` until it is freed or in use again; ``take``: see :class:`_Kept`."""
     full = param.full
-    if type(full) is nn.Parameter:
+    idle = _IDLE.get(type(full))
+    if full is not None and idle is not None:
         kept: _Kept | None = full.__dict__.get("kept")
         if kept is None:
             full.kept = _Kept(param, take)  # pyright: ignore[reportAttributeAccessIssue]  of KeptParameter
         else:
             kept.renew(param)
-        full.__class__ = KeptParameter
+        full.__class__ = idle  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def may_be_written(parameter: nn.Parameter) -> bool:
     """Return True if somebody may have written to ``parameter`` through ``.data`` since :func:`mark_kept`."""
-    if type(parameter) is not KeptParameter or not parameter.kept.is_touched:
+    if not isinstance(parameter, _Idle) or not parameter.kept.is_touched:
         return False
     return not parameter.kept.is_as_before(parameter)
 
@@ -249,9 +260,15 @@ def may_be_written(parameter: nn.Parameter) -> bool:
 def mark_full(params: Iterable[UnitParam]) -> None:
     """Make the full forms of ``params`` ordinary parameters again."""
     for param in params:
-        if type(param.full) in _UNUSED:
-            param.full.__class__ = nn.Parameter  # pyright: ignore[reportOptionalMemberAccess]
+        used = _USED.get(type(param.full))
+        if used is not None:
+            param.full.__class__ = used  # pyright: ignore
 
 
-_UNUSED = (FreedParameter, KeptParameter)
-_KINDS = (nn.Parameter, *_UNUSED)
+_IDLE: dict[type[Any], type[_Idle]] = {nn.Parameter: KeptParameter, DTensor: KeptDTensor}
+_USED: dict[type[Any], type[torch.Tensor]] = {
+    FreedParameter: nn.Parameter,
+    KeptParameter: nn.Parameter,
+    KeptDTensor: DTensor,
+}
+_KINDS = (nn.Parameter, FreedParameter, KeptParameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
+from shardwise.errors import StateError
 from shardwise.layout.shard import ChunkShard
 from shardwise.torch_private import DTensorSpec
 from shardwise.units.precision import GradDtype, MixedPrecisionPolicy
@@ -44,6 +46,14 @@ class Slot:
         module = self.follower() if self.follower is not None else None
         if module is not None:
             setattr(module, self.name, parameter)
+
+
+_logger = logging.getLogger("shardwise")
+
+
+def _have_same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
+    mine, other = torch_private.local_of(first).detach(), torch_private.local_of(second).detach()
+    return mine.is_meta or other.is_meta or (mine.dtype is other.dtype and torch.equal(mine, other))
 
 
 def _nothing() -> None:
@@ -147,6 +157,37 @@ class UnitParam:
         """True if one of this parameter's own forms hangs in its first slot."""
         current = self.slots[0].parameters[self.slots[0].name]
         return current is self.sharded or current is self.full or current is self.subsharded
+
+    def check_ties(self) -> None:
+        """Hang what user code has put in place of a shared parameter in all its slots.
+
+        Loading with ``assign=True`` and ``to_empty`` from meta leave one parameter per module, of one value as a rule.
+
+        Raises: StateError if some of the modules have got another parameter and others have not.
+        """
+        first, *others = [slot.parameters[slot.name] for slot in self.slots]
+        if all(other is first for other in others):
+            return
+        mine = (self.sharded, self.full, self.subsharded)
+        is_old = [any(each is form for form in mine) for each in (first, *others)]
+        if any(is_old) and not all(is_old):
+            raise StateError(
+                f"{self.fqn} is shared by {len(self.slots)} places, of which only some have got another parameter since it "
+                "was sharded. Put the same one in all of them (module.weight = other.weight), or build the model with two "
+                "parameters before it is sharded"
+            )
+        if first is not None and not any(is_old):
+            others = [other for other in others if other is not None and other is not first]
+            if not all(_have_same_values(first, other) for other in others):
+                _logger.warning(
+                    "%s is shared by %d places, which have got parameters of different values since it was sharded: it stays "
+                    "shared, with the values of the first. Tie them again yourself (module.weight = other.weight) after "
+                    "to_empty() or load_state_dict(assign=True)",
+                    self.fqn,
+                    len(self.slots),
+                )
+            for slot in self.slots[1:]:
+                slot.put(first)
 
     def adopt_registered(self) -> None:
         """Take the parameter that hangs in the first slot as the sharded one: user code may have replaced it."""

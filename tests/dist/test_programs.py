@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from helpers.ranks import on_ranks
 from helpers.sharded import noise
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import ConfigError, FSDPModule, StateError, fully_shard, replicate
@@ -38,6 +40,73 @@ def assert_trains_alike(
             optimizer.zero_grad()
         for (name, left), right in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
             torch.testing.assert_close(full(right), left, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
+
+
+# ---- what is done to parameters that are registered whole ----
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("way", ["fully_shard", "replicate", "tensor parallel"])
+def test_gradients_are_dropped_through_what_was_unsharded_by_hand(way: str, waits: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+    if way == "tensor parallel":
+        meshes = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "heads"))
+        parallelize_module(model, meshes["heads"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(model, mesh=meshes["data"])
+    else:
+        (fully_shard if way == "fully_shard" else replicate)(model)
+    assert isinstance(model, FSDPModule)
+    shards = list(model.parameters())
+    model(batch(0)).square().mean().backward()
+    assert all(shard.grad is not None for shard in shards)
+    handle = model.unshard(async_op=not waits)
+    if handle is not None:
+        handle.wait()
+    assert all(param.grad is shard.grad for param, shard in zip(model.parameters(), shards, strict=True))
+    model.zero_grad()
+    assert all(shard.grad is None for shard in shards)
+    with pytest.raises(StateError, match="its steps would not reach the model"):
+        torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("crosses", [True, False])
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("door", [fully_shard, replicate])
+def test_shared_weights_stay_shared_or_say_so(door: Callable[[nn.Module], Any], warm: bool, crosses: bool) -> None:
+    """Loading with ``assign=True`` leaves one parameter per place."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwise").addHandler(handler)
+    for values in ("alike", "different", "tied again", "one place", "the first place"):
+        texts.clear()
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        model[1].weight = model[0].weight
+        if crosses:
+            door(model[0])
+        door(model)
+        if warm:
+            model(batch(0)).sum().backward()
+        state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        state["1.weight"] += values == "different"
+        if values in ("alike", "different", "tied again"):
+            model.load_state_dict(state, assign=True)
+            if values == "tied again":
+                model[1].weight = model[0].weight
+            y = model(batch(0))
+            assert model[0].weight is model[1].weight
+            assert bool(texts) is (values == "different"), texts
+            weight, *biases = (full(state[name]) for name in ("0.weight", "0.bias", "1.bias"))
+            expected = nn.functional.linear(nn.functional.linear(batch(0), weight, biases[0]), weight, biases[1])
+            torch.testing.assert_close(y, expected)
+        else:
+            place = 1 if values == "one place" else 0
+            model[place].weight = nn.Parameter(state["0.weight"])
+            with pytest.raises(StateError, match="is shared by 2 places, of which only some"):
+                model(batch(0))
+    logging.getLogger("shardwise").removeHandler(handler)
 
 
 # ---- partial sums of deferred backwards ----
@@ -270,7 +339,7 @@ class Hollow(nn.Module):
 
 @on_ranks(4)
 @pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
-@pytest.mark.parametrize("door", ["fully_shard", "hybrid", "replicate"])
+@pytest.mark.parametrize("door", ["fully_shard", "kept", "hybrid", "replicate"])
 def test_parameters_may_have_no_elements(transport: Any, door: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Hollow(only=True), Hollow(only=False), nn.Linear(6, 6))
@@ -281,7 +350,7 @@ def test_parameters_may_have_no_elements(transport: Any, door: str) -> None:
             if door == "replicate":
                 replicate(block)
             else:
-                fully_shard(block, mesh=mesh if door == "hybrid" else None)
+                fully_shard(block, mesh=mesh if door == "hybrid" else None, reshard_after_forward=door != "kept")
     assert_trains_alike(model, plain)
     assert model[0].rows.grad is None
     model(batch(0)).sum().backward()

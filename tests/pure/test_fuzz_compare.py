@@ -138,6 +138,14 @@ def test_unlike_one_process_but_like_torch_is_told_apart() -> None:
     assert judge(reference, ours, [Tale([whole(1.0)], ROUGH)] * 2, 0.0).kind == "numbers"
 
 
+def test_like_torch_it_may_be_cut_in_another_way() -> None:
+    reference, halved = tales(whole(1.0, 2.0)), halves([1.0], [3.0])
+    assert judge(reference, tales(whole(1.0, 3.0)), halved, 0.0).kind == "as torch"
+    assert judge(reference, tales(whole(1.0, 4.0)), halved, 0.0).kind == "numbers"
+    shown = Record("step", {"param:w": part([1.0, 3.0]), "full:w": part([1.0, 2.0])}, {})
+    assert judge(reference, tales(whole(1.0, 3.0)), tales(shown), 0.0).kind == "as torch"
+
+
 def test_more_full_parameters_than_planned_are_a_failure() -> None:
     ours = [Tale([whole(1.0)], notes=["8 bytes of full parameters were registered at once, planned are 4"])]
     verdict = judge(tales(whole(1.0), ranks=1), ours, None, 0.0)

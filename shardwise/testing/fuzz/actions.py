@@ -292,7 +292,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "fill": ("torch.nn.init.constant_({p}, 2)",),
     "state": ("s.net.state_dict()[{name}].add_(1)",),
     "load": ("s.net.load_state_dict(s.changed(s.net.state_dict()))",),
-    "assign": ("s.net.load_state_dict(s.changed(s.net.state_dict()), assign=True)", "s.remake_optimizer()"),
+    "assign": ("s.assign(s.changed(s.net.state_dict()))", "s.remake_optimizer()"),
     "convert": ("s.net.to(torch.float64)", "s.net.to(s.dtype)"),
     "empty": (
         "values = {name: tensor.clone() for name, tensor in s.net.state_dict().items()}",

@@ -55,6 +55,11 @@ class Tally:
     repeats: Counter[str] = field(default_factory=Counter[str])
     seconds: float = 0.0
 
+    @property
+    def num_cases(self) -> int:
+        """All cases so far."""
+        return sum(self.cases.values())
+
     def add(self, case: Case, outcome: Outcome) -> None:
         """Count a case."""
         self.cases[case.area] += 1
@@ -130,7 +135,7 @@ class Campaign:
         """Carry out cases of ``areas`` in turn; ``max_cases`` of 0: only time ends it."""
         start = time.monotonic()
         number = 0
-        while (not max_cases or sum(self.tally.cases.values()) < max_cases) and (
+        while (not max_cases or self.tally.num_cases < max_cases) and (
             not minutes or time.monotonic() - start < 60 * minutes
         ):
             case = draw(seed * STRIDE + number // len(areas), areas[number % len(areas)], max_ranks)
@@ -155,6 +160,9 @@ class Campaign:
         return outcome
 
     def _look_into(self, case: Case, contender: Contender, verdict: Verdict) -> None:
+        self._say(
+            f"{self.tally.num_cases} cases; looking into {case.area} seed {case.seed}: {contender.name}: {verdict.kind}"
+        )
         alone = only(case, contender)
         steady = self._runner.confirm(render(alone), contender)
         if not steady.is_failure:

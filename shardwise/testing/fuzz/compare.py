@@ -275,21 +275,40 @@ def _judge_end(reference: Sequence[Tale], ours: Sequence[Tale], torchs: Sequence
 
 
 def _as_torch(ours: Sequence[Tale], torchs: Sequence[Tale] | None, bound: float, num_moments: int) -> bool:
-    """True if both show the same in the first ``num_moments`` records; each rank's beside its own."""
+    """True if both show the same in the first ``num_moments`` records; what is cut over the ranks need not be cut alike."""
     if torchs is None or len(torchs) != len(ours):
         return False
-    for mine, theirs in zip(ours, torchs, strict=True):
-        if min(len(mine.records), len(theirs.records)) < num_moments:
-            return False
-        for left, right in zip(mine.records[:num_moments], theirs.records, strict=False):
-            hidden = left.hidden | right.hidden
-            for names, others in ((left.shared, right.shared), (left.own, right.own)):
-                for name, part in others.items():
-                    if name.split(":")[0] in hidden or (name.startswith("state:") and name not in names):
-                        continue
-                    other = names.get(name)
-                    if (part is None) != (other is None):
-                        return False
-                    if part is not None and other is not None and _differ(other.values, part.values, bound):
-                        return False
+    if min(len(tale.records) for tale in (*ours, *torchs)) < num_moments:
+        return False
+    for moment in range(num_moments):
+        mine, theirs = [tale.records[moment] for tale in ours], [tale.records[moment] for tale in torchs]
+        hidden = mine[0].hidden | theirs[0].hidden | {"full"}  # which is registered when is each class's own affair
+        for name in {name for record in theirs for name in record.shared}:
+            kind = name.split(":")[0]
+            if kind in hidden or (kind == "state" and not any(name in record.shared for record in mine)):
+                continue
+            left, right = (_whole([record.shared.get(name) for record in records]) for records in (mine, theirs))
+            if (left is None) != (right is None) or (
+                left is not None and right is not None and _differ(left, right, bound)
+            ):
+                return False
+        for left, right in zip(mine, theirs, strict=True):
+            for name, part in right.own.items():
+                other = left.own.get(name)
+                if (part is None) != (other is None):
+                    return False
+                if part is not None and other is not None and _differ(other.values, part.values, bound):
+                    return False
     return True
+
+
+def _whole(parts: Sequence[Part | None]) -> Array | None:
+    """Return a tensor of which each rank holds a part, NaN where none holds anything; None if nobody has it."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    whole = np.full(found[0].shape, np.nan)
+    for part in found:
+        place = tuple(slice(start, start + size) for start, size in zip(part.offset, part.values.shape, strict=True))
+        whole[place] = part.values
+    return whole

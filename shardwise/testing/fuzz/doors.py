@@ -82,8 +82,11 @@ def _notices_data(case: Case, contender: Contender) -> bool:
 
 
 def _joins(case: Case, contender: Contender) -> bool:
+    """In ``Join`` DDP takes the buffers of the last rank that has inputs, which the reference does not follow."""
     joins = any(isinstance(action, do.JoinLoop) for action in case.actions)
-    return not joins or contender.door in ("ddp", "zero1", "torch_zero", *OVERLAP_DOORS)
+    return not joins or (
+        not case.settings.sync_buffers and contender.door in ("ddp", "zero1", "torch_zero", *OVERLAP_DOORS)
+    )
 
 
 def _has_units(case: Case, contender: Contender) -> bool:
@@ -160,6 +163,8 @@ def _uses_held(actions: Sequence[do.Action]) -> bool:
             holds = not action.value or (holds and not is_whole)
         elif isinstance(action, do.Backward):
             pending = holds
+        elif holds and isinstance(action, do.JoinLoop):
+            return True  # a loop of whole steps
         elif pending and not isinstance(action, (do.Forward, do.Rate)):
             return True
     return holds

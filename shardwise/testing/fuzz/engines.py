@@ -107,24 +107,23 @@ class EngineSide(Side):
             }
             peers.tensor_parallel(model, mesh["heads"], plan)
             mesh = mesh["data"]
-        arguments = self._arguments(mesh)
         units = (("",),) if self._maker.is_whole_model else self.play.units
         for paths in units:
             modules = [model.get_submodule(path) for path in paths]
-            self._maker.shard(modules if len(modules) > 1 else modules[0], **arguments)
+            self._maker.shard(modules if len(modules) > 1 else modules[0], **self._arguments(mesh, is_root="" in paths))
         return model
 
-    def _arguments(self, mesh: DeviceMesh | None) -> dict[str, Any]:
+    def _arguments(self, mesh: DeviceMesh | None, is_root: bool) -> dict[str, Any]:
         settings, found = self.settings, dict[str, Any]()
         if mesh is not None:
             found["mesh"] = mesh
         if settings.reshard is not None and self._maker.reshards:
             found["reshard_after_forward"] = settings.reshard
-        if settings.compute or settings.reduce or settings.output:
+        if settings.compute or settings.reduce or (settings.output and is_root):
             found["mp_policy"] = self._maker.mixed_precision(
                 param_dtype=peers.dtype_of(settings.compute),
                 reduce_dtype=peers.dtype_of(settings.reduce),
-                output_dtype=peers.dtype_of(settings.output),
+                output_dtype=peers.dtype_of(settings.output if is_root else ""),  # others' go on into plain modules
             )
         if settings.columns:
             found["shard_placement_fn"] = lambda param: Shard(1) if param.dim() > 1 else None

@@ -182,12 +182,22 @@ class Side:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def locals(self) -> dict[str, Held]:
-        """Return the local tensors of all parameters."""
-        return {name: Held(self.local(param), param) for name, param in self.net.named_parameters()}
+        """Return the local tensors of all parameters: like ``.data``, what a conversion leaves behind."""
+        return {name: Held(self.local(param).detach(), param) for name, param in self.net.named_parameters()}
 
     def changed(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return other values of the same kinds."""
         return {name: value + 1 if value.is_floating_point() else value.clone() for name, value in state.items()}
+
+    def assign(self, state: Mapping[str, Tensor]) -> None:
+        """Put the tensors of ``state`` in place of the parameters, and tie what was tied: torch assigns name by name."""
+        names: dict[int, list[str]] = {}
+        for name, param in self.net.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        self.net.load_state_dict(state, assign=True)
+        for first, *others in names.values():
+            for path, _, name in (other.rpartition(".") for other in others):
+                setattr(self.net.get_submodule(path), name, self.net.get_parameter(first))
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients there are, by name."""
