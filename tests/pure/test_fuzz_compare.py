@@ -10,7 +10,7 @@ import pytest
 from shardwise import StateError
 from shardwise.testing.fuzz.case import Settings
 from shardwise.testing.fuzz.compare import Verdict, bound_of, first_difference, judge
-from shardwise.testing.fuzz.record import Part, Raised, Record, Tale
+from shardwise.testing.fuzz.record import WRITTEN, Part, Raised, Record, Tale
 
 
 def part(
@@ -129,6 +129,9 @@ def test_where_one_process_raises_ours_may_too_or_does_as_torch() -> None:
     assert judge(reference, on, on, 0.0).kind == "as torch"
     assert judge(reference, on, [Tale([whole(1.0), whole(3.0)])] * 2, 0.0).kind == "numbers"
     assert judge(reference, on, None, 0.0).kind == "excused"  # nothing to compare with
+    written = raised(RuntimeError(f"{WRITTEN} an inplace operation: is at version 3; expected version 2"))
+    other = [Tale([whole(1.0), whole(3.0)])] * 2
+    assert judge([Tale([whole(1.0)], written)] * 2, on, other, 0.0).kind == "excused"  # it gathers again
 
 
 def test_unlike_one_process_but_like_torch_is_told_apart() -> None:

@@ -19,7 +19,7 @@ from shardwise.testing.fuzz.codes import Codes
 
 Array = npt.NDArray[np.float64]
 # Autograd's own words where a backward needs what has been written to since: they name what happened.
-_WRITTEN = "one of the variables needed for gradient computation has been modified by an inplace operation"
+WRITTEN = "one of the variables needed for gradient computation has been modified by an inplace operation"
 PACKAGE = str(Path(__file__).resolve().parents[2])
 OUTSIDE = str(Path(__file__).resolve().parents[1])  # the tests' own part of the package
 
@@ -114,7 +114,7 @@ def _is_named(error: BaseException) -> bool:
     """True for errors of ours, and for torch's types that our code raises with a message of its own."""
     if isinstance(error, ShardwiseError):
         return True
-    if str(error).startswith(_WRITTEN):
+    if str(error).startswith(WRITTEN):
         return True
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not str(error) or isinstance(error, (AttributeError, KeyError, IndexError, NameError)):
