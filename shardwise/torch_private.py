@@ -433,3 +433,17 @@ def state_dict_hooks(optimizer: torch.optim.Optimizer, when: str) -> list[Callab
 def without_torch_function() -> AbstractContextManager[None]:
     """Return a context in which tensor subclasses do not intercept functions."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches: they keep meshes, and so ended process groups with their threads, while the process lives."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    for place, name in (
+        (debug, "_clear_sharding_prop_cache"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+        (getattr(_redistribute, "_gen_transform_infos", None), "cache_clear"),
+    ):
+        clear: Callable[[], None] | None = getattr(place, name, None)
+        if clear is not None:
+            clear()

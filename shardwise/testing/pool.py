@@ -11,10 +11,12 @@ Example:
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -26,8 +28,6 @@ from pathlib import Path
 from typing import Any
 
 GRACE_S = 5.0  # after one rank has failed, how long the others may take to notice
-
-_MOST_CALLS = 150  # of one set of processes
 
 
 class RankFailure(AssertionError):
@@ -61,6 +61,7 @@ def _serve(pipe: Connection, stack_path: str) -> None:
     torch.set_num_threads(1)
     stack_file = open(stack_path, "w")  # noqa: SIM115  kept open for the signal handler
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    num_modules = 0
     while True:
         try:
             task: _Task | None = pipe.recv()
@@ -69,10 +70,19 @@ def _serve(pipe: Connection, stack_path: str) -> None:
         if task is None:
             return
         pipe.send(_run_task(task))
+        if (
+            not task.keeps_group
+        ):  # an ended group that something refers to keeps threads, hundreds of which take the cores
+            gc.collect()
+            if len(sys.modules) != num_modules:  # what modules hold is not looked through again
+                num_modules = len(sys.modules)
+                gc.freeze()
 
 
 def _run_task(task: _Task) -> Answer:
     import torch.distributed as dist
+
+    from shardwise.torch_private import forget_meshes
 
     try:
         function, kwargs = pickle.loads(task.payload)
@@ -93,6 +103,7 @@ def _run_task(task: _Task) -> Answer:
     finally:
         if dist.is_initialized() and not task.keeps_group:
             dist.destroy_process_group()
+            forget_meshes()
 
 
 class WorkerPool:
@@ -124,7 +135,6 @@ class WorkerPool:
         self._max_ranks = max_ranks
         self._keeps_group = keeps_group
         self._timeout_s = timeout_s
-        self._started_at = 0
         self._directory = tempfile.TemporaryDirectory(prefix="shardwise-pool-")
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -239,11 +249,8 @@ class WorkerPool:
         self._directory.cleanup()
 
     def _start(self, num_ranks: int) -> None:
-        # A process keeps threads of every gloo group that something still refers to: hundreds of them take both cores.
-        is_worn = not self._keeps_group and self._num_calls - self._started_at >= _MOST_CALLS
-        if is_worn or not all(process.is_alive() for process in self._processes):
+        if not all(process.is_alive() for process in self._processes):
             self.replace()
-            self._started_at = self._num_calls
         self._num_starts += not self._processes
         for index in range(len(self._processes), num_ranks):
             ours, theirs = self._context.Pipe()

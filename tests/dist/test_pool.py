@@ -2,12 +2,15 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.jobs import PRELOAD
+from torch.distributed.tensor import Replicate
 
+from shardwise import fully_shard
 from shardwise.testing import RankFailure, WorkerPool
 
 
@@ -43,6 +46,24 @@ def test_fresh_calls_run_in_new_processes_and_forked_ones_leave_the_workers(prel
         fresh = own.run(_process, num_ranks=1, fresh=True)
         assert fresh != before
         assert own.run(_process, num_ranks=1) == (before if preload else fresh)
+
+
+def _shard_and_count_threads(rows: int) -> int:
+    """Return the threads at the start, those of this call's group among them; leave cycles and DTensor's caches behind."""
+    found = len(os.listdir("/proc/self/task"))
+    model = fully_shard(torch.nn.Sequential(torch.nn.Linear(3, rows)))
+    model.register_forward_hook(lambda *_, model=model: None)
+    model(torch.ones(2, 3)).sum().backward()
+    model[0].weight.full_tensor()
+    (model[0].weight + 1).redistribute(placements=[Replicate()])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are read from /proc")
+def test_ended_groups_leave_no_threads() -> None:
+    with WorkerPool(max_ranks=2, preload=PRELOAD) as own:
+        counts = [own.run(_shard_and_count_threads, rows=rows)[0] for rows in range(2, 8)]
+    assert len(set(counts[2:])) == 1, counts  # a module that a body imports may keep the group it finds
 
 
 def test_more_ranks_than_the_pool_may_have_are_refused(pool: WorkerPool) -> None:

@@ -19,17 +19,20 @@ KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 @dataclass(frozen=True)
 class Body:
-    """What a rank runs of a test: a worker imports the test's module and finds the body behind the test's name."""
+    """Stands for a test's body on its way to a worker, which finds it behind the test's name."""
 
     module: str
     __name__: str  # heads the report of a failure
     num_ranks: int | None = None  # for a body that asks for it
 
-    def __call__(self, **arguments: Any) -> None:
-        if self.num_ranks is not None:
-            arguments["num_ranks"] = self.num_ranks
-        test = getattr(importlib.import_module(self.module), self.__name__)
-        test.__wrapped__(**arguments)
+    def __reduce__(self) -> tuple[Callable[..., Test], tuple[str, str, int | None]]:
+        return _find_body, (self.module, self.__name__, self.num_ranks)
+
+
+def _find_body(module: str, name: str, num_ranks: int | None) -> Test:
+    """Import a test's module before its rank has a group: some of torch's keep the one that they find, and its threads."""
+    body: Test = getattr(importlib.import_module(module), name).__wrapped__
+    return body if num_ranks is None else functools.partial(body, num_ranks=num_ranks)
 
 
 def on_ranks(*sizes: int, **options: Any) -> Callable[[Test], Test]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
+import weakref
 from typing import Any
 
 import pytest
@@ -409,3 +411,16 @@ def test_a_launcher_is_told_how_long_a_rank_may_take_to_end_where_it_can_be() ->
     config = private.launch_config(5, min_nodes=1, max_nodes=1, nproc_per_node=2)
     assert isinstance(config, LaunchConfig)
     assert getattr(config, "shutdown_timeout", 5) == 5
+
+
+def test_a_forgotten_mesh_is_freed(fake_ranks: object) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]).full_tensor().add(1)
+    (DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]) + 1).redistribute(placements=[Replicate()])
+    freed = weakref.ref(mesh)
+    del mesh
+    gc.collect()
+    assert freed() is not None, "torch keeps no mesh any more: forget_meshes can go"
+    private.forget_meshes()
+    gc.collect()
+    assert freed() is None
