@@ -26,6 +26,10 @@ class GradientOwner(Protocol):
         """Return the sum (or maximum) of ``value`` over the ranks, the same bits on each.  Collective."""
         ...
 
+    def report_failure(self, text: str) -> None:
+        """Tell ranks that wait for this one alone (in Join) why it will not come."""
+        ...
+
 
 class OwnedGradient(torch.Tensor):
     """The average of a parameter's gradients over ranks, of which this rank holds ``parts``.
@@ -84,6 +88,14 @@ class OwnedGradient(torch.Tensor):
         elif torch_private.is_accumulation(func) and isinstance(first, OwnedGradient):
             first.fresh = others[0] if first.fresh is None else first.fresh + others[0]
             return first
+        if (
+            torch_private.graph_task_id() != -1
+        ):  # this backward ends here; in Join others may wait for what it would send
+            for owner in (each.owner_ref() for each in (*gradients, *others) if isinstance(each, OwnedGradient)):
+                if owner is not None:
+                    owner.report_failure(
+                        f"{func} in backward found gradients that were averaged to their owners before"
+                    )
         refuse(str(func))
 
     def usable_parts(self) -> tuple[torch.Tensor, ...]:

@@ -70,6 +70,11 @@ class ShareStepper:
         """Return the sum (or maximum) of ``value`` over the ranks, the same bits on each.  Collective."""
         return sum_of(value, self.board.group, is_max)
 
+    def report_failure(self, text: str) -> None:
+        """Tell the ranks whose inputs ran out in Join, which wait for this one; without Join all meet the same error."""
+        if self.is_joining:
+            self.board.report_failure(f"rank {self.board.rank}: {text}")
+
     # ---- what changes between steps ----
 
     def lay_out(self) -> None:

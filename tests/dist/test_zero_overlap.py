@@ -13,7 +13,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardwise import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from shardwise import (
+    DesyncError,
+    StateError,
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
 
 NUM_STEPS = 5
 SGD_OPTIONS = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.001}
@@ -254,3 +260,16 @@ def test_wrong_arguments_are_refused() -> None:
         hook_with_zero_step(None, unused, whole, reduce="owner")
     with pytest.raises(ValueError, match="reduces by itself"):
         hook_with_zero_step(fp16_compress_hook, ddp, zero, reduce="owner")
+
+
+@on_ranks(2, 4)
+def test_ranks_without_inputs_hear_of_gradients_that_were_left() -> None:
+    """Gradients of the step before, averaged to their owners, end the backward of ranks with inputs: nobody waits on."""
+    ddp = _ddp(_model())
+    zero = ZeroRedundancyOptimizer(_groups(ddp.module), torch.optim.AdamW, overlap_with_ddp=True, lr=1e-3)
+    ddp.register_comm_hook(None, hook_with_zero_step(None, ddp, zero, reduce="owner"))
+    ddp(_inputs()[0]).square().mean().backward()
+    num_batches = 0 if dist.get_rank() == 0 else 2
+    with pytest.raises((StateError, DesyncError), match="averaged to their owners"), Join([ddp, zero]):
+        for batch in _inputs()[:num_batches]:
+            ddp(batch).square().mean().backward()

@@ -98,6 +98,11 @@ def _load_full(net: nn.Module, optimizer: Optimizer, found: dict[str, Any]) -> N
         state = found["optimizer"] if is_sharded else _by_index(found["optimizer"], _names(net, optimizer))
         optimizer.load_state_dict(state)
         return
+    if not any(found["optimizer"]["state"].values()):  # torch cannot load whole state if there is none
+        set_model_state_dict(net, found["model"], options=FULL)
+        for group, saved in zip(optimizer.param_groups, found["optimizer"]["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        return
     _make_state(net, optimizer)
     set_state_dict(net, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"], options=FULL)
 

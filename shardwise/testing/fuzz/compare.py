@@ -86,11 +86,11 @@ def first_difference(theirs: Sequence[Tale], ours: Sequence[Tale], bound: float)
         expected = [tale.records[moment] for tale in theirs]
         found = [tale.records[moment] for tale in ours]
         place = f"at moment {moment}, {found[0].label!r}"
-        difference = _between(expected, found, shared, bound)
+        waits = _waits(found[0].label, waits)
+        difference = _between(expected, found, shared, bound, waits)
         if difference is not None:
             what, text = difference
             return Difference(moment, what, f"{place}: {text}")
-        waits = _waits(found[0].label, waits)
         text = _between_full(expected[0], found, bound) if stale is None and not waits else None
         if text is not None:
             stale = Difference(moment, "full", f"{place}: {text}")
@@ -104,8 +104,12 @@ def _waits(label: str, waited: bool) -> bool:
     return waited and not label.startswith(("forward", "step"))
 
 
-def _between(expected: Sequence[Record], found: Sequence[Record], shared: int, bound: float) -> tuple[str, str] | None:
+def _between(
+    expected: Sequence[Record], found: Sequence[Record], shared: int, bound: float, waits: bool
+) -> tuple[str, str] | None:
     hidden = expected[0].hidden | found[0].hidden
+    if waits and any(name.startswith("full:") for name in found[0].shared):
+        hidden = hidden | {"kept"}  # aliases of shards, while the full form has been written to
     for name in expected[0].shared:
         kind = name.split(":")[0]
         if kind in hidden:

@@ -72,13 +72,18 @@ def _has_whole_matrices(case: Case, contender: Contender) -> bool:
 
 
 def _syncs_buffers(case: Case, contender: Contender) -> bool:
-    return not case.settings.sync_buffers or contender.door in ("replicate_older", "ddp", "zero1", "torch_zero")
+    """A unit that is called twice in a forward takes the buffers twice, where DDP around the whole does so once."""
+    if not case.settings.sync_buffers:
+        return True
+    if contender.door == "replicate_older":
+        return not calls_twice(case.model.root)
+    return contender.door in ("ddp", "zero1", "torch_zero")
 
 
 def _notices_data(case: Case, contender: Contender) -> bool:
-    """DTensors ignore what is assigned to their ``.data``; so does torch's class, where it takes the model."""
+    """DTensors ignore what is assigned to their ``.data``, torch's own parameters too."""
     assigns = any(isinstance(action, do.Change) and action.how == "data_set" for action in case.actions)
-    return not assigns or contender.door not in SHARDING_DOORS or not has_kind(case.model.root, "Conv")
+    return not assigns or contender.door not in (*SHARDING_DOORS, "replicate")
 
 
 def _joins(case: Case, contender: Contender) -> bool:
@@ -242,6 +247,12 @@ def _rows_of_codes(node: Node) -> list[int]:
     """Return the rows of parameters of a tensor subclass, which DDP and ZeRO would have to send whole."""
     own = [node.size] if node.kind == "Quant" else []
     return own + [rows for child in node.children for rows in _rows_of_codes(child)]
+
+
+def calls_twice(node: Node) -> bool:
+    """True if a stack calls one of its children twice in one segment, or in two."""
+    called = [child for segment in node.segments for child in segment.children]
+    return len(set(called)) < len(called) or any(calls_twice(child) for child in node.children)
 
 
 def has_kind(node: Node, kind: str) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwise import torch_private
+from shardwise.testing.fuzz.taken_back import FIXES
 
 Collective = Callable[..., Any]
 _at_work = [False]  # one entry, set by faults_at_work alone
@@ -24,7 +25,7 @@ _at_work = [False]  # one entry, set by faults_at_work alone
 
 def plant(name: str) -> None:
     """Plant the fault called ``name`` in this process, for good."""
-    FAULTS[name]()
+    (FAULTS | FIXES)[name]()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -15,10 +15,13 @@ from shardwise.plan.prefetch import StepPlan
 from shardwise.testing.fuzz.codes import Codes
 
 
-def most_full(calls: Iterable[Call]) -> int:
-    """Return the most bytes of full parameters that are registered at once when ``calls`` are carried out."""
-    alive: dict[str, int] = {}
-    most = 0
+def most_full(calls: Iterable[Call], before: Mapping[str, int] | None = None) -> int:
+    """Return the most bytes of full parameters that are registered at once when ``calls`` are carried out.
+
+    ``before``: bytes of the units that are unsharded when the step begins.
+    """
+    alive = dict(before or {})
+    most = sum(alive.values())
     for call in calls:
         if call.op is Op.WAIT:
             alive[call.unit] = call.num_bytes
@@ -38,6 +41,7 @@ class Watch:
         self._model = weakref.ref(model)
         self._calls: list[Call] = []
         self._most = 0
+        self._before: dict[str, int] = {}
         self._engine: weakref.ref[Engine] | None = None
         self._found: list[str] = []
         self.num_steps = 0
@@ -59,7 +63,9 @@ class Watch:
         if event.op is Op.COMMIT:
             if self._calls:
                 self._compare(engine.journal.plan)
-            self._calls, self._most = [], 0
+            self._calls = []
+            self._before = {unit.name: unit.full_bytes for unit in engine.units if unit.is_full}
+            self._most = sum(self._before.values())
             return
         self._calls.append(event)
         if event.op is Op.WAIT:
@@ -69,7 +75,7 @@ class Watch:
         if plan is None or self._calls != [call for call in plan.calls if call.op is not Op.COMMIT]:
             return
         self.num_steps += 1
-        planned = most_full(plan.calls)
+        planned = most_full(plan.calls, self._before)
         if self._most != planned:
             self._found.append(f"{self._most} bytes of full parameters were registered at once, planned are {planned}")
 

@@ -9,6 +9,7 @@ from shardwise.testing.fuzz.case import Case, Node
 from shardwise.testing.fuzz.draw import draw
 from shardwise.testing.fuzz.faults import FAULTS
 from shardwise.testing.fuzz.runner import Runner
+from shardwise.testing.fuzz.taken_back import FIXES
 
 LIMIT_S = 8.0
 # Where a fault shows, and a few areas where it may.
@@ -20,6 +21,18 @@ PLACES: dict[str, tuple[str, ...]] = {
     "buffers are not synced": ("doors",),
     "zero_grad forgets a gradient": ("structure", "accumulation"),
     "a rank calls one collective more": ("structure",),
+    "nothing gathered before a write is used after it": ("changes", "byhand", "accumulation"),
+    "partial sums over replicas are kept": ("accumulation", "meshes"),
+    "buckets of DDP lie in the parameters' memory order": ("doors",),
+    "a plain weight belongs to one unit": ("structure",),
+    "modules that follow a parameter are told": ("structure",),
+    "a unit ends when backward has left all its passes": ("checkpointing", "structure"),
+    "a unit that lends a weight ends after the borrower": ("checkpointing", "structure"),
+    "owned gradients are clipped by the norm of all": ("optimizers",),
+    "doors read each other's groups": ("resume",),
+    "what has no elements does not travel": ("structure",),
+    "what is done to full forms reaches the shards": ("changes", "byhand"),
+    "memory that somebody holds stays where it is": ("aliases",),
 }
 
 
@@ -56,6 +69,6 @@ def _kinds(node: Node) -> set[str]:
 
 
 def run_self_test(max_cases: int, num_ranks: int, say: Callable[[str], None], seed: int = 0) -> bool:
-    """Plant one fault after another; return True if all were found."""
-    found = [find(fault, max_cases, num_ranks, say, seed) > 0 for fault in FAULTS]
+    """Plant one fault after another, then take back one fix after another; return True if all were found."""
+    found = [find(fault, max_cases, num_ranks, say, seed) > 0 for fault in FAULTS | FIXES]
     return all(found)
