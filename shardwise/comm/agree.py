@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -55,7 +56,7 @@ class Bulletin:
         digest = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:12]
         number = store.add(f"shardwise/{digest}/engines/{rank}", 1)
         self._prefix = f"shardwise/{digest}/{number}"
-        self._num_plans = 0
+        self._num_plans = self._num_facts = 0
         self._num_deviations = 0
         self._agreed: set[str] = set()
 
@@ -81,6 +82,26 @@ class Bulletin:
             elif theirs != text:
                 self._fail(_first_difference(calls, json.loads(theirs), self._rank, other), position)
         self._agreed.add(text)
+
+    def check_facts(self, what: str, facts: Sequence[str], position: Position) -> None:
+        """Raise DesyncError on every rank unless all ranks have the same ``facts`` about ``what``.
+
+        To be called before the first collective whose sizes follow from them: a backend given other sizes than its peers
+        may end the process, and given the same by chance mixes tensors without a word.
+        """
+        self._num_facts += 1
+        self._post(f"facts/{self._num_facts}", json.dumps([what, *facts]))
+        for other in self._peers():
+            theirs = self._read(f"facts/{self._num_facts}", other, self._timeout_s)
+            if theirs is None:
+                self._fail(
+                    self._gone(other)
+                    or f"rank {self._rank} comes with new {what}, rank {other} does not: {_listed(facts)}",
+                    position,
+                )
+            found = [str(fact) for fact in json.loads(theirs)]
+            if found != [what, *facts]:
+                self._fail(_first_fact([what, *facts], found, self._rank, other), position)
 
     def check_deviation(self, what: str, position: Position) -> None:
         """Raise DesyncError unless all ranks leave their plan here, in the way that ``what`` says.
@@ -122,7 +143,7 @@ class Bulletin:
         lines.append("Ranks must run the same units in the same order, the same number of times.")
         return DesyncError("\n".join(lines))
 
-    def _fail(self, what: str, position: Position) -> None:
+    def _fail(self, what: str, position: Position) -> NoReturn:
         self._post("failure", Position(position.num_calls, position.recent, what).to_text())
         raise DesyncError(f"{what}\nRanks must run the same units in the same order, the same number of times.")
 
@@ -154,3 +175,18 @@ def _first_difference(mine: Sequence[str], theirs: Sequence[str], rank: int, oth
         if left != right:
             return f"ranks differ at collective {index} of the step: rank {rank} has {left}, rank {other} has {right}"
     return f"rank {rank} and rank {other} differ"
+
+
+def _first_fact(mine: Sequence[str], theirs: Sequence[str], rank: int, other: int) -> str:
+    if mine[0] != theirs[0]:
+        return f"ranks are at different places: rank {rank} brings {mine[0]}, rank {other} brings {theirs[0]}"
+    for index in range(1, max(len(mine), len(theirs))):
+        left = mine[index] if index < len(mine) else "nothing more"
+        right = theirs[index] if index < len(theirs) else "nothing more"
+        if left != right:
+            return f"ranks have different {mine[0]}: rank {rank} has {left}, rank {other} has {right}"
+    return f"rank {rank} and rank {other} differ"
+
+
+def _listed(facts: Sequence[str]) -> str:
+    return ", ".join(facts[:4]) + (f" and {len(facts) - 4} more" if len(facts) > 4 else "")

@@ -12,6 +12,7 @@ from shardwise.events import Call, Event, Instrument, Op, OrderChanged
 from shardwise.plan.order import Edge, Order, Visit
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.prefetch import StepPlan, UnitFacts, plan_step
+from shardwise.units.param import UnitParam
 from shardwise.units.unit import Unit
 
 
@@ -23,6 +24,7 @@ class Journal:
         depth: units to unshard ahead of their use.
         instruments: hear every event.
         bulletin: where ranks compare plans and say where they are when a collective fails; None without other ranks.
+        agreed: which parameters' gradients may be reduced together: the ranks have agreed on each of these sets.
     """
 
     def __init__(self) -> None:
@@ -30,6 +32,7 @@ class Journal:
         self.depth = 1
         self.instruments: list[Instrument] = []
         self.bulletin: Bulletin | None = None
+        self.agreed: set[tuple[UnitParam, ...]] = set()
         self._units: Sequence[Unit] = ()
         self._numbers: dict[Unit, int] = {}
         self._ahead: list[list[Unit]] = []  # as in the plan
@@ -45,6 +48,7 @@ class Journal:
         self._units = units
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self.plan = None
+        self.agreed = set()
 
     # ---- events ----
 
@@ -102,6 +106,24 @@ class Journal:
         if self.bulletin is not None:
             self.bulletin.check_deviation(f"{self._left_order} to {edge.value}", self.position())
 
+    def agree_on_gradients(self, unit: Unit, params: tuple[UnitParam, ...]) -> None:
+        """Let the ranks compare what they are about to reduce, unless the way there compares it in every message.
+
+        The first time that is all that can be trained, so that most runs never come here again.
+
+        Raises: DesyncError on every rank if ranks differ.
+        """
+        if self.bulletin is not None and any(not group.compares_reductions for group in unit.groups):
+            if not self.agreed:
+                facts = [_fact_of(param) for each in self._units for param in each.params]
+                self.bulletin.check_facts("parameters", facts, self.position())
+                for each in self._units:
+                    self.agreed.add(tuple([param for param in each.params if param.sharded.requires_grad]))
+            if params not in self.agreed:
+                what = f"gradients of unit '{unit.name}'"
+                self.bulletin.check_facts(what, [_fact_of(param) for param in params], self.position())
+        self.agreed.add(params)
+
     def ahead(self) -> Sequence[Unit]:
         """Return the units that the plan wants unsharded right after the last visit."""
         if not self._follows_plan or self.plan is None:
@@ -146,6 +168,12 @@ class Journal:
             forward_prefetch=_numbers_of(unit.forward_prefetch, self._numbers),
             backward_prefetch=_numbers_of(unit.backward_prefetch, self._numbers),
         )
+
+
+def _fact_of(param: UnitParam) -> str:
+    """Return what must be the same on all ranks of a parameter whose gradient is reduced."""
+    kind = "" if param.sharded.requires_grad else ", frozen"
+    return f"{param.fqn} of shape {tuple(param.sharded.shape)}, {param.dtype}{kind}"
 
 
 def _numbers_of(refs: list[weakref.ref[Unit]] | None, numbers: dict[Unit, int]) -> tuple[int, ...] | None:

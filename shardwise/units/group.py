@@ -227,6 +227,15 @@ class ShardGroup:
         """Note which parameters hang in several places."""
         self._tied = [param for param in self.params if len(param.slots) > 1]
 
+    @property
+    def compares_reductions(self) -> bool:
+        """True if ranks that would reduce different things find that out from the messages themselves."""
+        comm = self.comm
+        if comm.replicas is not None:
+            return False
+        link = comm.reduce.planned_link if comm.reduce is not None else None
+        return comm.reduce is None or (link is not None and link.compares_contents)
+
     def ensure_packed(self) -> None:
         """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype."""
         is_settled, may_be_extended = self._main is not None, bool(self.extended.params)  # extensions may be patched on

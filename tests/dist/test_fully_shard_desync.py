@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from helpers.ranks import on_ranks
 from torch import nn
 
-from shardwise import DesyncError, fully_shard
+from shardwise import DesyncError, fully_shard, replicate
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import Block
 
@@ -82,6 +83,53 @@ def test_a_change_on_all_ranks_is_no_error() -> None:
     with torch.no_grad():
         model(x)
     model(x, skip=1).sum().backward()
+
+
+def train_differently(door: str, how: str) -> str:
+    """Rank 1 has another model, or freezes a parameter after two steps; return the message that this rank got."""
+    rank = dist.get_rank()
+    odd = rank == 1
+    widths = [8, 16 if odd and how == "width" else 12, 8] + [8] * (odd and how == "block")
+    model = nn.Sequential(*(nn.Linear(before, after) for before, after in itertools.pairwise(widths)))
+    if odd and how == "frozen":
+        model[0].bias.requires_grad_(False)
+    if door == "replicate":
+        replicate(model)
+    else:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        model.set_transport(door)
+    try:
+        for step in range(4):
+            if odd and how == "frozen later" and step == 2:
+                model[0].bias.requires_grad_(False)
+            model(torch.ones(2, 8)).sum().backward()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("door", "how"),
+    [
+        ("replicate", "width"),
+        ("replicate", "block"),
+        ("replicate", "frozen"),
+        ("replicate", "frozen later"),
+        ("collective", "frozen later"),
+        ("gloo", "frozen"),
+    ],
+)
+def test_ranks_that_would_reduce_different_gradients_meet_before(pool: WorkerPool, door: str, how: str) -> None:
+    """Backends that are given other sizes than their peers end the process; of the same size they mix parameters."""
+    messages = pool.run(
+        train_differently, door=door, how=how, num_ranks=2, timeout_s=60.0, group_timeout_s=5.0, fresh=True
+    )
+    assert all(message.startswith("DesyncError") for message in messages), messages
+    what = {"width": "of shape (16, 8)", "block": "2.weight of shape (8, 8)", "frozen": "frozen"}
+    expected = what.get(how, "rank 1 comes with new gradients of unit")
+    assert all(expected in message for message in messages), messages
 
 
 def test_the_error_is_public() -> None:

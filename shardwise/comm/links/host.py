@@ -100,6 +100,7 @@ class HostLink:
     """
 
     name = "shared memory"
+    compares_contents = True
 
     def __init__(self, host: Host, outbox: int, slot_bytes: int, timeout_s: float) -> None:
         assert len(host.segments) == len(host.pids)

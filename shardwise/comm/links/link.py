@@ -55,6 +55,7 @@ class Link(Protocol):
     """
 
     name: str
+    compares_contents: bool  # ranks that come with other parameters hear of it by the link
 
     def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
         """Enter a span with all ranks of the group; return True unless some rank wants the backend's collectives.
