@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch.distributed as dist
 
 from shardwise.comm.alive import is_gone, read_post
+from shardwise.comm.store import JobStore
 from shardwise.errors import DesyncError, TransportError
 
 _REPORT_WAIT_S = 3.0  # how long a rank that has failed waits for the reports of the others
@@ -49,12 +51,12 @@ class Bulletin:
     """
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
-        self._store = store
+        self._store = JobStore(store)
         self._ranks = tuple(ranks)
         self._rank = rank
         self._timeout_s = timeout_s
         digest = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:12]
-        number = store.add(f"shardwise/{digest}/engines/{rank}", 1)
+        number = self._store.add(f"shardwise/{digest}/engines/{rank}", 1)
         self._prefix = f"shardwise/{digest}/{number}"
         self._num_plans = self._num_facts = 0
         self._num_deviations = 0
@@ -130,8 +132,11 @@ class Bulletin:
 
     def explain(self, error: BaseException, position: Position) -> DesyncError:
         """Return an error that says where every rank was when a collective failed on this one."""
-        self._post("failure", position.to_text())
         lines = [f"rank {self._rank} failed at {_describe(position)}: {error}"]
+        try:
+            self._post("failure", position.to_text())
+        except TransportError as gone:
+            return DesyncError(f"{lines[0]}\n{gone}")
         for other in self._ranks:
             if other == self._rank:
                 continue
@@ -144,11 +149,12 @@ class Bulletin:
         return DesyncError("\n".join(lines))
 
     def _fail(self, what: str, position: Position) -> NoReturn:
-        self._post("failure", Position(position.num_calls, position.recent, what).to_text())
+        with suppress(TransportError):
+            self._post("failure", Position(position.num_calls, position.recent, what).to_text())
         raise DesyncError(f"{what}\nRanks must run the same units in the same order, the same number of times.")
 
     def _gone(self, other: int) -> str:
-        return f"rank {other} is gone" if is_gone(self._store, other) else ""
+        return f"rank {other} is gone" if is_gone(self._store.inner, other) else ""
 
     def _post(self, key: str, text: str) -> None:
         self._store.set(f"{self._prefix}/{key}/{self._rank}", text)
@@ -156,7 +162,7 @@ class Bulletin:
     def _read(self, key: str, rank: int, timeout_s: float) -> str | None:
         full = f"{self._prefix}/{key}/{rank}"
         try:
-            return read_post(self._store, full, rank, timeout_s)
+            return read_post(self._store.inner, full, rank, timeout_s)
         except (TimeoutError, TransportError):  # TransportError: that rank is gone, or the store is
             return None
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardwise.errors import TransportError
 
-_LOOK_S = 0.5  # between two looks at the process of a rank that is late
+LOOK_S = 0.5  # between two looks at the process of a rank that is late
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1e-4, 2e-2  # between two questions to the store
 
 # Ranks that have left their note in a store: every fully_shard comes by, one note is enough.
@@ -84,7 +84,7 @@ def read_post(store: dist.Store, key: str, rank: int, timeout_s: float) -> str:
         except (RuntimeError, ValueError) as error:
             raise TransportError(f"the store of the job does not answer; its process may be gone: {error}") from error
         now = time.monotonic()
-        if now - looked >= _LOOK_S:
+        if now - looked >= LOOK_S:
             looked = now
             if is_gone(store, rank) and not store.check([key]):
                 raise TransportError(f"rank {rank} is gone")

@@ -16,8 +16,10 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from shardwise.errors import DesyncError, StateError
-from shardwise.torch_private import process_group_store, process_group_timeout_s
+from shardwise.comm.alive import LOOK_S, announce, is_gone
+from shardwise.comm.store import JobStore
+from shardwise.errors import DesyncError, StateError, TransportError
+from shardwise.torch_private import default_store, process_group_store, process_group_timeout_s
 
 _T = TypeVar("_T")
 GRACE_S = 3.0  # after a rank's own timeout: how long others may take to reach theirs and report
@@ -35,7 +37,7 @@ class Board:
     group: dist.ProcessGroup
     rank: int
     size: int
-    store: dist.Store
+    store: JobStore
     prefix: str
     timeout_s: float
     has_peers: bool
@@ -71,10 +73,16 @@ class Board:
     def failure(self) -> str | None:
         """Return the first reported failure, None if there is none; does not wait."""
         key = f"{self.prefix}/failure"
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        return self.store.get(key) if self.store.check([key]) else None
 
     def explain(self, what: str, error: BaseException) -> DesyncError:
         """Return the error to raise where a collective in ``what`` failed on this rank (timeout, closed connection)."""
+        try:
+            return self._explain(what, error)
+        except TransportError as gone:
+            return DesyncError(f"{what} cannot finish on rank {self.rank}: {gone}")
+
+    def _explain(self, what: str, error: BaseException) -> DesyncError:
         failure = self.failure()
         if failure is not None:
             return DesyncError(f"{what} cannot finish on rank {self.rank}: {failure}")
@@ -88,7 +96,7 @@ class Board:
         cause = "; ".join(f"rank {rank} was in {place}" for rank, place in elsewhere.items())
         if absent:
             others = f"rank(s) {', '.join(map(str, absent))} of {self.size} did not take part"
-            cause = f"{others}; {cause}" if cause else others
+            cause = "; ".join(part for part in (self.gone(absent), others, cause) if part)
         first = str(error).splitlines()[0] if str(error) else repr(error)
         text = (
             f"{what}: {cause or 'the collective failed on every rank'} (timeout {self.timeout_s:g} s). Every rank must "
@@ -96,6 +104,14 @@ class Board:
         )
         self.report_failure(text)
         return DesyncError(text)
+
+    def gone(self, ranks: Sequence[int]) -> str:
+        """Say which of ``ranks`` were processes of this host that have ended; an empty text if none is known to."""
+        store = default_store()
+        if store is None:
+            return ""
+        found = [rank for rank in ranks if is_gone(store, dist.get_global_rank(self.group, rank))]
+        return f"the process of rank {', '.join(map(str, found))} of {self.size} has ended" if found else ""
 
     def _compare(
         self, what: str, facts: Sequence[str], error: BaseException | None, said: str | None = None
@@ -116,9 +132,9 @@ class Board:
         elif error is None:
             self._raise_disagreement(place, json.loads(verdict), facts, what)
         if number >= 1:
-            self._delete(f"{self.prefix}/agree/{number - 1}/{self.rank}")
+            self.store.delete(f"{self.prefix}/agree/{number - 1}/{self.rank}")
         if number >= 2 and self.rank == 0:
-            self._delete(f"{self.prefix}/agree/{number - 2}/verdict")
+            self.store.delete(f"{self.prefix}/agree/{number - 2}/verdict")
         return texts
 
     def _judge(self, place: str, what: str) -> None:
@@ -159,17 +175,22 @@ class Board:
         if failure is not None:
             raise DesyncError(f"{what} cannot finish on rank {self.rank}: {failure}")
         found = notes if notes is not None else self._collect(place, ranks, 0.0)
-        absent = ", ".join(str(rank) for rank in ranks if rank not in found) or "0"
+        absent = [rank for rank in ranks if rank not in found] or [0]
+        gone = self.gone(absent)
         text = (
-            f"{what}: rank(s) {absent} of {self.size} did not make this call within {self.timeout_s:g} s. "
-            "Every rank must make the same calls in the same order."
+            f"{what}: {gone}"
+            if gone
+            else (
+                f"{what}: rank(s) {', '.join(map(str, absent))} of {self.size} did not make this call within "
+                f"{self.timeout_s:g} s. Every rank must make the same calls in the same order."
+            )
         )
         self.report_failure(text)
         self.store.set(f"{self.prefix}/stuck/{self.rank}", what)
         raise DesyncError(text)
 
     def _read(self, key: str, limit_s: float) -> str | None:
-        return self._poll(lambda: self.store.get(key).decode() if self.store.check([key]) else None, limit_s)
+        return self._poll(lambda: self.store.get(key) if self.store.check([key]) else None, limit_s)
 
     def _collect(self, place: str, ranks: Sequence[int], limit_s: float) -> dict[int, str]:
         found: dict[int, str] = {}
@@ -177,29 +198,27 @@ class Board:
         def look() -> bool | None:
             for rank in ranks:
                 if rank not in found and self.store.check([f"{place}/{rank}"]):
-                    found[rank] = self.store.get(f"{place}/{rank}").decode()
+                    found[rank] = self.store.get(f"{place}/{rank}")
             return True if len(found) == len(ranks) else None
 
         self._poll(look, limit_s)
         return found
 
     def _poll(self, look: Callable[[], _T | None], limit_s: float) -> _T | None:
-        deadline = time.monotonic() + limit_s
+        start = looked = time.monotonic()
         pause_s = 0.0002
         while True:
-            result = look()
-            if result is not None or time.monotonic() >= deadline:
+            result, now = look(), time.monotonic()
+            if result is not None or now - start >= limit_s:
                 return result
+            if now - looked >= LOOK_S:
+                looked = now
+                if self.gone(range(self.size)):
+                    return look()
             if pause_s > 0.02 and self.failure() is not None:
                 return look()
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.05)
-
-    def _delete(self, key: str) -> None:
-        try:
-            self.store.delete_key(key)
-        except (RuntimeError, NotImplementedError):
-            return  # a store that cannot forget keeps a few hundred bytes more
 
 
 def open_board(group: dist.ProcessGroup | None, topic: str) -> Board:
@@ -213,9 +232,12 @@ def open_board(group: dist.ProcessGroup | None, topic: str) -> Board:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise StateError(f"this process is not a member of the process group given to {topic}")
-    store = process_group_store(group)
-    number = store.add(f"shardwise/{topic}/opened/{rank}", 1)
+    store = JobStore(process_group_store(group))
     has_peers = size > 1 and dist.get_backend(group) != "fake"
+    known = default_store() if has_peers else None
+    if known is not None:
+        announce(known, dist.get_rank())
+    number = store.add(f"shardwise/{topic}/opened/{rank}", 1)
     return Board(group, rank, size, store, f"shardwise/{topic}/{number}", process_group_timeout_s(group), has_peers)
 
 

@@ -122,6 +122,7 @@ class Engine:
         self._borrowers: dict[Unit, list[Unit]] = {}  # of units that lend parameters
         self._stack: list[_Frame] = []
         self._backward: weakref.ref[_BackwardEnd] | None = None
+        self._backward_task = -1
         self._in_flight: list[Reduction] = []
         self._launched: list[_Launch] = []
         self._deferred: list[_Launch] = []
@@ -342,6 +343,8 @@ class Engine:
         """Take note of one gradient; reduce the unit when its last one is there."""
         self._begin_backward()
         unit.gradient_arrived.add(ordinal)
+        if not unit.in_backward and torch_private.graph_task_id() != self._backward_task:
+            unit.is_nested = True  # of a weight that it lends, from a checkpoint's own backward: there may be more
         if unit.has_all_gradients and not unit.policy.reduces_unused:
             self.after_backward(unit)
 
@@ -442,6 +445,7 @@ class Engine:
                 engine._abort_backward()
 
         self._backward = weakref.ref(end, on_death)
+        self._backward_task = torch_private.graph_task_id()
         for unit in self.units:
             unit.hide_gradients()
         self._enter_span("backward")

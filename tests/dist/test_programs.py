@@ -612,6 +612,35 @@ def test_a_unit_that_lends_a_weight_keeps_it_until_the_borrower_is_done(is_froze
     assert_trains_alike(model, plain)
 
 
+class LentAndRecomputed(nn.Module):
+    """The first layer runs before the second, a unit that lends it its weight, and again under a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.first, torch.sin(self.second(torch.sin(self.first(x)))), use_reentrant=True)
+
+
+@on_ranks(2)
+def test_gradients_of_a_nested_backward_do_not_end_a_unit_that_lends() -> None:
+    """Also in a second backward over the same graph, when one has shown how many gradients come."""
+    torch.manual_seed(0)
+    model = LentAndRecomputed()
+    plain = copy.deepcopy(model)
+    fully_shard(model.second)
+    fully_shard(model)
+    for each in (model, plain):
+        loss = each(batch(0).requires_grad_()).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    average_gradients(plain)
+    for left, right in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(right.grad), left.grad)
+
+
 # ---- subclasses of tensors under the older replicate ----
 
 

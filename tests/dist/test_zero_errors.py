@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from helpers.ranks import on_ranks
 
 from shardwise import ConfigError, DesyncError, ShardwiseError, ZeroRedundancyOptimizer, fully_shard, replicate
+from shardwise.testing import WorkerPool
 
 TIMEOUT_S = 3.0
 
@@ -257,3 +260,35 @@ def test_no_thread_is_left() -> None:
     assert zero.board.timeout_s == TIMEOUT_S
     zero.step()
     assert threading.active_count() == before
+
+
+def _lose_a_rank(who: int, when: str) -> str:
+    """Rank ``who`` ends without a word; return what the other one is told, the seconds aside."""
+    model = torch.nn.Linear(4, 4)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    zero.reduce_gradients()
+    zero.step()
+    if dist.get_rank() == who:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if when == "consolidation":
+            zero.consolidate_state_dict(to=1 - who)
+        else:
+            model(torch.ones(2, 4)).sum().backward()
+            zero.reduce_gradients()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("when", ["consolidation", "reduction"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_has_ended_is_named_long_before_the_timeout(pool: WorkerPool, who: int, when: str) -> None:
+    answers = pool.attempt(
+        _lose_a_rank, num_ranks=2, timeout_s=60.0, group_timeout_s=600.0, fresh=True, who=who, when=when
+    )
+    message = answers[1 - who].value
+    assert isinstance(message, str), answers
+    assert message.startswith("DesyncError"), message
+    assert f"the process of rank {who} of 2 has ended" in message

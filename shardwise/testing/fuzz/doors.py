@@ -89,9 +89,25 @@ def _notices_data(case: Case, contender: Contender) -> bool:
 def _joins(case: Case, contender: Contender) -> bool:
     """In ``Join`` DDP takes the buffers of the last rank that has inputs, which the reference does not follow."""
     joins = any(isinstance(action, do.JoinLoop) for action in case.actions)
+    if joins and _joins_with_gradients(case.actions):
+        return False
     return not joins or (
         not case.settings.sync_buffers and contender.door in ("ddp", "zero1", "torch_zero", *OVERLAP_DOORS)
     )
+
+
+def _joins_with_gradients(actions: Sequence[do.Action]) -> bool:
+    """True if gradients are left when a loop in ``Join`` begins: DDP halves them where a rank has no inputs."""
+    has_gradients = False
+    for action in actions:
+        if isinstance(action, do.JoinLoop) and has_gradients:
+            return True
+        has_gradients = isinstance(action, (do.Backward, do.Step)) or (
+            has_gradients and not (isinstance(action, do.ZeroGrad) and action.to_none)
+        )
+        if isinstance(action, do.Step) and not action.closure:
+            has_gradients = True
+    return False
 
 
 def _has_units(case: Case, contender: Contender) -> bool:
