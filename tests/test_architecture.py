@@ -13,7 +13,7 @@ import shardwise
 
 ROOT = Path(shardwise.__file__).parent
 LINES: tuple[tuple[str, ...], ...] = (
-    ("events", "errors", "torch_private"),
+    ("events", "errors", "torch_private", "one_host"),
     ("layout",),
     ("plan", "comm"),
     ("units", "optim"),

@@ -46,8 +46,6 @@ def run_bench(request: BenchRequest, words: Sequence[str]) -> int:
     if request.out is not None:
         check_extras(("matplotlib",), "bench")
         request.out.mkdir(parents=True, exist_ok=True)
-    if sys.platform == "linux":  # a host name that does not resolve must not matter, and wire bytes are counted on lo
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         with WorkerPool(config.ranks) as pool:
             times = _time(pool, config)

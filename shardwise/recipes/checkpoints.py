@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,15 @@ def read_progress(checkpoint: Path) -> Progress:
         values = json.loads((checkpoint / "state.json").read_text())
         if values["format"] != _FORMAT:
             raise KeyError("format")
-        shape = ModelShape(**values["model"])
-        return Progress(int(values["step"]), int(values["windows"]), shape, int(values["num_parameters"]))
+        return progress_from_json(values)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{checkpoint} is not a checkpoint of this version of shardwise ({error!r}).") from error
+
+
+def progress_from_json(values: Mapping[str, Any]) -> Progress:
+    """Return what ``asdict`` made of a Progress.  Raises: KeyError, TypeError, ValueError."""
+    shape = ModelShape(**values["model"])
+    return Progress(int(values["step"]), int(values["windows"]), shape, int(values["num_parameters"]))
 
 
 def save_checkpoint(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,8 @@ def train_steps(trainer: Trainer, journal: RunLog) -> Finished:
             save(trainer, done)
         window_began = time.perf_counter()
     held = replace(held, peak_bytes=peak_bytes(trainer.ranks.device))
-    return Finished(tuple(trainer.ranks.gather(held)), (config.steps - start) * tokens_per_step / trained_s)
+    each = tuple(HeldBytes(**values) for values in trainer.ranks.gather(asdict(held)))
+    return Finished(each, (config.steps - start) * tokens_per_step / trained_s)
 
 
 def _is_due(done: int, every: int, config: TrainConfig) -> bool:

@@ -14,10 +14,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from shardwise.errors import ConfigError
-from shardwise.recipes.checkpoints import Progress, list_checkpoints, read_progress, remove_unfinished
+from shardwise.recipes.checkpoints import (
+    Progress,
+    list_checkpoints,
+    progress_from_json,
+    read_progress,
+    remove_unfinished,
+)
 from shardwise.recipes.config import (
     RESUME_MAY_CHANGE,
     TrainConfig,
@@ -60,6 +66,20 @@ class Run:
     @property
     def start_step(self) -> int:
         return self.done.step if self.done else 0
+
+
+def run_to_json(run: Run) -> dict[str, Any]:
+    """Return what rank 0 has found, for the others; the config they all have."""
+    values = asdict(run)
+    del values["config"]
+    return values | {"folder": str(run.folder), "checkpoint": None if run.checkpoint is None else str(run.checkpoint)}
+
+
+def run_from_json(values: Mapping[str, Any], config: TrainConfig) -> Run:
+    """Read :func:`run_to_json`."""
+    checkpoint = None if values["checkpoint"] is None else Path(values["checkpoint"])
+    done = None if values["done"] is None else progress_from_json(values["done"])
+    return Run(Path(values["folder"]), config, TextFacts(**values["facts"]), checkpoint, done)
 
 
 def check_new_folder(out: Path) -> None:

@@ -16,7 +16,16 @@ from shardwise.recipes.loop import Finished, Trainer, build_trainer, train_steps
 from shardwise.recipes.memory import unsharded_bytes
 from shardwise.recipes.progress import ProgressDisplay, memory_table
 from shardwise.recipes.ranks import RunRanks
-from shardwise.recipes.run_folder import Run, Start, lock_run, prepare_run, read_metrics, write_config
+from shardwise.recipes.run_folder import (
+    Run,
+    Start,
+    lock_run,
+    prepare_run,
+    read_metrics,
+    run_from_json,
+    run_to_json,
+    write_config,
+)
 from shardwise.recipes.run_log import RunJournal, RunLog, SilentJournal, open_lines
 
 
@@ -28,7 +37,8 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks) -> None:
     check_ranks(config, ranks.num_ranks)
     ranks = replace(ranks, tp=config.tp)
     with ExitStack() as stack:
-        run = ranks.from_first(prepare_run(start, config) if ranks.is_first else None)
+        told = ranks.from_first(run_to_json(prepare_run(start, config)) if ranks.is_first else None)
+        run = run_from_json(told, config)
         if ranks.is_first:
             stack.enter_context(lock_run(run.folder))
         trainer = build_trainer(run, ranks)

@@ -401,11 +401,3 @@ def test_a_spec_may_be_had_for_another_dtype(fake_ranks: object) -> None:
     assert (other.mesh, other.placements) == (spec.mesh, spec.placements)
     assert other.tensor_meta is not None
     assert (other.tensor_meta.shape, other.tensor_meta.dtype) == (torch.Size([4, 3]), torch.float32)
-
-
-def test_a_launcher_is_told_how_long_a_rank_may_take_to_end_where_it_can_be() -> None:
-    from torch.distributed.launcher.api import LaunchConfig
-
-    config = private.launch_config(5, min_nodes=1, max_nodes=1, nproc_per_node=2)
-    assert isinstance(config, LaunchConfig)
-    assert getattr(config, "shutdown_timeout", 5) == 5
