@@ -14,12 +14,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, LAUNCHER_VARIABLE, STORE_VARIABLE
+from shardwise.cli.signals import stop_on_signals
 from shardwise.cli.train_args import TrainRequest
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.one_host import stay_on_loopback
@@ -40,7 +42,7 @@ _LOST_PEER = (
 
 
 def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, str]) -> int:
-    """Train as one rank; return 0, or end this process at once with 1 or 2 after a failure."""
+    """Train as one rank; return 0, or 128 plus the signal on which it saved and left; a failure ends this process at once."""
     warnings.filterwarnings("ignore", module=r"torch\.")
     logging.disable(logging.ERROR)  # torch logs tracebacks of failures that are reported below, once
     if LAUNCHER_VARIABLE in environment:
@@ -57,15 +59,20 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
         claim = lambda: store.add(_CLAIM, 1) == 1  # noqa: E731
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
-        train(request.start, request.config, RunRanks(rank, num_ranks, device))
+        is_alone = request.launched_ranks is None
+        listening = partial(stop_on_signals, second_ends=is_alone)
+        number = train(request.start, request.config, RunRanks(rank, num_ranks, device), listening)
         dist.destroy_process_group()
+        if number and is_alone:
+            print(f"shardwise: ended by {signal.Signals(number).name}", file=sys.stderr)
+        return 128 + number if number else 0
     except KeyboardInterrupt:
         if request.launched_ranks is None:
             raise
         _end(128 + signal.SIGINT)
     except Exception as error:
         _fail(error, claim, environment.get("RANK", "0"))
-    return 0
+    return EXIT_FAILED
 
 
 def _meet(request: TrainRequest, environment: Mapping[str, str]) -> tuple[dist.Store, int, int]:

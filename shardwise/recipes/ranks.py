@@ -51,6 +51,14 @@ class RunRanks:
         mine = torch.stack([value.detach().double().cpu() for value in values])
         return torch.stack(self._each(mine, len(mine))).cumsum(0)[-1].tolist()
 
+    def highest(self, values: Sequence[int]) -> list[int]:
+        """Return the highest of each value over ranks."""
+        if self.num_ranks == 1:
+            return list(values)
+        found = torch.tensor(values)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.tolist()
+
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order, on every rank.  JSON must hold it: no rank runs what another sends."""
         mine = json.dumps(value).encode()

@@ -122,7 +122,7 @@ def test_no_rank_outlives_the_others(
     while any(map(is_alive, ranks)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [pid for pid in ranks if is_alive(pid)]
-    assert process.returncode == code
+    assert process.returncode == code, err
     assert err.count("\n") == bool(words), err
     assert words in err
     assert bool(list(temporary.glob("shardwise-*"))) == (code == -signal.SIGKILL)
@@ -131,3 +131,20 @@ def test_no_rank_outlives_the_others(
     for checkpoint in (run / "checkpoints").glob("step-*"):
         assert (checkpoint / "state.json").is_file()
         assert (checkpoint / ".metadata").is_file()
+
+
+def test_the_first_signal_saves_and_the_second_ends_every_rank_at_once(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "endless"
+    command = [*COMMAND, *options(data=text, out=run, nproc=2, steps=1_000_000, eval_every=1_000_000, save_every=5)]
+    with start(command) as process:
+        ranks = wait_for_training(process, run)
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)  # now they cannot do what the first signal asks for
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err == "shardwise: ended by SIGTERM; every rank has ended too\n"
+    assert not [pid for pid in ranks if is_alive(pid)]

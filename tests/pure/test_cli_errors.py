@@ -136,7 +136,6 @@ def _fake_run(folder: Path, step: int | None, width: int = 8, **changes: object)
 
 def test_runs_that_cannot_be_continued_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     cases = {
-        "no": (_fake_run(tmp_path / "no", None), [], "no complete checkpoint yet"),
         "done": (_fake_run(tmp_path / "done", 10), [], "has done all its 10 steps"),
         "other": (_fake_run(tmp_path / "other", 5, width=16), [], "checkpoint of another model"),
         "moved": (_fake_run(tmp_path / "moved", 5, batch=64), [], "windows into the text"),
