@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.recipes.checkpoints import Progress, load_checkpoint, save_checkpoint
+from shardwise.recipes.checkpoints import Progress, finish_saving, load_newest, start_saving
 from shardwise.recipes.config import TrainConfig, learning_rate
 from shardwise.recipes.doors import DOORS, Door, local_optimizer
 from shardwise.recipes.gpt import build_gpt, next_byte_loss
@@ -36,7 +36,7 @@ class Trainer:
     train: Windows
     validation: Windows
     num_parameters: int
-    note: str | None  # what a person should know before the first step
+    notes: tuple[str, ...]  # what a person should know before the first step
 
     @property
     def config(self) -> TrainConfig:
@@ -76,11 +76,13 @@ def build_trainer(run: Run, ranks: RunRanks) -> Trainer:
             compile_blocks(plain, config.compile_backend)
     model = door.wrap(plain, config, meshes.data)
     optimizer = door.build_optimizer(model, config)
-    if run.checkpoint is not None:
-        load_checkpoint(run.checkpoint, model, optimizer)
+    resumed = load_newest(run.checkpoints, door.plain(model), optimizer) if run.checkpoint is not None else None
+    if resumed is not None:
+        run = replace(run, checkpoint=resumed.checkpoint, done=resumed.done)
     text = run.folder / "text"
     train, validation = (open_windows(text / name, config.model.context) for name in ("train.bin", "validation.bin"))
-    return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters, note)
+    notes = (*([note] if note else []), *(f"DAMAGED: {text}" for text in (resumed.skipped if resumed else ())))
+    return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters, notes)
 
 
 class _Figures:
@@ -134,6 +136,7 @@ def train_steps(trainer: Trainer, journal: RunLog, asked: Asked) -> Finished | S
         verdict = _judge(trainer, trained, loss, asked)
         if verdict.is_broken:
             figures.write()
+            finish_saves(trainer)
             mean = trainer.ranks.mean([loss])[0]
             raise _diverged(trainer, done, f"the loss is {mean}, the norm of its gradients {trained.grad_norm}")
         figures.add(trained, loss)
@@ -146,6 +149,8 @@ def train_steps(trainer: Trainer, journal: RunLog, asked: Asked) -> Finished | S
         if is_asked or _is_due(done, config.save_every, config):
             journal.flush()
             save(trainer, done)
+        if is_asked or done == config.steps:
+            finish_saves(trainer)
         if is_asked and done < config.steps:
             return Stopped(done, verdict.signal)
         figures.go_on()
@@ -231,18 +236,22 @@ def validate(trainer: Trainer) -> float:
 
 
 def save(trainer: Trainer, done: int) -> None:
-    """Write the checkpoint after ``done`` steps; the position in the text is counted in windows of all ranks.
+    """Begin the checkpoint after ``done`` steps; the position in the text is counted in windows of all ranks.
 
-    Raises: DivergedError on every rank, before anything is written, if a parameter is not finite.
+    Raises: DivergedError on every rank, before anything is written, if a parameter is not finite; CheckpointError on every
+    rank if it cannot begin, or the one before was not written.
     """
     config = trainer.config
     is_broken = not all(map(_is_finite, trainer.model.parameters()))
     if any(trainer.ranks.highest([int(is_broken)])):
         raise _diverged(trainer, done, "parameters are not finite")
     progress = Progress(done, done * config.batch, config.model, trainer.num_parameters)
-    save_checkpoint(
-        trainer.run.checkpoints, progress, trainer.model, trainer.optimizer, trainer.ranks, keep=config.keep
-    )
+    start_saving(trainer.run.checkpoints, progress, trainer.door.plain(trainer.model), trainer.optimizer, config.keep)
+
+
+def finish_saves(trainer: Trainer) -> None:
+    """Return when the last checkpoint is there.  Raises: CheckpointError on every rank if it was not written."""
+    finish_saving(trainer.run.checkpoints, trainer.config.keep, is_first=trainer.ranks.is_first)
 
 
 @torch.no_grad()

@@ -6,12 +6,13 @@ config.json, metrics.jsonl, text/ (the cached bytes), checkpoints/, tensorboard/
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -137,21 +138,29 @@ def find_checkpoint(folder: Path, config: TrainConfig) -> tuple[Path, Progress] 
     found = list_checkpoints(folder / "checkpoints")
     if not found:
         return None
-    done = read_progress(found[-1])
+    newest, done = _newest_readable(found)
     if done.model != config.model:
         raise ConfigError(
-            f"--resume {folder}: {found[-1].name} is a checkpoint of another model: it has "
+            f"--resume {folder}: {newest.name} is a checkpoint of another model: it has "
             f"{_sizes(asdict(done.model))}, "
             f"the run's config.json says {_sizes(asdict(config.model))}."
         )
     if done.windows != done.step * config.batch:
         raise ConfigError(
-            f"--resume {folder}: {found[-1].name} is {done.windows} windows into the text, "
+            f"--resume {folder}: {newest.name} is {done.windows} windows into the text, "
             f"expected {done.step} steps x --batch {config.batch}: another run's, or config.json was edited."
         )
     if done.step >= config.steps:
         raise ConfigError(f"--resume {folder}: the run has done all its {done.step} steps. Ask for more with --steps.")
-    return found[-1], done
+    return newest, done
+
+
+def _newest_readable(found: Sequence[Path]) -> tuple[Path, Progress]:
+    """Return the newest that says how far it is; whether its tensors are whole is known when they are loaded."""
+    for checkpoint in reversed(found[1:]):
+        with contextlib.suppress(ConfigError):
+            return checkpoint, read_progress(checkpoint)
+    return found[0], read_progress(found[0])
 
 
 def _sizes(shape: Mapping[str, object]) -> str:

@@ -46,6 +46,7 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
         if ranks.is_first:
             stack.enter_context(lock_run(run.folder))
         trainer = build_trainer(run, ranks)
+        run = trainer.run  # it knows now which checkpoint was whole
         if ranks.is_first:
             write_config(run, ranks.num_ranks, trainer.num_parameters, version("shardwise"))
         journal = _open_journal(run, stack) if ranks.is_first else SilentJournal()
@@ -89,8 +90,8 @@ def _say_start(trainer: Trainer, journal: RunLog) -> None:
     )
     if trainer.config.shard in ENGINE_SHARDS:
         journal.say(str(describe_units(trainer.model)))
-    if trainer.note is not None:
-        journal.say(trainer.note)
+    for note in trainer.notes:
+        journal.say(note)
     if run.done is not None:
         journal.say(f"resuming after step {run.done.step}, {run.done.windows:,} windows into the text")
 

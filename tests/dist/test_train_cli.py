@@ -15,6 +15,8 @@ from helpers.commands import COMMAND, Ended, is_alive, options, start, wait_for_
 from helpers.commands import run as run_command
 from helpers.runs import copy_cut_back, metrics_of, write_text
 
+from shardwise.checkpoint.files import DiskFiles
+from shardwise.checkpoint.reader import verify
 from shardwise.one_host import remove_abandoned
 
 
@@ -68,11 +70,15 @@ def test_torchrun_continues_the_run_behind_another_door(trained: tuple[Path, End
         assert loss == pytest.approx(loss_2, rel=1e-4)
 
 
+def _checkpoints(run: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in (run / "checkpoints").glob("step-*/*")}
+
+
 def test_a_checkpoint_that_cannot_be_written_ends_every_rank_and_spares_the_others(
     trained: tuple[Path, Ended], tmp_path: Path
 ) -> None:
     run = copy_cut_back(trained[0], tmp_path / "full", 15)
-    kept = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()}
+    kept = _checkpoints(run)
     limit = 60_000  # bytes a file may have; this stands for a full disk: OSError from write, on both ranks
 
     def forbid_large_files() -> None:
@@ -82,18 +88,21 @@ def test_a_checkpoint_that_cannot_be_written_ends_every_rank_and_spares_the_othe
     assert ended.code == 1
     assert "Traceback" not in ended.err
     assert ended.err.count("shardwise: error:") == 1
-    assert "step-00000020 could not be written: rank" in ended.err
-    assert {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()} == kept
+    assert "step 20 was not saved, earlier checkpoints stand: ranks 0, 1: OSError: File too large" in ended.err
+    assert _checkpoints(run) == kept
 
 
-def test_a_damaged_checkpoint_is_named(trained: tuple[Path, Ended], tmp_path: Path) -> None:
+def test_a_run_without_a_whole_checkpoint_says_so(trained: tuple[Path, Ended], tmp_path: Path) -> None:
     run = copy_cut_back(trained[0], tmp_path / "damaged", 15)
     figures = (run / "metrics.jsonl").read_bytes()
-    (run / "checkpoints" / "step-00000015" / ".metadata").write_bytes(b"nothing")
+    for part in (run / "checkpoints").glob("step-*/part-00001.safetensors"):
+        whole = part.read_bytes()
+        part.write_bytes(whole[:-7] + bytes([whole[-7] ^ 1]) + whole[-6:])
     ended = run_command([*COMMAND, "--resume", str(run), "--nproc", "1"])
     assert ended.code == 2, ended.err
     assert len(ended.err.strip().splitlines()) == 1, ended.err
-    assert "step-00000015 is damaged or of another model" in ended.err
+    assert "no checkpoint of the run is whole" in ended.err
+    assert "step-00000010/part-00001.safetensors: block 0" in ended.err
     assert (run / "metrics.jsonl").read_bytes() == figures
 
 
@@ -129,8 +138,7 @@ def test_no_rank_outlives_the_others(
     remove_abandoned(temporary)  # as the next start does
     assert not list(temporary.glob("shardwise-*"))
     for checkpoint in (run / "checkpoints").glob("step-*"):
-        assert (checkpoint / "state.json").is_file()
-        assert (checkpoint / ".metadata").is_file()
+        assert verify(DiskFiles(), checkpoint) == []
 
 
 def test_the_first_signal_saves_and_the_second_ends_every_rank_at_once(text: Path, tmp_path: Path) -> None:

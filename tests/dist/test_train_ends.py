@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -116,6 +117,26 @@ def test_a_parameter_that_is_no_number_is_not_saved(tmp_path: Path) -> None:
             Start(out=tmp_path / "run"), dataclasses.replace(config, lr=1e38, weight_decay=1e38, warmup=0, save_every=1)
         )
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+@on_ranks(2)
+def test_a_resume_goes_back_to_the_newest_checkpoint_that_is_whole_and_says_so(tmp_path: Path) -> None:
+    config = _config(tmp_path, keep=9)
+    run = tmp_path / "run"
+    _train(Start(out=run), config)
+    before = _figures(run)
+    if dist.get_rank() == 0:
+        shutil.rmtree(run / "checkpoints" / "step-00000008")
+        damaged = run / "checkpoints" / "step-00000006" / "part-00001.safetensors"
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+        (run / "checkpoints" / "step-00000004" / "manifest.json").write_bytes(b"{}")
+    dist.barrier()
+    said = _train(Start(resume=run), config)[1]
+    if dist.get_rank() == 0:
+        assert "resuming after step 2" in said
+        assert f"DAMAGED: {run / 'checkpoints' / 'step-00000006'}" in said
+        assert f"DAMAGED: {run / 'checkpoints' / 'step-00000004'}" in said
+    assert _figures(run) == before
 
 
 @on_ranks(2)
