@@ -62,7 +62,8 @@ def keep_last(files: Files, folder: Path, keep: int) -> None:
     for checkpoint in list_checkpoints(files, folder)[:-keep]:
         if checkpoint.step != verified:
             aside = folder / f"{REMOVING}{checkpoint.path.name}"
-            files.rename(checkpoint.path, aside)  # at once: nobody finds half a checkpoint
+            files.rename(checkpoint.path, aside)
+            files.sync_folder(folder)  # whoever finds half of it finds it under this name
             files.remove(aside)
 
 

@@ -200,7 +200,7 @@ def _part(value: object, shape: tuple[int, ...], dtype: str, files: Sequence[Fil
         raise wrong(f"{key}[2:4]", f"a part of {list(shape)}", [offsets, sizes])
     if end - begin != window.numel * DTYPE_BYTES[dtype] or end > files[number].num_bytes:
         raise DamagedCheckpointError(
-            f"{key}: bytes {begin}:{end} of {files[number].name} ({files[number].num_bytes} bytes) for {window.numel} of {dtype}"
+            f"{key}: bytes {begin}:{end} for {window.numel} of {dtype}, in {files[number].name} of {files[number].num_bytes}"
         )
     return PartRecord(number, as_text(name, f"{key}[1]"), window, begin, end)
 

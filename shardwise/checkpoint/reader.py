@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -201,19 +201,11 @@ def _verify_file(file: VerifiedFile, manifest: Manifest, number: int) -> list[st
         return found
     try:
         entries = file.header(manifest.save_id).entries
-        found += list(_compare(entries, manifest, number))
     except DamagedCheckpointError as error:
-        found.append(str(error))
+        return [str(error)]
+    parts = [(name, part) for name, tensor in manifest.tensors.items() for part in tensor.parts if part.file == number]
+    for name, part in parts:
+        entry = entries.get(part.key)
+        if entry is None or (entry.begin, entry.end) != (part.begin, part.end):
+            found.append(f"{record.name}: {part.key} is not where the manifest says that {name} is")
     return found
-
-
-def _compare(entries: object, manifest: Manifest, number: int) -> Sequence[str]:
-    assert isinstance(entries, dict)
-    wrong: list[str] = []
-    for name, tensor in manifest.tensors.items():
-        for part in tensor.parts:
-            if part.file == number and (
-                (entry := entries.get(part.key)) is None or (entry.begin, entry.end) != (part.begin, part.end)
-            ):
-                wrong.append(f"{manifest.files[number].name}: {part.key}: not where the manifest says ({name})")
-    return wrong
