@@ -56,7 +56,7 @@ def write_part(
         file.sync()
     finally:
         file.close()
-    files.sync_folder(path.parent)
+    files.sync_folder(path.parent)  # the name, made by this host: on a shared disk rank 0 may know less
     return FileRecord(path.name, num_bytes, block_bytes, tuple(sums.finish()))
 
 

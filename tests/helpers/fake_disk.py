@@ -73,7 +73,8 @@ class FakeDisk:
 
     def remove(self, path: Path) -> None:
         for each in sorted((p for p in self.nodes if p == path or path in p.parents), reverse=True):
-            self._do(Op("unlink", each))
+            inode = self.nodes[each]
+            self._do(Op("unlink", each, inode=-1 if inode is None else inode))
 
     def names(self, path: Path) -> list[str]:
         return sorted(each.name for each in self.nodes if each.parent == path and each != path)
@@ -132,6 +133,9 @@ def _apply(op: Op, nodes: dict[Path, int | None], inodes: list[_Inode]) -> None:
         nodes.setdefault(op.path, None)
     elif op.kind == "create":
         nodes[op.path] = op.inode
+    elif op.kind == "unlink" and op.inode >= 0:  # wherever it is: a rename before may have got lost
+        for each in [each for each, inode in nodes.items() if inode == op.inode]:
+            del nodes[each]
     elif op.kind == "unlink":
         if not any(op.path in each.parents for each in nodes):
             nodes.pop(op.path, None)
