@@ -19,6 +19,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("units", "optim"),
     ("engine", "zero"),
     ("api",),
+    ("checkpoint",),
     ("recipes", "testing"),
     ("cli",),
 )

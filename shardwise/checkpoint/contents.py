@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
-from shardwise.checkpoint import dtypes
+from shardwise.checkpoint.dtypes import dtype_name
 from shardwise.checkpoint.plan import Held, Window
 from shardwise.errors import ConfigError
 from shardwise.optim.pieces import local_of, pieces_of
@@ -69,7 +69,7 @@ class Contents:
         """Take a tensor under a new name."""
         self._check_new(name)
         parts = parts_of(name, tensor)
-        dtype = dtypes.name_of(tensor.dtype, name)
+        dtype = dtype_name(tensor.dtype, name)
         self.parts[name] = parts
         self.held[name] = Held(name, dtype, tuple(tensor.shape), tuple(part.window for part in parts))
 

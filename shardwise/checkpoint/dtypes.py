@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 
 from shardwise.errors import CheckpointError, ConfigError
@@ -28,7 +30,7 @@ _NAMES: dict[torch.dtype, str] = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
-def name_of(dtype: torch.dtype, what: str) -> str:
+def dtype_name(dtype: torch.dtype, what: str) -> str:
     """Return the name of ``dtype``.  Raises: ConfigError naming ``what`` for one that files cannot hold."""
     if dtype not in _NAMES:
         raise ConfigError(f"{what}: tensors of {dtype} cannot be saved; convert it to one of {', '.join(_DTYPES)}")
@@ -47,4 +49,4 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return cast(Any, flat.numpy()).data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -165,7 +165,7 @@ class _DiskInput:
 
 
 @contextmanager
-def reading(files: Files, path: Path) -> Iterator[Input]:
+def reading(files: Files, path: Path) -> Generator[Input]:
     """Open a file for the time of a ``with``."""
     file = files.open(path)
     try:

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint import names
 from shardwise.checkpoint.files import Files, read_all, write_all
+from shardwise.checkpoint.names import MANIFEST, REMOVING, REPLACED, SAVING, VERIFIED, step_folder, step_of
 from shardwise.errors import DamagedCheckpointError
 
 
@@ -23,8 +23,8 @@ def list_checkpoints(files: Files, folder: Path) -> list[Checkpoint]:
     """Return the committed checkpoints of ``folder``, oldest first; what is half written is none."""
     by_step: dict[int, Checkpoint] = {}
     for name in files.names(folder):  # sorted: a name that begins with a dot comes first, and gives way
-        step = names.step_of(name)
-        if step is not None and names.MANIFEST in files.names(folder / name):
+        step = step_of(name)
+        if step is not None and MANIFEST in files.names(folder / name):
             by_step[step] = Checkpoint(folder / name, step)
     return [by_step[step] for step in sorted(by_step)]
 
@@ -32,19 +32,19 @@ def list_checkpoints(files: Files, folder: Path) -> list[Checkpoint]:
 def clean(files: Files, folder: Path) -> None:
     """Remove what saves that died left behind.  Only for who holds the folder's lock."""
     for name in files.names(folder):
-        step = names.step_of(name)
-        is_replaced = name.startswith(names.REPLACED) and step is not None
-        if is_replaced and names.step_folder(step or 0) not in files.names(folder):
-            files.rename(folder / name, folder / names.step_folder(step or 0))
+        step = step_of(name)
+        is_replaced = name.startswith(REPLACED) and step is not None
+        if is_replaced and step_folder(step or 0) not in files.names(folder):
+            files.rename(folder / name, folder / step_folder(step or 0))
             files.sync_folder(folder)
-        elif is_replaced or name.startswith((names.SAVING, names.REMOVING)):
+        elif is_replaced or name.startswith((SAVING, REMOVING)):
             files.remove(folder / name)
 
 
 def commit(files: Files, folder: Path, pending: Path, step: int) -> Path:
     """Give a folder that is written and synced its name, and return it; one of the same step is replaced."""
-    final = folder / names.step_folder(step)
-    aside = folder / f"{names.REPLACED}{final.name}"
+    final = folder / step_folder(step)
+    aside = folder / f"{REPLACED}{final.name}"
     is_there = final.name in files.names(folder)
     if is_there:
         files.remove(aside)
@@ -61,17 +61,18 @@ def keep_last(files: Files, folder: Path, keep: int) -> None:
     verified = verified_step(files, folder)
     for checkpoint in list_checkpoints(files, folder)[:-keep]:
         if checkpoint.step != verified:
-            aside = folder / f"{names.REMOVING}{checkpoint.path.name}"
-            files.rename(checkpoint.path, aside)  # at once: nobody finds half a checkpoint
+            aside = folder / f"{REMOVING}{checkpoint.path.name}"
+            files.rename(checkpoint.path, aside)
+            files.sync_folder(folder)  # whoever finds half of it finds it under this name
             files.remove(aside)
 
 
 def verified_step(files: Files, folder: Path) -> int | None:
     """Return the step of the checkpoint that was verified last, None if none is known."""
-    if names.VERIFIED not in files.names(folder):
+    if VERIFIED not in files.names(folder):
         return None
     try:
-        found = json.loads(read_all(files, folder / names.VERIFIED, 4096))
+        found = json.loads(read_all(files, folder / VERIFIED, 4096))
         return int(found["step"])
     except (DamagedCheckpointError, ValueError, KeyError, TypeError):
         return None
@@ -79,14 +80,14 @@ def verified_step(files: Files, folder: Path) -> int | None:
 
 def note_verified(files: Files, checkpoint: Path) -> None:
     """Remember that all of a checkpoint was as it was saved; folders that cannot be written are left alone."""
-    step = names.step_of(checkpoint.name)
+    step = step_of(checkpoint.name)
     folder = checkpoint.parent
     if step is None or verified_step(files, folder) == step:
         return
-    fresh = folder / f"{names.VERIFIED}-new"
+    fresh = folder / f"{VERIFIED}-new"
     try:
         files.remove(fresh)
         write_all(files, fresh, json.dumps({"step": step}).encode())
-        files.rename(fresh, folder / names.VERIFIED)
+        files.rename(fresh, folder / VERIFIED)
     except OSError:
         return

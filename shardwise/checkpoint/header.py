@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from shardwise.checkpoint import json_fields as read
+from shardwise.checkpoint.json_fields import as_list, as_number, as_sizes, as_table, as_text, parse_json, wrong
 from shardwise.checkpoint.plan import DTYPE_BYTES, Write
 from shardwise.errors import DamagedCheckpointError
 
@@ -71,17 +71,19 @@ def parse_header(data: bytes, num_bytes: int, what: str) -> Header:
 
     Raises: DamagedCheckpointError, naming ``what`` and the key, for what is no header or does not fit the file.
     """
-    fields = read.parse(data[LENGTH_BYTES:], f"{what}: header")
-    metadata = read.table(fields.pop(_META, {}), f"{what}: header.{_META}")
+    fields = parse_json(data[LENGTH_BYTES:], f"{what}: header")
+    metadata = as_table(fields.pop(_META, {}), f"{what}: header.{_META}")
     for key, value in metadata.items():
-        read.text(value, f"{what}: header.{_META}[{key[:40]!r}]")
+        as_text(value, f"{what}: header.{_META}[{key[:40]!r}]")
     entries: dict[str, Entry] = {}
     for name, value in fields.items():
         entries[name] = _entry(value, len(data), num_bytes, f"{what}: header[{name[:80]!r}]")
     end = len(data)
     for entry in sorted(entries.values(), key=lambda each: (each.begin, each.end)):
         if entry.begin != end:
-            raise DamagedCheckpointError(f"{what}: header: tensors leave a gap or overlap at byte {min(end, entry.begin)}")
+            raise DamagedCheckpointError(
+                f"{what}: header: tensors leave a gap or overlap at byte {min(end, entry.begin)}"
+            )
         end = entry.end
     if end != num_bytes:
         raise DamagedCheckpointError(f"{what}: header: its tensors end at byte {end}, the file at {num_bytes}")
@@ -89,12 +91,16 @@ def parse_header(data: bytes, num_bytes: int, what: str) -> Header:
 
 
 def _entry(value: object, data_begin: int, num_bytes: int, key: str) -> Entry:
-    fields = read.table(value, key)
-    dtype = read.text(fields.get("dtype"), f"{key}.dtype")
+    fields = as_table(value, key)
+    dtype = as_text(fields.get("dtype"), f"{key}.dtype")
     if dtype not in DTYPE_BYTES:
-        raise read.wrong(f"{key}.dtype", f"one of {', '.join(DTYPE_BYTES)}", dtype)
-    shape = read.sizes(fields.get("shape"), f"{key}.shape")
-    begin, end = (read.number(each, f"{key}.data_offsets") for each in read.items(fields.get("data_offsets"), f"{key}.data_offsets", 2))
+        raise wrong(f"{key}.dtype", f"one of {', '.join(DTYPE_BYTES)}", dtype)
+    shape = as_sizes(fields.get("shape"), f"{key}.shape")
+    begin, end = (
+        as_number(each, f"{key}.data_offsets") for each in as_list(fields.get("data_offsets"), f"{key}.data_offsets", 2)
+    )
     if begin > end or data_begin + end > num_bytes or end - begin != prod(shape) * DTYPE_BYTES[dtype]:
-        raise DamagedCheckpointError(f"{key}: bytes {begin}:{end} for {list(shape)} of {dtype} in a file of {num_bytes}")
+        raise DamagedCheckpointError(
+            f"{key}: bytes {begin}:{end} for {list(shape)} of {dtype} in a file of {num_bytes}"
+        )
     return Entry(dtype, shape, data_begin + begin, data_begin + end)

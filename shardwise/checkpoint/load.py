@@ -117,9 +117,7 @@ def _candidates(path: Path, step: int | None, files: Files, roll: RollCall) -> l
     return [Path(each) for each in together(roll, "load", look)[0]]
 
 
-def _load_one(
-    path: Path, state: Mapping[str, Any], strict: bool, skipped: tuple[str, ...], roll: RollCall
-) -> Loaded:
+def _load_one(path: Path, state: Mapping[str, Any], strict: bool, skipped: tuple[str, ...], roll: RollCall) -> Loaded:
     staged: list[_Staged] = []
 
     def stage() -> str:
@@ -168,5 +166,3 @@ def _listing(names: Sequence[str]) -> str:
         return "nothing"
     more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
     return ", ".join(names[:_MOST_LISTED]) + more
-
-

@@ -10,8 +10,8 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.comm.alive import host_id
 from shardwise.checkpoint.names import LOCK
+from shardwise.comm.alive import host_id
 from shardwise.errors import CheckpointError
 
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from shardwise.checkpoint import json_fields as read
 from shardwise.checkpoint.blocks import sum_of
+from shardwise.checkpoint.json_fields import as_list, as_number, as_sizes, as_table, as_text, parse_json, wrong
 from shardwise.checkpoint.names import MANIFEST, is_part_file
 from shardwise.checkpoint.plan import DTYPE_BYTES, Window, overlapping
 from shardwise.errors import DamagedCheckpointError
@@ -120,7 +120,7 @@ def from_bytes(data: bytes, what: str = MANIFEST) -> Manifest:
     body, end = data[:-tail], data[-tail:]
     if end != _SUM_BEGIN + sum_of(body).encode() + _SUM_END:
         raise DamagedCheckpointError(f"{what}: its own sum does not fit its {len(data)} bytes: cut off, or changed")
-    return from_fields(read.parse(body + b"}", what), what)
+    return from_fields(parse_json(body + b"}", what), what)
 
 
 def from_fields(fields: dict[str, Any], what: str) -> Manifest:
@@ -130,56 +130,58 @@ def from_fields(fields: dict[str, Any], what: str) -> Manifest:
             f"{what}: format {str(fields.get('format'))[:40]!r} version {str(fields.get('version'))[:8]}, expected "
             f"{FORMAT!r} version {VERSION}: it is of another version of shardwise, or no checkpoint"
         )
-    save_id = read.text(fields.get("save"), f"{what}: save")
+    save_id = as_text(fields.get("save"), f"{what}: save")
     if len(save_id) != 32 or set(save_id) - set("0123456789abcdef"):
-        raise read.wrong(f"{what}: save", "32 hex digits", save_id)
+        raise wrong(f"{what}: save", "32 hex digits", save_id)
     files = tuple(
-        _file(value, f"{what}: files[{i}]") for i, value in enumerate(read.items(fields.get("files"), f"{what}: files"))
+        _file(value, f"{what}: files[{i}]") for i, value in enumerate(as_list(fields.get("files"), f"{what}: files"))
     )
     if len({file.name for file in files}) != len(files):
         raise DamagedCheckpointError(f"{what}: files: a name is there twice")
     tensors = {
         name: _tensor(value, files, f"{what}: tensors[{name[:80]!r}]")
-        for name, value in read.table(fields.get("tensors"), f"{what}: tensors").items()
+        for name, value in as_table(fields.get("tensors"), f"{what}: tensors").items()
     }
     _check_disjoint(tensors, files, what)
-    ties = read.table(fields.get("ties"), f"{what}: ties")
+    ties = as_table(fields.get("ties"), f"{what}: ties")
     for name, first in ties.items():
-        if read.text(first, f"{what}: ties[{name[:80]!r}]") not in tensors or name in tensors:
-            raise DamagedCheckpointError(f"{what}: ties[{name[:80]!r}]: {first[:80]!r} is no tensor, or {name[:80]!r} is")
+        if as_text(first, f"{what}: ties[{name[:80]!r}]") not in tensors or name in tensors:
+            raise DamagedCheckpointError(
+                f"{what}: ties[{name[:80]!r}]: {first[:80]!r} is no tensor, or {name[:80]!r} is"
+            )
     return Manifest(
         save_id,
-        read.number(fields.get("step"), f"{what}: step"),
-        read.number(fields.get("ranks"), f"{what}: ranks", 2**31),
+        as_number(fields.get("step"), f"{what}: step"),
+        as_number(fields.get("ranks"), f"{what}: ranks", 2**31),
         files,
         tensors,
         ties,
-        read.table(fields.get("values"), f"{what}: values"),
+        as_table(fields.get("values"), f"{what}: values"),
     )
 
 
 def _file(value: object, key: str) -> FileRecord:
-    fields = read.table(value, key)
-    name = read.text(fields.get("name"), f"{key}.name")
+    fields = as_table(value, key)
+    name = as_text(fields.get("name"), f"{key}.name")
     if not is_part_file(name):
-        raise read.wrong(f"{key}.name", "part-NNNNN.safetensors", name)
-    num_bytes = read.number(fields.get("bytes"), f"{key}.bytes")
-    block_bytes = read.number(fields.get("block_bytes"), f"{key}.block_bytes", 2**30)
-    sums = read.items(fields.get("sums"), f"{key}.sums")
+        raise wrong(f"{key}.name", "part-NNNNN.safetensors", name)
+    num_bytes = as_number(fields.get("bytes"), f"{key}.bytes")
+    block_bytes = as_number(fields.get("block_bytes"), f"{key}.block_bytes", 2**30)
+    sums = as_list(fields.get("sums"), f"{key}.sums")
     if block_bytes < 1 or len(sums) != -(-num_bytes // block_bytes):
         raise DamagedCheckpointError(f"{key}: {len(sums)} sums for {num_bytes} bytes in blocks of {block_bytes}")
-    return FileRecord(name, num_bytes, block_bytes, tuple(read.text(each, f"{key}.sums") for each in sums))
+    return FileRecord(name, num_bytes, block_bytes, tuple(as_text(each, f"{key}.sums") for each in sums))
 
 
 def _tensor(value: object, files: Sequence[FileRecord], key: str) -> TensorRecord:
-    fields = read.table(value, key)
-    dtype = read.text(fields.get("dtype"), f"{key}.dtype")
+    fields = as_table(value, key)
+    dtype = as_text(fields.get("dtype"), f"{key}.dtype")
     if dtype not in DTYPE_BYTES:
-        raise read.wrong(f"{key}.dtype", f"one of {', '.join(DTYPE_BYTES)}", dtype)
-    shape = read.sizes(fields.get("shape"), f"{key}.shape")
+        raise wrong(f"{key}.dtype", f"one of {', '.join(DTYPE_BYTES)}", dtype)
+    shape = as_sizes(fields.get("shape"), f"{key}.shape")
     parts = tuple(
         _part(each, shape, dtype, files, f"{key}.parts[{i}]")
-        for i, each in enumerate(read.items(fields.get("parts"), f"{key}.parts"))
+        for i, each in enumerate(as_list(fields.get("parts"), f"{key}.parts"))
     )
     numel = sum(part.window.numel for part in parts)
     if numel != prod(shape) or overlapping(sorted(part.window for part in parts)) is not None or not parts:
@@ -188,19 +190,19 @@ def _tensor(value: object, files: Sequence[FileRecord], key: str) -> TensorRecor
 
 
 def _part(value: object, shape: tuple[int, ...], dtype: str, files: Sequence[FileRecord], key: str) -> PartRecord:
-    file, name, offsets, sizes, begin, end = read.items(value, key, 6)
-    number = read.number(file, f"{key}[0]", len(files) - 1)
-    window = Window(read.sizes(offsets, f"{key}[2]"), read.sizes(sizes, f"{key}[3]"))
-    begin, end = read.number(begin, f"{key}[4]"), read.number(end, f"{key}[5]")
+    file, name, offsets, sizes, begin, end = as_list(value, key, 6)
+    number = as_number(file, f"{key}[0]", len(files) - 1)
+    window = Window(as_sizes(offsets, f"{key}[2]"), as_sizes(sizes, f"{key}[3]"))
+    begin, end = as_number(begin, f"{key}[4]"), as_number(end, f"{key}[5]")
     if len(window.offsets) != len(shape) or len(window.sizes) != len(shape):
-        raise read.wrong(f"{key}[2:4]", f"{len(shape)} dims", [offsets, sizes])
+        raise wrong(f"{key}[2:4]", f"{len(shape)} dims", [offsets, sizes])
     if any(o + s > n for o, s, n in zip(window.offsets, window.sizes, shape, strict=True)):
-        raise read.wrong(f"{key}[2:4]", f"a part of {list(shape)}", [offsets, sizes])
+        raise wrong(f"{key}[2:4]", f"a part of {list(shape)}", [offsets, sizes])
     if end - begin != window.numel * DTYPE_BYTES[dtype] or end > files[number].num_bytes:
         raise DamagedCheckpointError(
-            f"{key}: bytes {begin}:{end} of {files[number].name} ({files[number].num_bytes} bytes) for {window.numel} of {dtype}"
+            f"{key}: bytes {begin}:{end} for {window.numel} of {dtype}, in {files[number].name} of {files[number].num_bytes}"
         )
-    return PartRecord(number, read.text(name, f"{key}[1]"), window, begin, end)
+    return PartRecord(number, as_text(name, f"{key}[1]"), window, begin, end)
 
 
 def _check_disjoint(tensors: Mapping[str, TensorRecord], files: Sequence[FileRecord], what: str) -> None:

@@ -86,5 +86,3 @@ class ModuleCarrier:
             target.copy_(source)
         if others:
             self._module.load_state_dict(others, strict=False)
-
-

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-
-from shardwise.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
@@ -76,12 +73,3 @@ def part_file(number: int) -> str:
 def is_part_file(name: str) -> bool:
     """Return True for names that :func:`part_file` makes: nothing else in a manifest leads to a file."""
     return _PART.fullmatch(name) is not None
-
-
-def leaves_no_doubt(names: Iterable[str], what: str) -> None:
-    """Raise CheckpointError for a name that is there twice, once plainly and once without the wrappers."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise CheckpointError(f"{what}: the name {name!r} is there twice; give the state dict entries of other names")
-        seen.add(name)

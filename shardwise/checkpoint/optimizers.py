@@ -181,10 +181,10 @@ class OptimizerCarrier:
         ]
 
 
-def _names_of(
-    prefix: str, optimizer: Optimizer, params: Sequence[torch.Tensor], names: Mapping[int, str]
-) -> list[str]:
-    given = [name for group in optimizer.param_groups for name in group.get("param_names") or [None] * len(group["params"])]
+def _names_of(prefix: str, optimizer: Optimizer, params: Sequence[torch.Tensor], names: Mapping[int, str]) -> list[str]:
+    given = [
+        name for group in optimizer.param_groups for name in group.get("param_names") or [None] * len(group["params"])
+    ]
     found = [names.get(id(param), name) for param, name in zip(params, given, strict=True)]
     unknown = [index for index, name in enumerate(found) if name is None]
     if unknown:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint import dtypes
+from shardwise.checkpoint.dtypes import dtype_of
 from shardwise.checkpoint.manifest import Manifest, TensorRecord
 from shardwise.checkpoint.plan import Window, whole
 from shardwise.checkpoint.values import Give, decode
@@ -49,14 +49,12 @@ class Order:
         if record.shape != tuple(shape):
             self.missing.append(f"{name}: has shape {list(record.shape)} there, {list(shape)} here")
             return None
-        dtype = dtypes.dtype_of(record.dtype, name)
+        dtype = dtype_of(record.dtype, name)
         targets = [torch.empty(window.sizes, dtype=dtype) for window in windows]
         self.into(name, record, windows, targets)
         return targets
 
-    def into(
-        self, name: str, record: TensorRecord, windows: Sequence[Window], targets: Sequence[torch.Tensor]
-    ) -> None:
+    def into(self, name: str, record: TensorRecord, windows: Sequence[Window], targets: Sequence[torch.Tensor]) -> None:
         """Ask for windows of a tensor that is there, to be read into ``targets``."""
         self._used |= {name}
         self.requests += [

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint import dtypes
 from shardwise.checkpoint.blocks import sum_of
+from shardwise.checkpoint.dtypes import bytes_of
 from shardwise.checkpoint.files import Files, read_all
 from shardwise.checkpoint.header import LENGTH_BYTES, SAVE_KEY, Header, header_bytes, parse_header
 from shardwise.checkpoint.manifest import FileRecord, Manifest, PartRecord, from_bytes
@@ -148,10 +148,10 @@ def _carry_out(step: _Step, file: VerifiedFile) -> None:
     run, request = step.run, step.request
     place = _cut(request.target, run.wanted, request.window)
     if run.is_exact and place.is_contiguous():
-        file.read_into(step.begin, dtypes.bytes_of(place), request.name)
+        file.read_into(step.begin, bytes_of(place), request.name)
         return
     rows = torch.empty(run.hull.sizes, dtype=request.target.dtype)
-    file.read_into(step.begin, dtypes.bytes_of(rows), request.name)
+    file.read_into(step.begin, bytes_of(rows), request.name)
     place.copy_(_cut(rows, run.wanted, run.hull))
 
 
@@ -201,19 +201,11 @@ def _verify_file(file: VerifiedFile, manifest: Manifest, number: int) -> list[st
         return found
     try:
         entries = file.header(manifest.save_id).entries
-        found += [each for each in _compare(entries, manifest, number)]
     except DamagedCheckpointError as error:
-        found.append(str(error))
+        return [str(error)]
+    parts = [(name, part) for name, tensor in manifest.tensors.items() for part in tensor.parts if part.file == number]
+    for name, part in parts:
+        entry = entries.get(part.key)
+        if entry is None or (entry.begin, entry.end) != (part.begin, part.end):
+            found.append(f"{record.name}: {part.key} is not where the manifest says that {name} is")
     return found
-
-
-def _compare(entries: object, manifest: Manifest, number: int) -> Sequence[str]:
-    assert isinstance(entries, dict)
-    wrong: list[str] = []
-    for name, tensor in manifest.tensors.items():
-        for part in tensor.parts:
-            if part.file == number and ((entry := entries.get(part.key)) is None or (entry.begin, entry.end) != (part.begin, part.end)):
-                wrong.append(f"{manifest.files[number].name}: {part.key}: not where the manifest says ({name})")
-    return wrong
-
-

@@ -48,7 +48,9 @@ def save(
         >>> save("run", {"model": model, "optimizer": optimizer}, step=100, keep=3)  # doctest: +SKIP
     """
     if type(step) is not int or step < 0 or (keep is not None and keep < 1):
-        raise ConfigError(f"step is {step!r} and keep {keep!r}; expected a whole number from 0 on, and None or at least 1")
+        raise ConfigError(
+            f"step is {step!r} and keep {keep!r}; expected a whole number from 0 on, and None or at least 1"
+        )
     saver = _saver_of(Path(folder), group)
     saver.wait()
     rank, size = saver.rank, saver.size

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint import dtypes, lock
 from shardwise.checkpoint.blocks import sum_of
 from shardwise.checkpoint.contents import Contents, merged
+from shardwise.checkpoint.dtypes import bytes_of
 from shardwise.checkpoint.files import DiskFiles, Files
 from shardwise.checkpoint.folder import clean, keep_last
+from shardwise.checkpoint.lock import give_back, take
 from shardwise.checkpoint.manifest import FileRecord
 from shardwise.checkpoint.meeting import together
 from shardwise.checkpoint.names import part_file
@@ -112,7 +113,7 @@ class Saver:
     def run(self, job: Job) -> Path:
         """Write from the live tensors, while the caller waits."""
         copies = [_on_host(job.contents.tensor_at(write.name, write.window)) for write in job.mine]
-        return self.write(job, [dtypes.bytes_of(each) for each in copies], self._roll)
+        return self.write(job, [bytes_of(each) for each in copies], self._roll)
 
     def start(self, job: Job) -> None:
         """Copy this rank's bytes to host memory and write them in a thread."""
@@ -141,16 +142,16 @@ class Saver:
         """Give the lock and the host memory back."""
         self._buffer = None
         if self._roll.rank == 0:
-            lock.give_back(self.folder)
+            give_back(self.folder)
 
     # ---- inside ----
 
     def _open(self, step: int) -> str:
         self._files.make_folder(self.folder)
-        lock.take(self.folder)
+        take(self.folder)
         if not self._is_exit_known:
             self._is_exit_known = True
-            atexit.register(lock.give_back, self.folder)
+            atexit.register(give_back, self.folder)
         clean(self._files, self.folder)
         save = SaveId(secrets.token_hex(16), step)
         self._opened = save.save_id
@@ -191,7 +192,7 @@ class Saver:
             place = buffer[offset : offset + write.num_bytes]
             if write.num_bytes:
                 place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=is_pinned)
-            found.append(dtypes.bytes_of(place))
+            found.append(bytes_of(place))
             offset += size
         if is_pinned:
             torch.cuda.synchronize()

@@ -25,7 +25,9 @@ def carriers_of(state: Mapping[str, Any], rank: int, size: int) -> list[Carrier]
     Raises: ConfigError for an entry that cannot be saved.
     """
     if not state:
-        raise ConfigError('the state is empty; give what is to be saved by name, as {"model": model, "optimizer": optimizer}')
+        raise ConfigError(
+            'the state is empty; give what is to be saved by name, as {"model": model, "optimizer": optimizer}'
+        )
     modules = {
         key: ModuleCarrier(join(_checked(key)), thing) for key, thing in state.items() if isinstance(thing, nn.Module)
     }

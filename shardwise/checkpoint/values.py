@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from shardwise.checkpoint import dtypes
+from shardwise.checkpoint.dtypes import bytes_of, dtype_name, dtype_of
 from shardwise.checkpoint.names import join
 from shardwise.errors import CheckpointError, ConfigError
 
@@ -76,9 +76,9 @@ def _tensor(value: torch.Tensor, name: str, take: Take | None) -> Any:
     data = value.detach().cpu().contiguous()
     return {
         _MARK: "number",
-        "dtype": dtypes.name_of(data.dtype, name),
+        "dtype": dtype_name(data.dtype, name),
         "shape": list(data.shape),
-        "v": base64.b64encode(bytes(dtypes.bytes_of(data))).decode(),
+        "v": base64.b64encode(bytes(bytes_of(data))).decode(),
     }
 
 
@@ -123,7 +123,7 @@ def _marked(fields: dict[str, Any], name: str, give: Give | None) -> Any:
     if kind == "number":
         shape = [int(size) for size in fields["shape"]]
         data = base64.b64decode(inner, validate=True)
-        found = torch.frombuffer(bytearray(data), dtype=dtypes.dtype_of(fields["dtype"], name))
+        found = torch.frombuffer(bytearray(data), dtype=dtype_of(fields["dtype"], name))
         if found.numel() > SMALL_NUMEL:
             raise ValueError(f"{found.numel()} numbers")
         return found.view(shape)

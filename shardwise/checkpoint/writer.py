@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import names
 from shardwise.checkpoint.blocks import BLOCK_BYTES, BlockSums
 from shardwise.checkpoint.files import Buffer, Files, write_all
 from shardwise.checkpoint.folder import commit
 from shardwise.checkpoint.header import SAVE_KEY, STEP_KEY, make_header
 from shardwise.checkpoint.manifest import FileRecord, Manifest, PartRecord, TensorRecord, to_bytes
+from shardwise.checkpoint.names import MANIFEST, SAVING
 from shardwise.checkpoint.plan import Write
 
 
@@ -26,7 +26,7 @@ class SaveId:
     @property
     def pending(self) -> str:
         """The folder while it is being written."""
-        return f"{names.SAVING}{self.save_id}"
+        return f"{SAVING}{self.save_id}"
 
     def metadata(self) -> dict[str, str]:
         """Return what every file of the save says of itself."""
@@ -34,7 +34,12 @@ class SaveId:
 
 
 def write_part(
-    files: Files, path: Path, writes: Sequence[Write], data: Sequence[Buffer], save: SaveId, block_bytes: int = BLOCK_BYTES
+    files: Files,
+    path: Path,
+    writes: Sequence[Write],
+    data: Sequence[Buffer],
+    save: SaveId,
+    block_bytes: int = BLOCK_BYTES,
 ) -> FileRecord:
     """Write and sync the file with ``writes``, whose bytes are ``data``; return its record."""
     header, _ = make_header(writes, save.metadata())
@@ -51,7 +56,7 @@ def write_part(
         file.sync()
     finally:
         file.close()
-    files.sync_folder(path.parent)
+    files.sync_folder(path.parent)  # the name, made by this host: on a shared disk rank 0 may know less
     return FileRecord(path.name, num_bytes, block_bytes, tuple(sums.finish()))
 
 
@@ -81,6 +86,6 @@ def write_manifest(files: Files, folder: Path, manifest: Manifest) -> Path:
     """Commit the save that is in its pending folder, by its manifest and one rename; return where it is then."""
     save = SaveId(manifest.save_id, manifest.step)
     pending = folder / save.pending
-    write_all(files, pending / names.MANIFEST, to_bytes(manifest))
+    write_all(files, pending / MANIFEST, to_bytes(manifest))
     files.sync_folder(pending)
     return commit(files, folder, pending, manifest.step)

@@ -15,12 +15,9 @@ def _doors(num_ranks: int) -> list[str]:
 
 
 def test_what_one_door_saves_all_doors_load(pool: WorkerPool, tmp_path: Path) -> None:
-    import time; t=time.time()
     for size in SIZES:
         pool.run(save_behind, num_ranks=size, doors=_doors(size), folder=str(tmp_path))
-    print("saved", time.time()-t)
     for size in SIZES:
-        t=time.time()
         pairs = [
             (saved, door, num_ranks)
             for num_ranks in SIZES
@@ -30,4 +27,3 @@ def test_what_one_door_saves_all_doors_load(pool: WorkerPool, tmp_path: Path) ->
         ]
         for wrong in pool.run(load_behind, num_ranks=size, pairs=pairs, folder=str(tmp_path)):
             assert wrong == [], "\n".join(wrong[:20])
-        print(size, len(pairs), time.time()-t)

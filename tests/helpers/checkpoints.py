@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers.sharded import step_on_drawn_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from helpers.sharded import step_on_drawn_gradients
 from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard, replicate
 from shardwise.checkpoint import load, save
 from shardwise.checkpoint.contents import parts_of
