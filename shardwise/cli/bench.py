@@ -11,7 +11,7 @@ import torch
 
 from shardwise.cli.bench_args import BenchRequest
 from shardwise.cli.exits import EXIT_FAILED
-from shardwise.cli.launch import check_extras
+from shardwise.cli.extras import check_extras
 from shardwise.recipes.bench.contenders import CONTENDERS
 from shardwise.recipes.bench.figures import RankMemory, make_rows
 from shardwise.recipes.bench.fit import check_fit

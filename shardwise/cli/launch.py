@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Sequence
 
 import torch
 
+from shardwise.cli.extras import check_extras
 from shardwise.cli.local_ranks import launch_ranks
 from shardwise.cli.train_args import TrainRequest
 from shardwise.errors import ConfigError
@@ -38,16 +38,6 @@ def _run_here(request: TrainRequest, device_type: str) -> int:
     from shardwise.cli.rank import run_rank  # the launching process does without the trainer and its imports
 
     return run_rank(request, device_type, os.environ)
-
-
-def check_extras(names: Sequence[str], command: str = "train") -> None:
-    """Refuse to start without the packages that only ``command`` needs.  Raises: ConfigError."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"shardwise {command} needs {', '.join(missing)}, which is not installed here. "
-            f"Install with: pip install 'shardwise[train]'"
-        )
 
 
 def choose_device(asked: str) -> str:

@@ -100,8 +100,8 @@ class _Planner(DefaultLoadPlanner):
 
 
 def is_old(checkpoint: Path) -> bool:
-    """Return True for a complete checkpoint in the old form."""
-    return (checkpoint / STATE).is_file() and (checkpoint / METADATA).is_file()
+    """Return True for a complete checkpoint in the old form: this file was written last."""
+    return (checkpoint / STATE).is_file()
 
 
 def list_old_checkpoints(folder: Path) -> list[Path]:

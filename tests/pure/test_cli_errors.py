@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise import ConfigError
-from shardwise.cli.launch import check_extras
+from shardwise.cli.extras import check_extras
 from shardwise.cli.main import build_parser, main
 from shardwise.cli.train_args import read_train_request
 from shardwise.recipes.config import PRESETS, TrainConfig, config_to_json
