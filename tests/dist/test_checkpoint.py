@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from helpers.checkpoints import differences, expected, made, state_of, train
 from helpers.ranks import on_ranks
 from torch import nn
 
-from shardwise import ConfigError
 from shardwise.checkpoint import CheckpointError, PerRank, RandomState, finish, load, save
 from shardwise.checkpoint.files import DiskFiles
+from shardwise.checkpoint.lock import note_of
 from shardwise.checkpoint.reader import read_manifest
 
 
@@ -58,7 +57,9 @@ def test_a_rank_that_cannot_write_fails_all_and_the_old_state_stands(
             if dist.get_rank() == place:
                 DiskFiles.create = full  # type: ignore[method-assign]
             try:
-                with pytest.raises(CheckpointError, match=rf"step 2 was not saved.*rank {place}: OSError: No space left"):
+                with pytest.raises(
+                    CheckpointError, match=rf"step 2 was not saved.*rank {place}: OSError: No space left"
+                ):
                     save(tmp_path, state, step=2, wait=wait)
                     finish(tmp_path)
             finally:
@@ -150,7 +151,9 @@ def test_names_that_differ_are_listed_and_nothing_changes(tmp_path: Path) -> Non
     other = nn.Sequential(nn.Linear(6, 9))
     other.first, other.extra = nn.Linear(6, 9), nn.Linear(2, 2)
     before = other.first.weight.detach().clone()
-    with pytest.raises(CheckpointError, match=r"missing there: model/0\.weight.*model/extra\.bias; unexpected: .*model/second"):
+    with pytest.raises(
+        CheckpointError, match=r"missing there: model/0\.weight.*model/extra\.bias; unexpected: .*model/second"
+    ):
         load(tmp_path, {"model": other})
     assert torch.equal(before, other.first.weight)
     found = load(tmp_path, {"model": other}, strict=False)
@@ -165,33 +168,27 @@ def test_names_that_differ_are_listed_and_nothing_changes(tmp_path: Path) -> Non
 
 @on_ranks(2)
 def test_a_second_job_gets_an_error_that_names_the_first(tmp_path: Path) -> None:
-    save(tmp_path, {"a": {"b": 1}}, step=0)
-    program = (
-        "import sys; from shardwise.checkpoint import save, CheckpointError\n"
-        "try: save(sys.argv[1], {'a': {'b': 2}}, step=1)\n"
-        "except CheckpointError as error: print(error)"
-    )
-    if dist.get_rank() == 0:
-        run = [sys.executable, "-c", program, str(tmp_path)]
-        said = subprocess.run(run, capture_output=True, text=True, timeout=100, check=True).stdout
-        assert f"another job: process {os.getpid()} on" in said
-        finish(tmp_path)
-        assert subprocess.run(run, capture_output=True, text=True, timeout=100, check=True).stdout == ""
-        lock = json.dumps({**json.loads('{"name": "x"}'), **_note_of_a_dead_process()})
-        (tmp_path / ".lock").write_text(lock)
+    state = {"a": {"b": 1}}
+    save(tmp_path, state, step=0)
+    own = json.loads((tmp_path / ".lock").read_text()) if dist.get_rank() == 0 else {"pid": os.getpid()}
+    assert own["pid"] == os.getpid()
     dist.barrier()
-    save(tmp_path, {"a": {"b": 3}}, step=2)  # that process has ended
     finish(tmp_path)
-
-
-def _note_of_a_dead_process() -> dict[str, object]:
-    from shardwise.checkpoint.lock import _note
-
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    note = _note(child.pid)
-    child.kill()
-    child.wait()
-    return note
+    first = [0]
+    if dist.get_rank() == 0:
+        assert not (tmp_path / ".lock").exists()
+        child = subprocess.Popen(["sleep", "100"])
+        (tmp_path / ".lock").write_text(json.dumps({"name": "here", "since": "then", **note_of(child.pid)}))
+        first = [child.pid]
+    dist.broadcast_object_list(first)
+    with pytest.raises(CheckpointError, match=f"another job: process {first[0]} on here, since then"):
+        save(tmp_path, state, step=1)
+    if dist.get_rank() == 0:
+        child.kill()
+        child.wait()
+    dist.barrier()
+    save(tmp_path, state, step=2)  # that process has ended
+    finish(tmp_path)
 
 
 def saves_until_killed(folder: str, victim: int, kill_at: str) -> str:
@@ -218,7 +215,9 @@ def saves_until_killed(folder: str, victim: int, kill_at: str) -> str:
 def test_a_rank_that_is_killed_is_named_and_the_old_state_stands(
     pool: Any, tmp_path: Path, victim: int, kill_at: str
 ) -> None:
-    found = pool.attempt(saves_until_killed, num_ranks=2, folder=str(tmp_path), victim=victim, kill_at=kill_at)
+    found = pool.attempt(
+        saves_until_killed, num_ranks=2, fresh=True, folder=str(tmp_path), victim=victim, kill_at=kill_at
+    )
     survivor = found[1 - victim]
     assert f"rank {victim} is gone" in str(survivor.value), survivor
     assert read_manifest(DiskFiles(), tmp_path / "step-00000001").step == 1
