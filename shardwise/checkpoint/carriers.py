@@ -145,8 +145,7 @@ class PerRankCarrier:
         saved_by, save_id = order.manifest.num_ranks, order.manifest.save_id
         if saved_by == self._size:
             return ObjectCarrier(self.prefix, self._thing).ask(order)
-        for name in order.unexpected([self.prefix]):
-            order.use(name)  # what ranks of another number of ranks saved is known, and for nobody
+        order.leave(self.prefix)
         derive = getattr(self._thing, "derive", None)
         what = "each rank's is derived from the save" if derive is not None else "it stays as it is"
         if self._rank == 0:

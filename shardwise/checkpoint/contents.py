@@ -27,18 +27,32 @@ class LocalPart:
     tensor: torch.Tensor
 
 
-def parts_of(name: str, tensor: torch.Tensor) -> list[LocalPart]:
+# Finding the window of a DTensor takes torch 100 us, and state has that of its parameter.
+Known = dict[tuple[int, object, tuple[int, ...]], Window]
+
+
+def parts_of(name: str, tensor: torch.Tensor, known: Known | None = None) -> list[LocalPart]:
     """Return what this rank holds of ``tensor``, on the live memory.
 
+    ``known``: windows of DTensors that were found before, by mesh, placements and shape; it is added to.
     Raises: ConfigError for partial sums, and for tensors in a form of their own.
     """
     if isinstance(tensor, StateSlice):
         chunks = tensor.__create_chunk_list__()
         views = [tensor.__get_tensor_shard__(MetadataIndex(name, torch.Size(chunk.offsets))) for chunk in chunks]
         found = [LocalPart(Window(tuple(c.offsets), tuple(c.sizes)), v) for c, v in zip(chunks, views, strict=True)]
+    elif isinstance(tensor, DTensor):
+        key = (id(tensor.device_mesh), tensor.placements, tuple(tensor.shape))
+        window = known.get(key) if known is not None else None
+        if window is None:
+            (piece,) = pieces_of(name, tensor)
+            window = Window(piece.box.offsets, piece.box.sizes)
+        if known is not None:
+            known[key] = window
+        found = [LocalPart(window, torch_private.wait_tensor(torch_private.local_of(tensor)).detach())]
     else:
         found = [
-            LocalPart(Window(piece.box.offsets, piece.box.sizes), torch_private.wait_tensor(local_of(piece)).detach())
+            LocalPart(Window(piece.box.offsets, piece.box.sizes), local_of(piece).detach())
             for piece in pieces_of(name, tensor)
         ]
     for part in found:
@@ -64,11 +78,12 @@ class Contents:
     parts: dict[str, list[LocalPart]] = field(default_factory=dict[str, list[LocalPart]])
     ties: dict[str, str] = field(default_factory=dict[str, str])
     values: dict[str, Any] = field(default_factory=dict[str, Any])
+    known: Known = field(default_factory=Known)
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Take a tensor under a new name."""
         self._check_new(name)
-        parts = parts_of(name, tensor)
+        parts = parts_of(name, tensor, self.known)
         dtype = dtype_name(tensor.dtype, name)
         self.parts[name] = parts
         self.held[name] = Held(name, dtype, tuple(tensor.shape), tuple(part.window for part in parts))

@@ -10,6 +10,8 @@ from shardwise.checkpoint.files import Files, read_all, write_all
 from shardwise.checkpoint.names import MANIFEST, REMOVING, REPLACED, SAVING, VERIFIED, step_folder, step_of
 from shardwise.errors import DamagedCheckpointError
 
+_DCP = ".metadata"
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -20,11 +22,15 @@ class Checkpoint:
 
 
 def list_checkpoints(files: Files, folder: Path) -> list[Checkpoint]:
-    """Return the committed checkpoints of ``folder``, oldest first; what is half written is none."""
+    """Return the committed checkpoints of ``folder``, oldest first, damaged ones too; what is half written is none."""
     by_step: dict[int, Checkpoint] = {}
     for name in files.names(folder):  # sorted: a name that begins with a dot comes first, and gives way
         step = step_of(name)
-        if step is not None and MANIFEST in files.names(folder / name):
+        if step is None:
+            continue
+        inside = files.names(folder / name)
+        # Folders get such a name when they are whole: without its manifest one is damaged.  Those of DCP have .metadata.
+        if MANIFEST in inside or (not name.startswith(REPLACED) and _DCP not in inside):
             by_step[step] = Checkpoint(folder / name, step)
     return [by_step[step] for step in sorted(by_step)]
 

@@ -22,7 +22,7 @@ def take(folder: Path) -> None:
     another host that cannot be known.
     """
     path = folder / LOCK
-    mine = _note(os.getpid())
+    mine = note_of(os.getpid())
     fresh = folder / f"{LOCK}-{uuid.uuid4().hex}"
     fresh.write_text(json.dumps({**mine, "name": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}))
     try:
@@ -50,7 +50,7 @@ def take(folder: Path) -> None:
 def give_back(folder: Path) -> None:
     """Give the lock back if this process holds it."""
     _, found = _read(folder / LOCK)
-    if found and found == {**found, **_note(os.getpid())}:
+    if found and found == {**found, **note_of(os.getpid())}:
         with suppress(OSError):
             (folder / LOCK).unlink(missing_ok=True)
 
@@ -78,7 +78,8 @@ def _set_aside(path: Path, text: str) -> None:
             aside.unlink(missing_ok=True)
 
 
-def _note(pid: int) -> dict[str, object]:
+def note_of(pid: int) -> dict[str, object]:
+    """Return what tells a process of this host from all others, also later ones of its number."""
     return {"host": host_id(), "pid": pid, "started": _start_of(pid)}
 
 

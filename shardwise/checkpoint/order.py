@@ -73,7 +73,10 @@ class Order:
     def value(self, name: str, give: Give | None = None) -> Any:
         """Return a value that is there; ``give`` returns new memory for tensors in it (default: whole)."""
         self._used.add(name)
-        return decode(self.manifest.values[name], name, give or self.whole)
+        try:
+            return decode(self.manifest.values[name], name, give or self.whole)
+        except RecursionError:
+            raise CheckpointError(f"{name}: nested deeper than any value that is saved") from None
 
     def has_value(self, name: str) -> bool:
         """Return True if there is a value of that name."""
@@ -92,6 +95,11 @@ class Order:
         found = (*self.manifest.tensors, *self.manifest.ties, *self.manifest.values)
         starts = tuple(f"{prefix}/" for prefix in prefixes)
         return [n for n in found if (n in prefixes or n.startswith(starts)) and n not in self._used]
+
+    def leave(self, prefix: str) -> None:
+        """Count all under ``prefix`` as asked for: it is known and not wanted."""
+        every = (*self.manifest.tensors, *self.manifest.values)
+        self._used |= {name for name in every if name == prefix or name.startswith(f"{prefix}/")}
 
     def use(self, name: str) -> None:
         """Count a name as asked for, without reading it on this rank."""

@@ -10,19 +10,19 @@ SIZES = (1, 2, 3, 4)
 FEW = ("tensor parallel", "hybrid")  # need an even number of ranks
 
 
-def _doors(num_ranks: int) -> list[str]:
+def doors_at(num_ranks: int) -> list[str]:
     return [door for door in DOORS if num_ranks != 3 or door not in FEW]
 
 
 def test_what_one_door_saves_all_doors_load(pool: WorkerPool, tmp_path: Path) -> None:
     for size in SIZES:
-        pool.run(save_behind, num_ranks=size, doors=_doors(size), folder=str(tmp_path))
+        pool.run(save_behind, num_ranks=size, doors=doors_at(size), folder=str(tmp_path))
     for size in SIZES:
         pairs = [
             (saved, door, num_ranks)
             for num_ranks in SIZES
-            for place, saved in enumerate(_doors(num_ranks))
-            for other, door in enumerate(_doors(size))
+            for place, saved in enumerate(doors_at(num_ranks))
+            for other, door in enumerate(doors_at(size))
             if (place + other + num_ranks) % 6 == size % 6  # the whole table: benchmarks/checkpoint_cases.py
         ]
         for wrong in pool.run(load_behind, num_ranks=size, pairs=pairs, folder=str(tmp_path)):

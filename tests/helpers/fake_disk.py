@@ -100,7 +100,9 @@ class FakeDisk:
         chance = random.Random(seed)
         done = self.ops[:stop]
         for names in ("none", "all", "any", "any"):
-            keeps = [_is_synced(done, i) or names == "all" or (names == "any" and chance.random() < 0.5) for i in range(stop)]
+            keeps = [
+                _is_synced(done, i) or names == "all" or (names == "any" and chance.random() < 0.5) for i in range(stop)
+            ]
             for fate in ("dropped", "kept", "torn"):
                 yield self._left(done, keeps, fate, chance)
 
