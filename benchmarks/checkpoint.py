@@ -168,15 +168,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, WorkerPool(arguments.ranks, 1800.0) as pool:
-        rows = pool.run(
-            measure, num_ranks=arguments.ranks, mib=arguments.mib, rounds=arguments.rounds, folder=folder
-        )[0]
-    print(f"{arguments.mib} MiB on {arguments.ranks} ranks: one copy of a rank's shards is {arguments.mib / arguments.ranks:.0f} MiB")
+        rows = pool.run(measure, num_ranks=arguments.ranks, mib=arguments.mib, rounds=arguments.rounds, folder=folder)[
+            0
+        ]
+    print(
+        f"{arguments.mib} MiB on {arguments.ranks} ranks; a rank's shards: {arguments.mib / arguments.ranks:.0f} MiB"
+    )
     print(f"{'':44s} {'seconds':>8s} {'from':>7s} {'to':>7s} {'peak MiB':>9s}")
     for row in rows:
         print(f"{row.name:44s} {row.seconds:8.3f} {row.spread[0]:7.3f} {row.spread[1]:7.3f} {row.peak_mib:9.0f}")
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"mib": arguments.mib, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        arguments.out.write_text(
+            json.dumps({"mib": arguments.mib, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.files import Files, read_all, write_all
-from shardwise.checkpoint.names import MANIFEST, REMOVING, REPLACED, SAVING, VERIFIED, step_folder, step_of
+from shardwise.checkpoint.names import MANIFEST, REMOVING, REPLACED, SAVING, VERIFIED, step_of
 from shardwise.errors import DamagedCheckpointError
 
 _DCP = ".metadata"
@@ -37,19 +37,19 @@ def list_checkpoints(files: Files, folder: Path) -> list[Checkpoint]:
 
 def clean(files: Files, folder: Path) -> None:
     """Remove what saves that died left behind.  Only for who holds the folder's lock."""
-    for name in files.names(folder):
-        step = step_of(name)
-        is_replaced = name.startswith(REPLACED) and step is not None
-        if is_replaced and step_folder(step or 0) not in files.names(folder):
-            files.rename(folder / name, folder / step_folder(step or 0))
+    there = files.names(folder)
+    for name in there:
+        final = name.removeprefix(REPLACED)
+        if final != name and final not in there:
+            files.rename(folder / name, folder / final)
             files.sync_folder(folder)
-        elif is_replaced or name.startswith((SAVING, REMOVING)):
+        elif name.startswith((SAVING, REMOVING, REPLACED)):
             files.remove(folder / name)
 
 
-def commit(files: Files, folder: Path, pending: Path, step: int) -> Path:
-    """Give a folder that is written and synced its name, and return it; one of the same step is replaced."""
-    final = folder / step_folder(step)
+def commit(files: Files, pending: Path, final: Path) -> Path:
+    """Give a folder that is written and synced the name ``final``, and return it; one of that name is replaced."""
+    folder = final.parent
     aside = folder / f"{REPLACED}{final.name}"
     is_there = final.name in files.names(folder)
     if is_there:

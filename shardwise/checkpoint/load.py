@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from shardwise.checkpoint.carriers import Apply
 from shardwise.checkpoint.files import DiskFiles, Files
 from shardwise.checkpoint.folder import list_checkpoints, note_verified
+from shardwise.checkpoint.foreign import find_foreign, foreign_manifest
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.meeting import together
 from shardwise.checkpoint.names import MANIFEST, step_of
@@ -69,7 +71,8 @@ def load(
     """Load the newest checkpoint of ``folder`` into ``state``, whatever door and number of ranks wrote it.
 
     Args:
-        folder: where checkpoints are, or one checkpoint.
+        folder: where checkpoints are, or one checkpoint; or a model as Hugging Face has it (a folder with
+            ``model.safetensors`` or its index, or one such file), which has no sums to be verified by.
         state: as for :func:`save`, or some entries of it.
         step: the checkpoint to load (default: the newest).
         strict: raise if names differ between the state and the checkpoint, in entries that are asked for.
@@ -105,7 +108,7 @@ def _candidates(path: Path, step: int | None, files: Files, roll: RollCall) -> l
     def look() -> list[str]:
         if roll.rank:
             return []
-        if MANIFEST in files.names(path):
+        if MANIFEST in files.names(path) or find_foreign(files, path) is not None:
             return [str(path)]
         found = [each for each in list_checkpoints(files, path) if step is None or each.step <= step]
         if not found or (step is not None and found[-1].step != step):
@@ -130,7 +133,8 @@ def _load_one(path: Path, state: Mapping[str, Any], strict: bool, skipped: tuple
     result = staged[0]
     for apply in result.applies:
         apply()
-    together(roll, path.name, lambda: note_verified(DiskFiles(), path) if roll.rank == 0 else None)
+    if roll.rank == 0 and result.order.is_whole:
+        note_verified(DiskFiles(), path)
     missing = tuple(result.order.missing)
     if missing or result.unexpected:
         logger.warning("%s: missing: %s; unexpected: %s", path, _listing(missing), _listing(result.unexpected))
@@ -141,8 +145,13 @@ def _load_one(path: Path, state: Mapping[str, Any], strict: bool, skipped: tuple
 
 def _stage(path: Path, state: Mapping[str, Any], strict: bool, roll: RollCall) -> _Staged:
     files = DiskFiles()
-    manifest = read_manifest(files, path)
-    if step_of(path.name) not in (None, manifest.step):
+    foreign = None if MANIFEST in files.names(path) else find_foreign(files, path)
+    if foreign is not None:
+        path, names = foreign
+        manifest = foreign_manifest(files, path, names, _only_module(state))
+    else:
+        manifest = read_manifest(files, path)
+    if foreign is None and step_of(path.name) not in (None, manifest.step):
         raise DamagedCheckpointError(f"{path / MANIFEST}: is that of step {manifest.step}")
     order = Order(manifest)
     carriers = carriers_of(state, roll.rank, roll.size)
@@ -154,6 +163,13 @@ def _stage(path: Path, state: Mapping[str, Any], strict: bool, roll: RollCall) -
             f"{_listing(unexpected)}. Load with the model that was saved, or strict=False"
         )
     return _Staged(manifest, order, applies, unexpected, read_requests(files, path, manifest, order.requests))
+
+
+def _only_module(state: Mapping[str, Any]) -> str:
+    keys = [key for key, thing in state.items() if isinstance(thing, nn.Module)]
+    if len(keys) != 1 or len(state) != 1:
+        raise CheckpointError("files of other tools hold one model: give a state of one module, as {'model': model}")
+    return keys[0]
 
 
 def _check_one_save(found: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ _SUM_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file of tensors: ``sums[i]`` is that of its block ``i`` of ``block_bytes``."""
+    """A file of tensors: ``sums[i]`` is that of its block ``i`` of ``block_bytes``; none in files of other tools."""
 
     name: str
     num_bytes: int

@@ -96,6 +96,11 @@ class Order:
         starts = tuple(f"{prefix}/" for prefix in prefixes)
         return [n for n in found if (n in prefixes or n.startswith(starts)) and n not in self._used]
 
+    @property
+    def is_whole(self) -> bool:
+        """True if every tensor was asked for, but for state that is each rank's own."""
+        return all(name in self._used or name.startswith("rank/") for name in self.manifest.tensors)
+
     def leave(self, prefix: str) -> None:
         """Count all under ``prefix`` as asked for: it is known and not wanted."""
         every = (*self.manifest.tensors, *self.manifest.values)

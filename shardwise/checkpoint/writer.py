@@ -12,7 +12,7 @@ from shardwise.checkpoint.files import Buffer, Files, write_all
 from shardwise.checkpoint.folder import commit
 from shardwise.checkpoint.header import SAVE_KEY, STEP_KEY, make_header
 from shardwise.checkpoint.manifest import FileRecord, Manifest, PartRecord, TensorRecord, to_bytes
-from shardwise.checkpoint.names import MANIFEST, SAVING
+from shardwise.checkpoint.names import MANIFEST, SAVING, step_folder
 from shardwise.checkpoint.plan import Write
 
 
@@ -88,4 +88,4 @@ def write_manifest(files: Files, folder: Path, manifest: Manifest) -> Path:
     pending = folder / save.pending
     write_all(files, pending / MANIFEST, to_bytes(manifest))
     files.sync_folder(pending)
-    return commit(files, folder, pending, manifest.step)
+    return commit(files, pending, folder / step_folder(manifest.step))
