@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -13,16 +15,20 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from shardwise.checkpoint.compare import TensorDifference, compare_tensors, compare_values, names_in
+from shardwise.checkpoint.convert import convert
 from shardwise.checkpoint.dtypes import bytes_of
+from shardwise.checkpoint.export import export_model, export_torch
 from shardwise.checkpoint.files import DiskFiles
 from shardwise.checkpoint.folder import list_checkpoints
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.names import MANIFEST
+from shardwise.checkpoint.names import MANIFEST, step_of
 from shardwise.checkpoint.reader import read_manifest, verify
 from shardwise.checkpoint.stream import stream
 from shardwise.cli import checkpoint_tables as tables
 from shardwise.cli.exits import EXIT_FAILED
 from shardwise.errors import ConfigError, DamagedCheckpointError
+from shardwise.recipes.checkpoints import read_progress
+from shardwise.recipes.old_checkpoints import is_old
 
 FILES = DiskFiles()
 _OLD = ".metadata"  # of torch's own format
@@ -39,6 +45,10 @@ def run_checkpoint(arguments: argparse.Namespace) -> int:
         return _verify(console, find_checkpoints(Path(arguments.path), arguments.step))
     if arguments.action == "diff":
         return _diff(console, *(find_checkpoints(Path(each), None)[-1] for each in (arguments.first, arguments.second)))
+    if arguments.action == "export":
+        return _export(console, arguments)
+    if arguments.action == "convert":
+        return _convert(console, arguments)
     return _show(console, find_checkpoints(Path(arguments.path), arguments.step), arguments.sums)
 
 
@@ -155,3 +165,33 @@ def _diff(console: Console, first: Path, second: Path) -> int:
         console.print(table)
     console.print(f"{len(left & right) - len(differences)} tensors are the same to the bit")
     return EXIT_FAILED
+
+
+def _export(console: Console, arguments: argparse.Namespace) -> int:
+    path = find_checkpoints(Path(arguments.path), arguments.step)[-1]
+    manifest, out = read_manifest(FILES, path), Path(arguments.out)
+    is_whole = arguments.format == "torch"
+    if is_whole and out.exists():
+        raise ConfigError(f"{out} exists; name a file that does not.")
+    chosen = [t for n, t in manifest.tensors.items() if is_whole or n.startswith(f"{arguments.key}/")]
+    with _progress(sum(each.num_bytes for each in chosen), "exporting") as bar:
+        seen = partial(_advance, bar)
+        if is_whole:
+            written = [export_torch(path, out, progress=seen)]
+        else:
+            key, most_bytes = arguments.key, arguments.file_bytes
+            written = export_model(path, out, key=key, most_bytes=most_bytes, progress=seen)
+    for each in written:
+        console.print(f"{each}  {tables.format_size(each.stat().st_size)}", markup=False)
+    return 0
+
+
+def _convert(console: Console, arguments: argparse.Namespace) -> int:
+    path = Path(arguments.path)
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file or folder.")
+    step = arguments.step if arguments.step is not None else step_of(path.name) or 0
+    more = {"progress": asdict(read_progress(path))} if is_old(path) else None
+    written = convert(path, arguments.out, step=step, more=more)
+    console.print(tables.verified([(written, read_manifest(FILES, written), len(verify(FILES, written)))]))
+    return 0

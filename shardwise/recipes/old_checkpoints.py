@@ -1,14 +1,12 @@
 """Checkpoints of run folders from before ``shardwise.checkpoint``: torch DCP folders, read without running what they hold.
 
-DCP pickles its ``.metadata``, and the values that are no tensors.  Here both are read by unpicklers that admit the classes such
-folders are made of and nothing else; names of files may not lead out of the folder; and no rank unpickles what another sends.
+DCP pickles its ``.metadata``, and the values that are no tensors.  ``TorchDcpReader`` admits the classes such folders are
+made of and nothing else, and no rank asks another, which would unpickle what it sends.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +16,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -32,71 +27,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from shardwise import ZeroRedundancyOptimizer
+from shardwise.checkpoint.dcp import TorchDcpReader
 from shardwise.errors import ConfigError
 
-STATE, METADATA = "state.json", ".metadata"
+STATE = "state.json"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-_DCP = "torch.distributed.checkpoint."
-_ADMITTED = {
-    f"{_DCP}metadata": (
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    ),
-    f"{_DCP}filesystem": ("_StorageInfo",),
-    "torch": ("Size", "device"),
-    "torch.serialization": ("_get_layout",),
-    "pathlib": ("PosixPath",),
-    "pathlib._local": ("PosixPath",),
-    "collections": ("OrderedDict",),
-}  # fmt: skip
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Admits what DCP's metadata is made of; a dtype or layout of torch is no class, and is found by its name."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        found: Any = getattr(torch, global_name, None) if module_name == "torch" else None
-        if global_name in _ADMITTED.get(module_name, ()) or isinstance(found, (torch.dtype, torch.layout)):
-            return super().find_class(module_name, global_name)
-        raise pickle.UnpicklingError(f"{METADATA} names {module_name}.{global_name}, which is nothing of a checkpoint")
-
-
-def read_metadata(path: Path) -> Metadata:
-    """Return DCP's metadata in the file ``path``.
-
-    Raises: pickle.UnpicklingError for one that would run anything, or leads to files elsewhere; what the unpickler raises for
-    damaged ones.
-    """
-    found = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-        raise pickle.UnpicklingError(f"{METADATA} holds a {type(found).__name__}, expected DCP's Metadata")
-    for place in found.storage_data.values():
-        name = str(place.relative_path)
-        if Path(name).name != name:
-            raise pickle.UnpicklingError(f"{METADATA} leads to {name!r}, expected the name of a file beside it")
-        if place.transform_descriptors:
-            raise pickle.UnpicklingError(f"{METADATA} names transforms, which run folders never had")
-    return found
-
-
-class _Reader(dcp.FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        del args, kwargs
-        found = read_metadata(Path(self.path) / METADATA)
-        if found.storage_meta is not None:
-            found.storage_meta.load_id = self.load_id
-        return found
-
-
-class _Planner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """As DCP's own, with torch's unpickler for plain values."""
-        value = io.BytesIO(value.getvalue())
-        checked = torch.load(value, weights_only=True)
-        again = io.BytesIO()
-        torch.save(checked, again)
-        again.seek(0)
-        super().load_bytes(read_item, again)
 
 
 def is_old(checkpoint: Path) -> bool:
@@ -130,7 +65,7 @@ def load_old_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer
     """
     state = _collect_state(model, optimizer)
     try:
-        dcp.load(state, storage_reader=_Reader(checkpoint), planner=_Planner(), no_dist=True)
+        dcp.load(state, storage_reader=TorchDcpReader(checkpoint), no_dist=True)
     except CheckpointException as error:
         raise ConfigError(
             f"{checkpoint} is damaged or of another model: {_first_reason(error)}. "

@@ -24,7 +24,6 @@ from shardwise import ConfigError
 from shardwise.recipes import loop, report
 from shardwise.recipes.checkpoints import Progress
 from shardwise.recipes.config import ModelShape, TrainConfig
-from shardwise.recipes.old_checkpoints import read_metadata
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Start
 from shardwise.recipes.train import train
@@ -113,20 +112,20 @@ def test_an_old_checkpoint_that_would_run_something_is_refused(tmp_path: Path) -
     metadata = (checkpoint / ".metadata").read_bytes()
 
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Runs(trace)))
-    with pytest.raises(ConfigError, match=r"step-00000002 is damaged or of another model: .*\.metadata names pathlib"):
+    with pytest.raises(ConfigError, match=r"step-00000002 is damaged or of another model: .*names pathlib"):
         _train(Start(resume=run), config)
 
     found = pickle.loads(metadata)
     found.planner_data = Runs(trace)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(found))
-    with pytest.raises(ConfigError, match="which is nothing of a checkpoint"):
+    with pytest.raises(ConfigError, match="which DCP's metadata does not"):
         _train(Start(resume=run), config)
 
     elsewhere = pickle.loads(metadata)
     for place in elsewhere.storage_data.values():
         place.relative_path = f"../step-00000002/{place.relative_path}"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(elsewhere))
-    with pytest.raises(ConfigError, match="expected the name of a file beside it"):
+    with pytest.raises(ConfigError, match="that is not in the folder"):
         _train(Start(resume=run), config)
 
     found = pickle.loads(metadata)
@@ -136,18 +135,10 @@ def test_an_old_checkpoint_that_would_run_something_is_refused(tmp_path: Path) -
     place.relative_path, place.offset, place.length = "evil.distcp", 0, len(written.getvalue())
     (checkpoint / "evil.distcp").write_bytes(written.getvalue())
     (checkpoint / ".metadata").write_bytes(pickle.dumps(found))
-    with pytest.raises(ConfigError, match="Weights only load failed"):
+    with pytest.raises(ConfigError, match="holds more than plain values"):
         _train(Start(resume=run), config)
     assert not trace.exists()
 
     (checkpoint / ".metadata").write_bytes(metadata)
     _train(Start(resume=run), config)
     assert _losses(run) == _losses(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("name", ["os.system", "builtins.eval", "torch.load", "torch.hub.load", "pathlib.Path.touch"])
-def test_names_of_other_things_are_not_looked_up(tmp_path: Path, name: str) -> None:
-    module, _, inner = name.partition(".")
-    (tmp_path / ".metadata").write_bytes(f"c{module}\n{inner}\n.".encode())
-    with pytest.raises(pickle.UnpicklingError, match="nothing of a checkpoint"):
-        read_metadata(tmp_path / ".metadata")

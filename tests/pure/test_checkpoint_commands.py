@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from shardwise.checkpoint import finish, save
+from shardwise.checkpoint import finish, load, save
 from shardwise.checkpoint.files import DiskFiles
 from shardwise.checkpoint.plan import Window
 from shardwise.checkpoint.reader import read_manifest
@@ -168,3 +173,63 @@ def test_windows_are_the_bytes_of_a_tensor_in_order(tmp_path: Path) -> None:
     assert windows_of(manifest.tensors["model/first.weight"], 7) == [
         Window((0, 0), (2, 3)), Window((2, 0), (2, 3)), Window((4, 0), (1, 3))
     ]  # fmt: skip
+
+
+def test_export_writes_what_safetensors_and_torch_load(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = Tied(), run.parent / "out"
+    assert _run(capsys, "export", run, out, "--file-bytes", 64)[0] == 0
+    files = sorted(out.glob("model-0000?-of-0000?.safetensors"))
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    loaded = {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
+    assert len(files) > 1
+    assert {name: index[name] for name in loaded} == index
+    expected = {name: tensor for name, tensor in model.state_dict().items() if name != "second.weight"}
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+    assert _run(capsys, "export", run, out / "all.pt", "--format", "torch")[0] == 0
+    state = torch.load(out / "all.pt", weights_only=True)
+    Tied().load_state_dict(state["model"])
+    assert state["values"]["step"] == 2
+    for words in (["--format", "torch", "--step", 1], ["--key", "other"]):
+        code, _, err = _run(capsys, "export", run, out / "all.pt" if "torch" in words else out / "new", *words)
+        assert (code, len(err.splitlines())) == (2, 1), err
+
+
+def test_convert_takes_what_was_exported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run.parent / "out"
+    _run(capsys, "export", run, out, "--file-bytes", 64)
+    assert _run(capsys, "convert", out, run.parent / "back", "--step", 7)[0] == 0
+    assert _run(capsys, "verify", run.parent / "back")[0] == 0
+    code, out_text, _ = _run(capsys, "diff", run.parent / "back", run)
+    assert code == 1, "values are not in a model"
+    assert "4 tensors are the same to the bit" in out_text
+
+
+def test_convert_takes_dcp_folders_with_the_state_of_the_optimizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(
+        [{"params": model[0].parameters(), "weight_decay": 0.0}, {"params": model[1].parameters()}], lr=0.01
+    )
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=flat), strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(parts, checkpoint_id=tmp_path / "step-00000012", no_dist=True)
+        dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path / "other", no_dist=True)
+    assert _run(capsys, "convert", tmp_path / "step-00000012", tmp_path / "new")[0] == 0
+    again = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    fresh = torch.optim.AdamW([{"params": part.parameters()} for part in again])
+    assert load(tmp_path / "new", {"model": again, "optimizer": fresh}).step == 12
+    for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert all(torch.equal(fresh.state[mine][key], optimizer.state[theirs][key]) for key in optimizer.state[theirs])
+    assert [(group["lr"], group["weight_decay"]) for group in fresh.param_groups] == [(0.01, 0.0), (0.01, 0.01)]
+    for path, expected in ((tmp_path / "other", "expected model.NAME"), (tmp_path, "neither a DCP folder")):
+        code, _, err = _run(capsys, "convert", path, tmp_path / "wrong")
+        assert (code, len(err.splitlines())) == (2, 1), err
+        assert expected in err
