@@ -62,7 +62,9 @@ def launch_ranks(nproc: int, device_type: str, words: Sequence[str]) -> int:
 def _signals() -> Generator[list[int], None, None]:
     """Note signals, in the order in which they come, instead of being ended by them."""
     received: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in SIGNALS}
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    noted = [number for number in SIGNALS if number != signal.SIGHUP or not is_nohup]
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in noted}
     try:
         yield received
     finally:
