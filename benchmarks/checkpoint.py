@@ -171,9 +171,7 @@ def main() -> None:
         rows = pool.run(measure, num_ranks=arguments.ranks, mib=arguments.mib, rounds=arguments.rounds, folder=folder)[
             0
         ]
-    print(
-        f"{arguments.mib} MiB on {arguments.ranks} ranks; a rank's shards: {arguments.mib / arguments.ranks:.0f} MiB"
-    )
+    print(f"{arguments.mib} MiB on {arguments.ranks} ranks; a rank's shards: {arguments.mib / arguments.ranks:.0f} MiB")
     print(f"{'':44s} {'seconds':>8s} {'from':>7s} {'to':>7s} {'peak MiB':>9s}")
     for row in rows:
         print(f"{row.name:44s} {row.seconds:8.3f} {row.spread[0]:7.3f} {row.spread[1]:7.3f} {row.peak_mib:9.0f}")

@@ -71,16 +71,27 @@ class VerifiedFile:
         record = self._record
         if record.num_bytes < LENGTH_BYTES:
             raise DamagedCheckpointError(f"{self._path}: {record.num_bytes} bytes are no header")
+        self._check_save(save_id)
         start = bytearray(LENGTH_BYTES)
         self.read_into(0, memoryview(start), "the header")
         data = bytearray(header_bytes(bytes(start), record.num_bytes, str(self._path)))
         self.read_into(0, memoryview(data), "the header")
-        header = parse_header(bytes(data), record.num_bytes, str(self._path))
-        if header.metadata.get(SAVE_KEY) != save_id:
+        return parse_header(bytes(data), record.num_bytes, str(self._path))
+
+    def _check_save(self, save_id: str) -> None:
+        """Name a file of another save as that: its sums would only say that it is another."""
+        start = bytearray(LENGTH_BYTES)
+        self._file.read_into(0, memoryview(start))
+        try:
+            data = bytearray(header_bytes(bytes(start), self._record.num_bytes, str(self._path)))
+            self._file.read_into(0, memoryview(data))
+            found = parse_header(bytes(data), self._record.num_bytes, str(self._path)).metadata.get(SAVE_KEY)
+        except DamagedCheckpointError:
+            return  # the sums will say where
+        if found is not None and found != save_id:
             raise DamagedCheckpointError(
-                f"{self._path}: belongs to save {header.metadata.get(SAVE_KEY)}, expected {save_id}: files of two saves mix"
+                f"{self._path}: belongs to save {found[:40]}, expected {save_id}: files of two saves mix"
             )
-        return header
 
     def _hold(self, number: int, length: int, what: str) -> None:
         if self._held != number:

@@ -84,7 +84,9 @@ def test_one_file_of_another_tool_is_loaded_into_shards(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     if dist.get_rank() == 0:
         tensors = {name: value for name, value in whole.state_dict().items() if not name.startswith("tied")}
-        save_file({name: value.bfloat16().contiguous() if value.dim() else value for name, value in tensors.items()}, path)
+        save_file(
+            {name: value.bfloat16().contiguous() if value.dim() else value for name, value in tensors.items()}, path
+        )
         assert len(load_file(path)) == 5
     dist.barrier()
     model, _ = made("tensor parallel", seed=1)

@@ -344,3 +344,19 @@ def test_json_that_is_nested_without_end_is_an_error() -> None:
         body = text.encode()
         with pytest.raises(DamagedCheckpointError):
             from_bytes(body[:-1] + b',"sum":"' + sum_of(body[:-1]).encode() + b'"}\n')
+
+
+def test_two_tensors_on_the_same_bytes_are_refused() -> None:
+    fields = json.loads(to_bytes(_example()))
+    fields["tensors"]["model/again"] = copy.deepcopy(fields["tensors"]["model/n"])
+    with pytest.raises(DamagedCheckpointError, match="two tensors share bytes 84:92 of part-00000"):
+        from_fields(fields, "m")
+
+
+def test_tensors_of_a_header_lie_one_after_the_other() -> None:
+    for places in ([[0, 4], [0, 4], [4, 8]], [[0, 4], [8, 12]], [[0, 8]]):
+        fields = {str(i): {"dtype": "U8", "shape": [b - a], "data_offsets": [a, b]} for i, (a, b) in enumerate(places)}
+        body = json.dumps(fields).encode()
+        data = len(body).to_bytes(8, "little") + body
+        with pytest.raises(DamagedCheckpointError, match="header"):
+            parse_header(data, len(data) + (8 if len(places) == 3 else 12), "f")

@@ -111,7 +111,8 @@ def test_no_byte_of_a_block_that_was_not_compared_is_handed_out() -> None:
         for tensor in tensors:
             order.windows(tensor, (60, 3), [Window((0, 0), (60, 3))])
         with pytest.raises(
-            DamagedCheckpointError, match=rf"{name}: block {place // BLOCK} .* reading (t\d|the header)"
+            DamagedCheckpointError,
+            match=rf"{name}: block {place // BLOCK} .* reading (t\d|the header)|{name}: belongs to save",
         ):
             read_requests(disk, path, manifest, order.requests)
         assert len(verify(disk, path)) == 1
@@ -121,3 +122,18 @@ def test_no_byte_of_a_block_that_was_not_compared_is_handed_out() -> None:
 def _original(disk: FakeDisk, path: Path, place: int) -> int:
     written = b"".join(op.data for op in disk.ops if op.kind == "write" and op.path.name == path.name)
     return written[place]
+
+
+def test_a_file_of_another_save_is_named_as_that() -> None:
+    disk = FakeDisk()
+    manifest = _save(disk, {"t": torch.zeros(60, 3)}, 0, 2)
+    path = FOLDER / "step-00000003"
+    for name in disk.names(path)[1:]:
+        inode = disk.nodes[path / name]
+        assert inode is not None
+        data = disk.inodes[inode].data
+        data[:] = data.replace(SAVE.save_id.encode(), b"cd" * 16)
+    order = Order(manifest)
+    order.windows("t", (60, 3), [Window((0, 0), (60, 3))])
+    with pytest.raises(DamagedCheckpointError, match=f"belongs to save {'cd' * 16}, expected {SAVE.save_id}"):
+        read_requests(disk, path, manifest, order.requests)
