@@ -19,7 +19,7 @@ END = "<!-- end of the drawing -->"
 LEAVES = "leaves"  # the files beside the folders, which every room may import
 FRONT = "shardwise"  # the public names: what users import, and the rooms that are users too
 PURPOSES = {
-    LEAVES: "What every room may import: events, errors, torch's private names.",
+    LEAVES: "What every room may import: events, errors, torch's private names, what one host needs.",
     FRONT: "The public names, nothing else.",
 }
 

@@ -17,7 +17,16 @@ from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.api.temporary import policy
 from shardwise.api.zero import ZeroRedundancyOptimizer
 from shardwise.comm.links.link import set_default_transport
-from shardwise.errors import ConfigError, DesyncError, LayoutError, ShardwiseError, StateError, TransportError
+from shardwise.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    DesyncError,
+    LayoutError,
+    ShardwiseError,
+    StateError,
+    TransportError,
+)
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.table import UnitRow, UnitTable
 from shardwise.units.axes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
@@ -25,8 +34,10 @@ from shardwise.units.precision import CPUOffloadPolicy, MixedPrecisionPolicy, Of
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CheckpointError",
     "ConfigError",
     "DDPMeshInfo",
+    "DamagedCheckpointError",
     "DataParallelMeshDims",
     "DesyncError",
     "FSDPMeshInfo",

@@ -29,3 +29,11 @@ class DesyncError(ShardwiseError, RuntimeError):
 
 class TransportError(ShardwiseError, RuntimeError):
     """An exchange with another rank failed: that rank is gone, or did not come in time."""
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint was not written, or cannot be loaded: names file, tensor and block where it can; nothing has changed."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not what was saved: a file is missing, of another save, or has other bytes."""

@@ -371,17 +371,6 @@ def add_all(targets: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]) ->
     torch._foreach_add_(list(targets), list(addends))
 
 
-def launch_config(shutdown_timeout_s: int, **arguments: Any) -> Any:
-    """Return a config for torch's elastic launcher; torch 2.11 waits 30 s, and no other time, before it kills a rank."""
-    from dataclasses import fields
-
-    from torch.distributed.launcher.api import LaunchConfig
-
-    if "shutdown_timeout" in {each.name for each in fields(LaunchConfig)}:
-        arguments["shutdown_timeout"] = shutdown_timeout_s
-    return LaunchConfig(**arguments)
-
-
 # --- ShardedOptimizer (optim/, api/sharded_optimizer.py) ---
 
 

@@ -13,12 +13,13 @@ import shardwise
 
 ROOT = Path(shardwise.__file__).parent
 LINES: tuple[tuple[str, ...], ...] = (
-    ("events", "errors", "torch_private"),
+    ("events", "errors", "torch_private", "one_host"),
     ("layout",),
     ("plan", "comm"),
     ("units", "optim"),
     ("engine", "zero"),
     ("api",),
+    ("checkpoint",),
     ("recipes", "testing"),
     ("cli",),
 )

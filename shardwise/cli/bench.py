@@ -11,7 +11,7 @@ import torch
 
 from shardwise.cli.bench_args import BenchRequest
 from shardwise.cli.exits import EXIT_FAILED
-from shardwise.cli.launch import check_extras
+from shardwise.cli.extras import check_extras
 from shardwise.recipes.bench.contenders import CONTENDERS
 from shardwise.recipes.bench.figures import RankMemory, make_rows
 from shardwise.recipes.bench.fit import check_fit
@@ -46,8 +46,6 @@ def run_bench(request: BenchRequest, words: Sequence[str]) -> int:
     if request.out is not None:
         check_extras(("matplotlib",), "bench")
         request.out.mkdir(parents=True, exist_ok=True)
-    if sys.platform == "linux":  # a host name that does not resolve must not matter, and wire bytes are counted on lo
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         with WorkerPool(config.ranks) as pool:
             times = _time(pool, config)

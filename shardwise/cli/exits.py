@@ -1,6 +1,7 @@
-"""Exit codes of the command, and the variable by which a rank knows its launcher."""
+"""Exit codes of the command, and the variables by which a rank knows its launcher, and the file through which ranks meet."""
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER_PID"
+STORE_VARIABLE = "SHARDWISE_STORE"

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from shardwise.cli.bench_args import add_bench_arguments, read_bench_request
-from shardwise.cli.exits import EXIT_CONFIG, EXIT_INTERRUPTED
+from shardwise.cli.checkpoint_args import add_checkpoint_arguments
+from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
+from shardwise.cli.extras import check_extras
 from shardwise.cli.train_args import add_train_arguments, read_train_request
 from shardwise.errors import ShardwiseError
 
@@ -19,6 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_train_arguments(commands)
     add_bench_arguments(commands)
+    add_checkpoint_arguments(commands)
     return parser
 
 
@@ -31,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShardwiseError as error:
         print(f"shardwise: error: {error}", file=sys.stderr)
         return EXIT_CONFIG
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"shardwise: error: {where}{error.strerror or error}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("shardwise: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -41,6 +48,11 @@ def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         from shardwise.cli.bench import count_host, run_bench
 
         return run_bench(read_bench_request(arguments, *count_host()), words)
+    if arguments.command == "checkpoint":
+        check_extras(("rich",), "checkpoint")
+        from shardwise.cli.checkpoint import run_checkpoint
+
+        return run_checkpoint(arguments)
     from shardwise.cli.launch import run_train
 
     return run_train(read_train_request(arguments, os.environ), words)

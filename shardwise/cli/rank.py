@@ -14,14 +14,17 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, LAUNCHER_VARIABLE
+from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, LAUNCHER_VARIABLE, STORE_VARIABLE
+from shardwise.cli.signals import stop_on_signals
 from shardwise.cli.train_args import TrainRequest
 from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.one_host import stay_on_loopback
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.train import train
 
@@ -39,37 +42,47 @@ _LOST_PEER = (
 
 
 def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, str]) -> int:
-    """Train as one rank; return 0, or end this process at once with 1 or 2 after a failure."""
+    """Train as one rank; return 0, or 128 plus the signal on which it saved and left; a failure ends this process at once."""
     warnings.filterwarnings("ignore", module=r"torch\.")
     logging.disable(logging.ERROR)  # torch logs tracebacks of failures that are reported below, once
     if LAUNCHER_VARIABLE in environment:
         _end_with(int(environment[LAUNCHER_VARIABLE]))
     elif request.launched_ranks is None:
+        stay_on_loopback(os.environ)
         signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # as Ctrl-C: leave in order
     if device_type == "cpu" and "OMP_NUM_THREADS" not in environment:
         torch.set_num_threads(1)
     claim: Callable[[], bool] = lambda: environment.get("RANK", "0") == "0"  # noqa: E731  replaced below
     try:
         device = _choose_own_device(device_type, environment)
-        store, rank, num_ranks = _meet(request)
+        store, rank, num_ranks = _meet(request, environment)
         claim = lambda: store.add(_CLAIM, 1) == 1  # noqa: E731
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
-        train(request.start, request.config, RunRanks(rank, num_ranks, device))
+        is_alone = request.launched_ranks is None
+        listening = partial(stop_on_signals, second_ends=is_alone)
+        number = train(request.start, request.config, RunRanks(rank, num_ranks, device), listening)
         dist.destroy_process_group()
+        if number and is_alone:
+            print(f"shardwise: ended by {signal.Signals(number).name}", file=sys.stderr)
+        return 128 + number if number else 0
     except KeyboardInterrupt:
         if request.launched_ranks is None:
             raise
         _end(128 + signal.SIGINT)
     except Exception as error:
         _fail(error, claim, environment.get("RANK", "0"))
-    return 0
+    return EXIT_FAILED
 
 
-def _meet(request: TrainRequest) -> tuple[dist.Store, int, int]:
+def _meet(request: TrainRequest, environment: Mapping[str, str]) -> tuple[dist.Store, int, int]:
     if request.launched_ranks is None:
         return dist.HashStore(), 0, 1
-    return next(rendezvous("env://", timeout=TIMEOUT))
+    if STORE_VARIABLE not in environment:
+        return next(rendezvous("env://", timeout=TIMEOUT))
+    store = dist.FileStore(environment[STORE_VARIABLE], request.launched_ranks)
+    store.set_timeout(TIMEOUT)
+    return store, int(environment["RANK"]), request.launched_ranks
 
 
 def _choose_own_device(device_type: str, environment: Mapping[str, str]) -> torch.device:
@@ -132,8 +145,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _end_with(launcher: int) -> None:
-    """End this process at once on Ctrl-C, and when the launcher is gone: no rank outlives it, or has a last word."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """End this process at once when the launcher is gone: no rank outlives it, or has a last word."""
     if sys.platform == "linux":  # all ranks at one moment: none is left that could report the others' end as a failure
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

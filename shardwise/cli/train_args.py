@@ -16,7 +16,7 @@ from shardwise.recipes.run_folder import Start, merge_resumed, read_run_config, 
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[kKmMgG]?)(?:i?[bB])?")
 DEVICES = ("auto", "cpu", "cuda")
-_NOT_CONFIG = frozenset({"command", "preset", "nproc", "device", "master_port", "out", "resume"})
+_NOT_CONFIG = frozenset({"command", "preset", "nproc", "device", "out", "resume"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,6 @@ class TrainRequest:
     start: Start
     nproc: int | None
     device: str
-    master_port: int
     launched_ranks: int | None
 
 
@@ -127,9 +126,6 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--nproc", type=int, metavar="N", help="local ranks (default: every GPU, or the CPU cores up to 2)"
     )
     group.add_argument("--device", choices=DEVICES, help="where to compute (default: auto = GPUs if there are any)")
-    group.add_argument(
-        "--master-port", type=int, metavar="PORT", help="local port at which ranks meet (default: a free one)"
-    )
 
 
 def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, str]) -> TrainRequest:
@@ -138,14 +134,11 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
     start = Start(_path(given.get("out")), _path(given.get("resume")))
     config = _read_config(given, start)
     check_config(config)
-    nproc, port = given.get("nproc"), given.get("master_port", 0)
-    assert isinstance(port, int)
+    nproc = given.get("nproc")
     assert nproc is None or isinstance(nproc, int)
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc is {nproc}, expected at least 1.")
-    if not 0 <= port < 65536:
-        raise ConfigError(f"--master-port is {port}, expected a number from 1 to 65535.")
-    return TrainRequest(config, start, nproc, str(given.get("device", "auto")), port, _launched_ranks(environment))
+    return TrainRequest(config, start, nproc, str(given.get("device", "auto")), _launched_ranks(environment))
 
 
 def _path(value: object) -> Path | None:

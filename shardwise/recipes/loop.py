@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.recipes.checkpoints import Progress, load_checkpoint, save_checkpoint
+from shardwise.recipes.checkpoints import Progress, finish_saving, load_newest, start_saving
 from shardwise.recipes.config import TrainConfig, learning_rate
 from shardwise.recipes.doors import DOORS, Door, local_optimizer
 from shardwise.recipes.gpt import build_gpt, next_byte_loss
@@ -18,6 +20,7 @@ from shardwise.recipes.parallel import build_meshes, compile_blocks, split_heads
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Run
 from shardwise.recipes.run_log import RunLog, TrainedStep
+from shardwise.recipes.stop import Asked, DivergedError, Verdict
 from shardwise.recipes.text import Windows, microbatch_numbers, open_windows, validation_part, windows_of
 
 
@@ -33,7 +36,7 @@ class Trainer:
     train: Windows
     validation: Windows
     num_parameters: int
-    note: str | None  # what a person should know before the first step
+    notes: tuple[str, ...]  # what a person should know before the first step
 
     @property
     def config(self) -> TrainConfig:
@@ -46,6 +49,14 @@ class Finished:
 
     held: tuple[HeldBytes, ...]
     tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The run was asked to end by a signal, and has saved ``step`` steps."""
+
+    step: int
+    signal: int
 
 
 def build_trainer(run: Run, ranks: RunRanks) -> Trainer:
@@ -65,42 +76,106 @@ def build_trainer(run: Run, ranks: RunRanks) -> Trainer:
             compile_blocks(plain, config.compile_backend)
     model = door.wrap(plain, config, meshes.data)
     optimizer = door.build_optimizer(model, config)
-    if run.checkpoint is not None:
-        load_checkpoint(run.checkpoint, model, optimizer)
+    resumed = load_newest(run.checkpoints, door.plain(model), optimizer) if run.checkpoint is not None else None
+    if resumed is not None:
+        run = replace(run, checkpoint=resumed.checkpoint, done=resumed.done)
     text = run.folder / "text"
     train, validation = (open_windows(text / name, config.model.context) for name in ("train.bin", "validation.bin"))
-    return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters, note)
+    notes = (*([note] if note else []), *(f"DAMAGED: {text}" for text in (resumed.skipped if resumed else ())))
+    return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters, notes)
 
 
-def train_steps(trainer: Trainer, journal: RunLog) -> Finished:
-    """Train to the last step, with validation, checkpoints and figures at their intervals."""
+class _Figures:
+    """The figures of the steps since the last line, and how long training took: validation and checkpoints do not count."""
+
+    def __init__(self, trainer: Trainer, journal: RunLog) -> None:
+        self._trainer = trainer
+        self._journal = journal
+        self._pending: list[tuple[TrainedStep, Tensor]] = []
+        self._began = time.perf_counter()
+        self.trained_s = 0.0
+
+    def add(self, figures: TrainedStep, loss: Tensor) -> None:
+        """Keep a step; its loss is this rank's part."""
+        self._pending.append((figures, loss))
+        self._journal.advance(figures.step)
+
+    def write(self) -> None:
+        """Stop the clock and write down what there is, with losses of all ranks.  Collective."""
+        window_s = time.perf_counter() - self._began
+        self.trained_s += window_s
+        if not self._pending:
+            return
+        trainer, config = self._trainer, self._trainer.config
+        step_s = window_s / len(self._pending)
+        losses = trainer.ranks.mean([loss for _, loss in self._pending])
+        peak = max(trainer.ranks.gather(peak_bytes(trainer.ranks.device)))
+        steps = [replace(figures, loss=loss) for (figures, _), loss in zip(self._pending, losses, strict=True)]
+        speed = config.batch * config.model.context / step_s
+        self._journal.trained(steps, round(speed, 1), peak, (config.steps - steps[-1].step) * step_s)
+        self._pending = []
+
+    def go_on(self) -> None:
+        """Start the clock again."""
+        self._began = time.perf_counter()
+
+
+def train_steps(trainer: Trainer, journal: RunLog, asked: Asked) -> Finished | Stopped:
+    """Train to the last step, or until a rank is asked to stop, with validation, checkpoints and figures at intervals.
+
+    Raises: DivergedError on every rank when loss, gradients or parameters are not finite; no checkpoint has them.
+    """
     config, start = trainer.config, trainer.run.start_step
     if start == 0:
         journal.validated(0, validate(trainer))
-    pending: list[tuple[TrainedStep, Tensor]] = []
+    figures = _Figures(trainer, journal)
     held = HeldBytes(0, 0, 0)
-    tokens_per_step = config.batch * config.model.context
-    trained_s, window_began = 0.0, time.perf_counter()
     for step in range(start, config.steps):
-        figures, loss, held = _train_step(trainer, step, measure=step == config.steps - 1)
         done = step + 1
-        pending.append((figures, loss))
-        journal.advance(done)
-        if not any(_is_due(done, every, config) for every in (config.log_every, config.eval_every, config.save_every)):
+        trained, loss, held = _train_step(trainer, step, measure=done == config.steps)
+        verdict = _judge(trainer, trained, loss, asked)
+        if verdict.is_broken:
+            figures.write()
+            finish_saves(trainer)
+            mean = trainer.ranks.mean([loss])[0]
+            raise _diverged(trainer, done, f"the loss is {mean}, the norm of its gradients {trained.grad_norm}")
+        figures.add(trained, loss)
+        is_asked = verdict.signal != 0
+        if not is_asked and not any(_is_due(done, every, config) for every in _intervals(config)):
             continue
-        window_s = time.perf_counter() - window_began  # validation and checkpoints do not count as training
-        trained_s += window_s
-        step_s = window_s / len(pending)
-        _record(trainer, journal, pending, tokens_per_step / step_s, (config.steps - done) * step_s)
-        pending = []
+        figures.write()
         if _is_due(done, config.eval_every, config):
             journal.validated(done, validate(trainer))
-        if _is_due(done, config.save_every, config):
+        if is_asked or _is_due(done, config.save_every, config):
             journal.flush()
             save(trainer, done)
-        window_began = time.perf_counter()
+        if is_asked or done == config.steps:
+            finish_saves(trainer)
+        if is_asked and done < config.steps:
+            return Stopped(done, verdict.signal)
+        figures.go_on()
     held = replace(held, peak_bytes=peak_bytes(trainer.ranks.device))
-    return Finished(tuple(trainer.ranks.gather(held)), (config.steps - start) * tokens_per_step / trained_s)
+    each = tuple(HeldBytes(**values) for values in trainer.ranks.gather(asdict(held)))
+    num_tokens = (config.steps - start) * config.batch * config.model.context
+    return Finished(each, num_tokens / figures.trained_s)
+
+
+def _intervals(config: TrainConfig) -> tuple[int, int, int]:
+    return config.log_every, config.eval_every, config.save_every
+
+
+def _judge(trainer: Trainer, trained: TrainedStep, loss: Tensor, asked: Asked) -> Verdict:
+    """Return what all ranks know after a step: each sees its own signals and its own part of the loss.  Collective."""
+    is_broken = not (math.isfinite(trained.grad_norm) and math.isfinite(float(loss)))
+    signal, broken = trainer.ranks.highest([asked(), int(is_broken)])
+    return Verdict(signal, bool(broken))
+
+
+def _diverged(trainer: Trainer, step: int, what: str) -> DivergedError:
+    return DivergedError(
+        f"step {step}: {what}: training has diverged and this run has ended; its checkpoints are as they were. "
+        f"Start a new run with a lower --lr (it is {trainer.config.lr:g}), a longer --warmup or a smaller --clip."
+    )
 
 
 def _is_due(done: int, every: int, config: TrainConfig) -> bool:
@@ -139,15 +214,6 @@ def _microbatch(trainer: Trainer, step: int, microbatch: int) -> tuple[Tensor, T
     return tokens.to(ranks.device, non_blocking=True), targets.to(ranks.device, non_blocking=True)
 
 
-def _record(
-    trainer: Trainer, journal: RunLog, pending: list[tuple[TrainedStep, Tensor]], speed: float, eta_s: float
-) -> None:
-    losses = trainer.ranks.mean([loss for _, loss in pending])
-    peak = max(trainer.ranks.gather(peak_bytes(trainer.ranks.device)))
-    steps = [replace(figures, loss=loss) for (figures, _), loss in zip(pending, losses, strict=True)]
-    journal.trained(steps, round(speed, 1), peak, eta_s)
-
-
 @torch.no_grad()
 def validate(trainer: Trainer) -> float:
     """Return the mean loss over ``eval_windows`` windows of the validation text, in nats per byte, on every rank."""
@@ -170,9 +236,25 @@ def validate(trainer: Trainer) -> float:
 
 
 def save(trainer: Trainer, done: int) -> None:
-    """Write the checkpoint after ``done`` steps; the position in the text is counted in windows of all ranks."""
+    """Begin the checkpoint after ``done`` steps; the position in the text is counted in windows of all ranks.
+
+    Raises: DivergedError on every rank, before anything is written, if a parameter is not finite; CheckpointError on every
+    rank if it cannot begin, or the one before was not written.
+    """
     config = trainer.config
+    is_broken = not all(map(_is_finite, trainer.model.parameters()))
+    if any(trainer.ranks.highest([int(is_broken)])):
+        raise _diverged(trainer, done, "parameters are not finite")
     progress = Progress(done, done * config.batch, config.model, trainer.num_parameters)
-    save_checkpoint(
-        trainer.run.checkpoints, progress, trainer.model, trainer.optimizer, trainer.ranks, keep=config.keep
-    )
+    start_saving(trainer.run.checkpoints, progress, trainer.door.plain(trainer.model), trainer.optimizer, config.keep)
+
+
+def finish_saves(trainer: Trainer) -> None:
+    """Return when the last checkpoint is there.  Raises: CheckpointError on every rank if it was not written."""
+    finish_saving(trainer.run.checkpoints, trainer.config.keep, is_first=trainer.ranks.is_first)
+
+
+@torch.no_grad()
+def _is_finite(param: Tensor) -> bool:
+    local = param.to_local() if isinstance(param, DTensor) else param
+    return bool(local.isfinite().all())

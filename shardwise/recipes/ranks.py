@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -48,19 +49,32 @@ class RunRanks:
     def total(self, values: Sequence[torch.Tensor]) -> list[float]:
         """Return each value's sum over ranks, added in rank order in fp64.  Shape: every value is ()."""
         mine = torch.stack([value.detach().double().cpu() for value in values])
-        parts = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        dist.all_gather(parts, mine)
-        return torch.stack(parts).cumsum(0)[-1].tolist()
+        return torch.stack(self._each(mine, len(mine))).cumsum(0)[-1].tolist()
+
+    def highest(self, values: Sequence[int]) -> list[int]:
+        """Return the highest of each value over ranks."""
+        if self.num_ranks == 1:
+            return list(values)
+        found = torch.tensor(values)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.tolist()
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, in rank order, on every rank."""
-        values: list[T | None] = [None] * self.num_ranks
-        dist.all_gather_object(values, value)
-        return [item for item in values if item is not None]
+        """Return every rank's value, in rank order, on every rank.  JSON must hold it: no rank runs what another sends."""
+        mine = json.dumps(value).encode()
+        sizes = [int(size) for size in self._each(torch.tensor([len(mine)]), 1)]
+        row = torch.zeros(max(sizes), dtype=torch.uint8)
+        row[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        rows = self._each(row, len(row))
+        return [json.loads(bytes(part[:size].tolist())) for part, size in zip(rows, sizes, strict=True)]
 
     def from_first(self, value: T | None) -> T:
-        """Return rank 0's value on every rank; the others pass None."""
-        box: list[T | None] = [value]
-        dist.broadcast_object_list(box, src=0)
-        assert box[0] is not None
-        return box[0]
+        """Return rank 0's value on every rank; the others pass None.  JSON must hold it."""
+        found = self.gather(value)[0]
+        assert found is not None
+        return found
+
+    def _each(self, mine: torch.Tensor, numel: int) -> list[torch.Tensor]:
+        parts = [torch.empty(numel, dtype=mine.dtype) for _ in range(self.num_ranks)]
+        dist.all_gather(parts, mine)
+        return parts

@@ -6,18 +6,25 @@ config.json, metrics.jsonl, text/ (the cached bytes), checkpoints/, tensorboard/
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from shardwise.errors import ConfigError
-from shardwise.recipes.checkpoints import Progress, list_checkpoints, read_progress, remove_unfinished
+from shardwise.recipes.checkpoints import (
+    Progress,
+    list_checkpoints,
+    progress_from_json,
+    read_progress,
+    remove_unfinished,
+)
 from shardwise.recipes.config import (
     RESUME_MAY_CHANGE,
     TrainConfig,
@@ -26,8 +33,17 @@ from shardwise.recipes.config import (
     config_from_json,
     config_to_json,
 )
-from shardwise.recipes.text import TextFacts, check_length, find_sources, read_facts, split_sources, write_cache
+from shardwise.recipes.text import (
+    TextFacts,
+    check_length,
+    digest_of,
+    find_sources,
+    read_facts,
+    split_sources,
+    write_cache,
+)
 
+CONFIG = "config.json"
 _FORMAT = 1
 
 
@@ -62,6 +78,20 @@ class Run:
         return self.done.step if self.done else 0
 
 
+def run_to_json(run: Run) -> dict[str, Any]:
+    """Return what rank 0 has found, for the others; the config they all have."""
+    values = asdict(run)
+    del values["config"]
+    return values | {"folder": str(run.folder), "checkpoint": None if run.checkpoint is None else str(run.checkpoint)}
+
+
+def run_from_json(values: Mapping[str, Any], config: TrainConfig) -> Run:
+    """Read :func:`run_to_json`."""
+    checkpoint = None if values["checkpoint"] is None else Path(values["checkpoint"])
+    done = None if values["done"] is None else progress_from_json(values["done"])
+    return Run(Path(values["folder"]), config, TextFacts(**values["facts"]), checkpoint, done)
+
+
 def check_new_folder(out: Path) -> None:
     """Refuse a folder that holds anything.  Raises: ConfigError."""
     if out.exists() and not out.is_dir():
@@ -78,7 +108,7 @@ def read_run_config(folder: Path) -> TrainConfig:
     if not folder.is_dir():
         raise ConfigError(f"--resume {folder}: no such folder.")
     try:
-        values = json.loads((folder / "config.json").read_text())
+        values = json.loads((folder / CONFIG).read_text())
         saved = values["config"]
     except FileNotFoundError as error:
         raise ConfigError(f"--resume {folder}: not a run folder of shardwise (it has no config.json).") from error
@@ -100,26 +130,37 @@ def merge_resumed(saved: TrainConfig, asked: TrainConfig, folder: Path) -> Train
     return asked
 
 
-def find_checkpoint(folder: Path, config: TrainConfig) -> tuple[Path, Progress]:
-    """Return the last complete checkpoint.  Raises: ConfigError if there is none, or it is of another model."""
+def find_checkpoint(folder: Path, config: TrainConfig) -> tuple[Path, Progress] | None:
+    """Return the last complete checkpoint; None if the run ended before its first, so that it begins again.
+
+    Raises: ConfigError if it is of another model, or there is nothing left to do.
+    """
     found = list_checkpoints(folder / "checkpoints")
     if not found:
-        raise ConfigError(f"--resume {folder}: this run has no complete checkpoint yet. Start a new run instead.")
-    done = read_progress(found[-1])
+        return None
+    newest, done = _newest_readable(found)
     if done.model != config.model:
         raise ConfigError(
-            f"--resume {folder}: {found[-1].name} is a checkpoint of another model: it has "
+            f"--resume {folder}: {newest.name} is a checkpoint of another model: it has "
             f"{_sizes(asdict(done.model))}, "
             f"the run's config.json says {_sizes(asdict(config.model))}."
         )
     if done.windows != done.step * config.batch:
         raise ConfigError(
-            f"--resume {folder}: {found[-1].name} is {done.windows} windows into the text, "
+            f"--resume {folder}: {newest.name} is {done.windows} windows into the text, "
             f"expected {done.step} steps x --batch {config.batch}: another run's, or config.json was edited."
         )
     if done.step >= config.steps:
         raise ConfigError(f"--resume {folder}: the run has done all its {done.step} steps. Ask for more with --steps.")
-    return found[-1], done
+    return newest, done
+
+
+def _newest_readable(found: Sequence[Path]) -> tuple[Path, Progress]:
+    """Return the newest that says how far it is; whether its tensors are whole is known when they are loaded."""
+    for checkpoint in reversed(found[1:]):
+        with contextlib.suppress(ConfigError):
+            return checkpoint, read_progress(checkpoint)
+    return found[0], read_progress(found[0])
 
 
 def _sizes(shape: Mapping[str, object]) -> str:
@@ -147,32 +188,39 @@ def prepare_run(start: Start, config: TrainConfig) -> Run:
     description, sources = find_sources(config.data)
     folder = _create(start.out)
     try:
+        _write_values(
+            folder, {"format": _FORMAT, "config": config_to_json(config)}
+        )  # whatever happens now can be resumed
         facts = write_cache(folder / "text", description, split_sources(sources))
     except OSError:
         shutil.rmtree(folder / "text", ignore_errors=True)
+        (folder / CONFIG).unlink(missing_ok=True)
         folder.rmdir()  # it was new or empty: leave it so that the same command can be tried again
         raise
     return Run(folder, config, facts, None, None)
 
 
 def _reopen(folder: Path, config: TrainConfig) -> Run:
-    checkpoint, done = find_checkpoint(folder, config)
-    facts = read_facts(folder / "text")
-    if facts is None:
-        facts = _rebuild_text(folder, config)
+    found = find_checkpoint(folder, config)
+    facts = _text_again(folder, config)
     remove_unfinished(folder / "checkpoints")
+    checkpoint, done = found or (None, None)
     return Run(folder, config, facts, checkpoint, done)
 
 
-def _rebuild_text(folder: Path, config: TrainConfig) -> TextFacts:
+def _text_again(folder: Path, config: TrainConfig) -> TextFacts:
+    """Return the cached text if it is what the run began with, to the byte; else make it again, if that gives the same."""
+    known = json.loads((folder / CONFIG).read_text()).get("text", {}).get("digest")
+    facts = read_facts(folder / "text")
+    if facts is not None and digest_of(folder / "text") == facts.digest and known in (None, facts.digest):
+        return facts
     description, sources = find_sources(config.data)
     facts = write_cache(folder / "text", description, split_sources(sources))
-    known = json.loads((folder / "config.json").read_text()).get("text", {}).get("digest")
-    if facts.digest != known:
+    if known not in (None, facts.digest):
         (folder / "text" / "facts.json").unlink()
         raise ConfigError(
-            f"--resume {folder}: its cached text is gone, and {description} has changed since: the run cannot go on "
-            f"with the same windows. Restore {folder / 'text'} or start a new run."
+            f"--resume {folder}: its cached text is gone or was changed, and {description} has changed since: the run "
+            f"cannot go on with the same windows. Restore {folder / 'text'} or start a new run."
         )
     return facts
 
@@ -202,7 +250,11 @@ def write_config(run: Run, num_ranks: int, num_parameters: int, version: str) ->
         "num_parameters": num_parameters,
         "text": asdict(run.facts),
     }
-    replace_file(run.folder / "config.json", json.dumps(values, indent=2) + "\n")
+    _write_values(run.folder, values)
+
+
+def _write_values(folder: Path, values: Mapping[str, object]) -> None:
+    replace_file(folder / CONFIG, json.dumps(values, indent=2) + "\n")
 
 
 def replace_file(path: Path, content: str) -> None:
@@ -225,10 +277,10 @@ def lock_run(folder: Path) -> IO[str]:
     return file
 
 
-def drop_later_metrics(metrics: Path, step: int) -> None:
-    """Keep the lines up to ``step``: what came after the checkpoint will be computed again."""
+def drop_later_metrics(metrics: Path, step: int | None) -> None:
+    """Keep the lines up to ``step``, none for None: what came after the checkpoint will be computed again."""
     if metrics.exists():
-        kept = [line for line in _whole_lines(metrics) if json.loads(line)["step"] <= step]
+        kept = [line for line in _whole_lines(metrics) if step is not None and json.loads(line)["step"] <= step]
         replace_file(metrics, "".join(kept))
 
 

@@ -114,5 +114,5 @@ class RunJournal:
 
 def open_lines(run: Run) -> IO[str]:
     """Open metrics.jsonl for appending, without the lines that the checkpoint does not know of."""
-    drop_later_metrics(run.metrics, run.start_step)
+    drop_later_metrics(run.metrics, run.done.step if run.done else None)
     return run.metrics.open("a")

@@ -200,6 +200,16 @@ def read_facts(folder: Path) -> TextFacts | None:
     return facts if is_whole else None
 
 
+def digest_of(folder: Path) -> str:
+    """Return the digest of a cache's bytes as they are now, as ``write_cache`` counted it."""
+    digest = hashlib.sha256()
+    for name in ("train.bin", "validation.bin"):
+        with (folder / name).open("rb") as file:
+            while piece := file.read(1 << 22):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Windows:
     """The windows of one memory-mapped file."""

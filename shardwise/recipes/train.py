@@ -12,34 +12,58 @@ from shardwise import describe_units
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks
 from shardwise.recipes.doors import DOORS
 from shardwise.recipes.gpt import generate
-from shardwise.recipes.loop import Finished, Trainer, build_trainer, train_steps
+from shardwise.recipes.loop import Finished, Stopped, Trainer, build_trainer, train_steps
 from shardwise.recipes.memory import unsharded_bytes
 from shardwise.recipes.progress import ProgressDisplay, memory_table
 from shardwise.recipes.ranks import RunRanks
-from shardwise.recipes.run_folder import Run, Start, lock_run, prepare_run, read_metrics, write_config
+from shardwise.recipes.run_folder import (
+    Run,
+    Start,
+    lock_run,
+    prepare_run,
+    read_metrics,
+    run_from_json,
+    run_to_json,
+    write_config,
+)
 from shardwise.recipes.run_log import RunJournal, RunLog, SilentJournal, open_lines
+from shardwise.recipes.stop import Listening, listen_to_nobody
 
 
-def train(start: Start, config: TrainConfig, ranks: RunRanks) -> None:
+def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listening = listen_to_nobody) -> int:
     """Run the main job; every rank calls it with the same arguments.
 
-    Raises: ConfigError, OSError or a checkpoint error, possibly on one rank only: the caller must end the others.
+    Return 0, or the number of the signal that ended training early, with a checkpoint.  ``listening`` is entered for as
+    long as a run can be asked to stop; before and after, signals do what they did.
+    Raises: ConfigError, OSError, DivergedError or a checkpoint error, possibly on one rank only: the caller must end the
+    others.
     """
     check_ranks(config, ranks.num_ranks)
     ranks = replace(ranks, tp=config.tp)
     with ExitStack() as stack:
-        run = ranks.from_first(prepare_run(start, config) if ranks.is_first else None)
+        told = ranks.from_first(run_to_json(prepare_run(start, config)) if ranks.is_first else None)
+        run = run_from_json(told, config)
         if ranks.is_first:
             stack.enter_context(lock_run(run.folder))
         trainer = build_trainer(run, ranks)
+        run = trainer.run  # it knows now which checkpoint was whole
         if ranks.is_first:
             write_config(run, ranks.num_ranks, trainer.num_parameters, version("shardwise"))
         journal = _open_journal(run, stack) if ranks.is_first else SilentJournal()
         _say_start(trainer, journal)
-        finished = train_steps(trainer, journal)
+        if start.resume is not None and run.done is None:
+            journal.say("this run has ended before its first checkpoint: it begins again")
+        with listening() as asked:
+            finished = train_steps(trainer, journal, asked)
+        if isinstance(finished, Stopped):
+            journal.say(
+                f"stopped and saved after step {finished.step}; go on with: shardwise train --resume {run.folder}"
+            )
+            return finished.signal
         sample = _sample(trainer)
     if ranks.is_first:
         _conclude(trainer, finished, sample)
+    return 0
 
 
 def _open_journal(run: Run, stack: ExitStack) -> RunJournal:
@@ -47,7 +71,7 @@ def _open_journal(run: Run, stack: ExitStack) -> RunJournal:
 
     lines = stack.enter_context(open_lines(run))
     scalars = stack.enter_context(
-        SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.start_step + 1 if run.checkpoint else None)
+        SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.start_step + 1 if run.done else 0)
     )
     display = stack.enter_context(ProgressDisplay(run.config.steps, run.start_step, is_shown=True))
     return RunJournal(display, lines, scalars)
@@ -66,8 +90,8 @@ def _say_start(trainer: Trainer, journal: RunLog) -> None:
     )
     if trainer.config.shard in ENGINE_SHARDS:
         journal.say(str(describe_units(trainer.model)))
-    if trainer.note is not None:
-        journal.say(trainer.note)
+    for note in trainer.notes:
+        journal.say(note)
     if run.done is not None:
         journal.say(f"resuming after step {run.done.step}, {run.done.windows:,} windows into the text")
 

@@ -17,7 +17,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,6 +25,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from shardwise.one_host import ScratchFolder, stay_on_loopback
 
 GRACE_S = 5.0  # after one rank has failed, how long the others may take to notice
 
@@ -56,6 +57,7 @@ class _Task:
 
 def _serve(pipe: Connection, stack_path: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    stay_on_loopback(os.environ)
     import torch
 
     torch.set_num_threads(1)
@@ -135,7 +137,7 @@ class WorkerPool:
         self._max_ranks = max_ranks
         self._keeps_group = keeps_group
         self._timeout_s = timeout_s
-        self._directory = tempfile.TemporaryDirectory(prefix="shardwise-pool-")
+        self._directory = ScratchFolder("shardwise-pool-")
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._num_calls = 0
@@ -218,7 +220,7 @@ class WorkerPool:
         self._num_calls += 1
         payload = pickle.dumps((function, kwargs))
         number = self._num_starts if self._keeps_group else self._num_calls
-        store_path = str(Path(self._directory.name) / f"store-{'kept-' * self._keeps_group}{number}")
+        store_path = str(self._directory.path / f"store-{'kept-' * self._keeps_group}{number}")
         for rank in range(num_ranks):
             task = _Task(payload, rank, num_ranks, store_path, backend, group_timeout_s or limit_s, self._keeps_group)
             self._pipes[rank].send(task)
@@ -246,7 +248,7 @@ class WorkerPool:
                 process.kill()
                 process.join()
         self._processes, self._pipes = [], []
-        self._directory.cleanup()
+        self._directory.close()
 
     def _start(self, num_ranks: int) -> None:
         if not all(process.is_alive() for process in self._processes):
@@ -283,7 +285,7 @@ class WorkerPool:
         return results
 
     def _stack_path(self, rank: int) -> str:
-        return str(Path(self._directory.name) / f"stack-{rank}")
+        return str(self._directory.path / f"stack-{rank}")
 
     def _stack(self, rank: int) -> str:
         process = self._processes[rank]

@@ -6,46 +6,18 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from helpers.commands import COMMAND, Ended, is_alive, options, start, wait_for_training
+from helpers.commands import run as run_command
 from helpers.runs import copy_cut_back, metrics_of, write_text
 
-COMMAND = [sys.executable, "-m", "shardwise.cli.main", "train", "--device", "cpu"]
-SMALL = {
-    "layers": 1, "width": 32, "heads": 2, "context": 32, "batch": 12, "warmup": 2, "lr": 2e-2, "steps": 20,
-    "log-every": 4, "eval-every": 5, "eval-windows": 9, "save-every": 5, "sample-bytes": 8, "keep": 3,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-def _clean_environment() -> dict[str, str]:
-    outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SHARDWISE_LAUNCHER_PID")
-    return {name: value for name, value in os.environ.items() if name not in outer}
-
-
-def _run(words: Sequence[str], limit: Callable[[], None] | None = None) -> Ended:
-    done = subprocess.run(
-        words, env=_clean_environment(), capture_output=True, text=True, timeout=120, preexec_fn=limit, check=False
-    )
-    return Ended(done.returncode, done.stdout, done.stderr)
-
-
-def _options(**changes: object) -> list[str]:
-    return [word for name, value in (SMALL | changes).items() for word in (f"--{name.replace('_', '-')}", str(value))]
+from shardwise.checkpoint.files import DiskFiles
+from shardwise.checkpoint.reader import verify
+from shardwise.one_host import remove_abandoned
 
 
 def _losses(run: Path) -> list[tuple[object, object, object]]:
@@ -60,8 +32,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
     run = tmp_path_factory.mktemp("runs") / "whole"
-    words = [*COMMAND, *_options(data=text, out=run, nproc=2, shard="full", accumulate=2)]
-    return run, _run(words)
+    words = [*COMMAND, *options(data=text, out=run, nproc=2, shard="full", accumulate=2)]
+    return run, run_command(words)
 
 
 def test_it_trains_and_leaves_a_complete_run_folder(trained: tuple[Path, Ended]) -> None:
@@ -90,7 +62,7 @@ def test_sharding_halves_what_a_rank_holds(trained: tuple[Path, Ended]) -> None:
 def test_torchrun_continues_the_run_behind_another_door(trained: tuple[Path, Ended], tmp_path: Path) -> None:
     run = copy_cut_back(trained[0], tmp_path / "cut", 15)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = _run([*launcher, *COMMAND[1:], "--resume", str(run), "--shard", "optimizer", "--accumulate", "3"])
+    ended = run_command([*launcher, *COMMAND[1:], "--resume", str(run), "--shard", "optimizer", "--accumulate", "3"])
     assert ended.code == 0, ended.err
     assert "resuming after step 15, 180 windows into the text" in ended.out
     for (kind, step, loss), (kind_2, step_2, loss_2) in zip(_losses(run), _losses(trained[0]), strict=True):
@@ -98,54 +70,40 @@ def test_torchrun_continues_the_run_behind_another_door(trained: tuple[Path, End
         assert loss == pytest.approx(loss_2, rel=1e-4)
 
 
+def _checkpoints(run: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in (run / "checkpoints").glob("step-*/*")}
+
+
 def test_a_checkpoint_that_cannot_be_written_ends_every_rank_and_spares_the_others(
     trained: tuple[Path, Ended], tmp_path: Path
 ) -> None:
     run = copy_cut_back(trained[0], tmp_path / "full", 15)
-    kept = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()}
+    kept = _checkpoints(run)
     limit = 60_000  # bytes a file may have; this stands for a full disk: OSError from write, on both ranks
 
     def forbid_large_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    ended = _run([*COMMAND, "--resume", str(run), "--nproc", "2"], forbid_large_files)
+    ended = run_command([*COMMAND, "--resume", str(run), "--nproc", "2"], forbid_large_files)
     assert ended.code == 1
     assert "Traceback" not in ended.err
     assert ended.err.count("shardwise: error:") == 1
-    assert "step-00000020 could not be written: rank" in ended.err
-    assert {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()} == kept
+    assert "step 20 was not saved, earlier checkpoints stand: ranks 0, 1: OSError: File too large" in ended.err
+    assert _checkpoints(run) == kept
 
 
-def test_a_damaged_checkpoint_is_named(trained: tuple[Path, Ended], tmp_path: Path) -> None:
+def test_a_run_without_a_whole_checkpoint_says_so(trained: tuple[Path, Ended], tmp_path: Path) -> None:
     run = copy_cut_back(trained[0], tmp_path / "damaged", 15)
     figures = (run / "metrics.jsonl").read_bytes()
-    (run / "checkpoints" / "step-00000015" / ".metadata").write_bytes(b"nothing")
-    ended = _run([*COMMAND, "--resume", str(run), "--nproc", "1"])
+    for part in (run / "checkpoints").glob("step-*/part-00001.safetensors"):
+        whole = part.read_bytes()
+        part.write_bytes(whole[:-7] + bytes([whole[-7] ^ 1]) + whole[-6:])
+    ended = run_command([*COMMAND, "--resume", str(run), "--nproc", "1"])
     assert ended.code == 2, ended.err
     assert len(ended.err.strip().splitlines()) == 1, ended.err
-    assert "step-00000015 is damaged or of another model" in ended.err
+    assert "no checkpoint of the run is whole" in ended.err
+    assert "step-00000010/part-00001.safetensors: block 0" in ended.err
     assert (run / "metrics.jsonl").read_bytes() == figures
-
-
-def _children(pid: int) -> list[int]:
-    """Return the processes below ``pid``, found through the kernel's table."""
-    below: list[int] = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rsplit(")", 1)[1].split()
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(fields[1]) == pid:
-            child = int(status.parent.name)
-            below += [child, *_children(child)]
-    return below
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the process tree from /proc")
@@ -161,30 +119,40 @@ def test_no_rank_outlives_the_others(
     text: Path, tmp_path: Path, target: str, how: signal.Signals, code: int, words: str
 ) -> None:
     run = tmp_path / "endless"
-    command = [*COMMAND, *_options(data=text, out=run, nproc=2, steps=1_000_000, eval_every=1_000_000, save_every=5)]
-    with subprocess.Popen(
-        command, env=_clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        ranks = _wait_for_training(process, run)
+    command = [*COMMAND, *options(data=text, out=run, nproc=2, steps=1_000_000, eval_every=1_000_000, save_every=5)]
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with start(command, {"TMPDIR": str(temporary)}) as process:
+        ranks = wait_for_training(process, run)
         assert len(ranks) >= 2
         os.kill(process.pid if target == "command" else ranks[-1], how)
         _, err = process.communicate(timeout=30)
     deadline = time.monotonic() + 10
-    while any(map(_is_alive, ranks)) and time.monotonic() < deadline:
+    while any(map(is_alive, ranks)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not [pid for pid in ranks if _is_alive(pid)]
-    assert process.returncode == code
+    assert not [pid for pid in ranks if is_alive(pid)]
+    assert process.returncode == code, err
     assert err.count("\n") == bool(words), err
     assert words in err
+    assert bool(list(temporary.glob("shardwise-*"))) == (code == -signal.SIGKILL)
+    remove_abandoned(temporary)  # as the next start does
+    assert not list(temporary.glob("shardwise-*"))
     for checkpoint in (run / "checkpoints").glob("step-*"):
-        assert (checkpoint / "state.json").is_file()
-        assert (checkpoint / ".metadata").is_file()
+        assert verify(DiskFiles(), checkpoint) == []
 
 
-def _wait_for_training(process: subprocess.Popen[str], run: Path) -> list[int]:
-    deadline = time.monotonic() + 60
-    while not list(run.glob("checkpoints/step-*")):
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return _children(process.pid)
+def test_the_first_signal_saves_and_the_second_ends_every_rank_at_once(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "endless"
+    command = [*COMMAND, *options(data=text, out=run, nproc=2, steps=1_000_000, eval_every=1_000_000, save_every=5)]
+    with start(command) as process:
+        ranks = wait_for_training(process, run)
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)  # now they cannot do what the first signal asks for
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err == "shardwise: ended by SIGTERM; every rank has ended too\n"
+    assert not [pid for pid in ranks if is_alive(pid)]

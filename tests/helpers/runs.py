@@ -25,8 +25,10 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 def copy_cut_back(run: Path, to: Path, step: int) -> Path:
     """Copy a run as if it had been killed while it wrote the checkpoint after that of ``step``."""
     shutil.copytree(run, to, ignore=shutil.ignore_patterns("tensorboard", "report.png"))
-    for checkpoint in (to / "checkpoints").iterdir():
+    for checkpoint in (to / "checkpoints").glob("step-*"):
         if checkpoint.name > f"step-{step:08d}":
             shutil.rmtree(checkpoint)
-    (to / "checkpoints" / f".writing-step-{step + 1:08d}").mkdir()
+    pending = to / "checkpoints" / f".saving-{0:032x}"
+    pending.mkdir()
+    (pending / "part-00000.safetensors").write_bytes(b"half")
     return to

@@ -405,14 +405,6 @@ def test_a_spec_may_be_had_for_another_dtype(fake_ranks: object) -> None:
     assert (other.tensor_meta.shape, other.tensor_meta.dtype) == (torch.Size([4, 3]), torch.float32)
 
 
-def test_a_launcher_is_told_how_long_a_rank_may_take_to_end_where_it_can_be() -> None:
-    from torch.distributed.launcher.api import LaunchConfig
-
-    config = private.launch_config(5, min_nodes=1, max_nodes=1, nproc_per_node=2)
-    assert isinstance(config, LaunchConfig)
-    assert getattr(config, "shutdown_timeout", 5) == 5
-
-
 def test_a_forgotten_mesh_is_freed(fake_ranks: object) -> None:
     mesh = init_device_mesh("cpu", (4,))
     DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]).full_tensor().add(1)

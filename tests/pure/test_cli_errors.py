@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 
 from shardwise import ConfigError
-from shardwise.cli.launch import check_extras
+from shardwise.cli.extras import check_extras
 from shardwise.cli.main import build_parser, main
 from shardwise.cli.train_args import read_train_request
 from shardwise.recipes.config import PRESETS, TrainConfig, config_to_json
@@ -54,7 +53,6 @@ def _fails(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) 
         (["--tp", "2", "--nproc", "4", "--batch", "3"], "not divisible by 2 data-parallel rank(s)"),
         (["--shard", "hybrid", "--nproc", "2"], "cannot lay 2 data-parallel rank(s) out as --replicas 2"),
         (["--shard", "hybrid", "--nproc", "9", "--replicas", "2"], "--replicas 2"),
-        (["--master-port", "99999"], "--master-port is 99999"),
         (["--data", "no/such/place"], "--data no/such/place does not exist"),
         (["--data", "/dev/null"], "neither a file nor a folder"),
         (["--resume", "no/such/run"], "no such folder"),
@@ -112,13 +110,6 @@ def test_a_folder_in_use_is_refused_and_left_alone(
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "text.txt"}
 
 
-def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
-    with socket.create_server(("localhost", 0)) as server:
-        port = str(server.getsockname()[1])
-        words = ["--device", "cpu", "--nproc", "2", "--data", text, "--out", str(tmp_path / "o"), "--master-port", port]
-        _fails(capsys, [*SMALL, *words], f"--master-port {port} cannot be used")
-
-
 def test_a_missing_extra_is_named() -> None:
     check_extras(("json",))
     with pytest.raises(ConfigError, match=r"needs no_such_package.*shardwise\[train\]"):
@@ -145,7 +136,6 @@ def _fake_run(folder: Path, step: int | None, width: int = 8, **changes: object)
 
 def test_runs_that_cannot_be_continued_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     cases = {
-        "no": (_fake_run(tmp_path / "no", None), [], "no complete checkpoint yet"),
         "done": (_fake_run(tmp_path / "done", 10), [], "has done all its 10 steps"),
         "other": (_fake_run(tmp_path / "other", 5, width=16), [], "checkpoint of another model"),
         "moved": (_fake_run(tmp_path / "moved", 5, batch=64), [], "windows into the text"),

@@ -1,0 +1,88 @@
+"""Modules of any door as carriers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.checkpoint.carriers import Apply
+from shardwise.checkpoint.contents import Contents, device_of, like, parts_of
+from shardwise.checkpoint.names import join, plain
+from shardwise.checkpoint.order import Order
+from shardwise.checkpoint.values import encode
+from shardwise.errors import ConfigError
+
+
+class ModuleCarrier:
+    """Parameters and buffers of a module, under the names that they have in the model without wrappers.
+
+    Attributes:
+        names: of each parameter, by ``id``: what optimizers call them.
+    """
+
+    def __init__(self, prefix: str, module: nn.Module) -> None:
+        self.prefix = prefix
+        self._module = module.module if isinstance(module, DistributedDataParallel) else module
+        # With the live tensors: two names of one tensor are one tensor.  Sharded modules are resharded by asking.
+        self._state: dict[str, Any] = self._module.state_dict(keep_vars=True)
+        self._keys: dict[str, str] = {}
+        for key in self._state:
+            if self._keys.setdefault(plain(key), key) != key:
+                raise ConfigError(f"{prefix}: {key!r} and {self._keys[plain(key)]!r} have one name without wrappers")
+        self.names: dict[int, str] = {}
+        for name, key in self._keys.items():
+            if isinstance(self._state[key], torch.Tensor):
+                self.names.setdefault(id(self._state[key]), name)
+
+    def put(self, contents: Contents) -> None:
+        """See :class:`Carrier`."""
+        for name, key in self._keys.items():
+            value, full = self._state[key], join(self.prefix, name)
+            if not isinstance(value, torch.Tensor):
+                contents.add_value(full, encode(value, full, contents.add_tensor))
+            elif self.names[id(value)] != name:
+                contents.ties[full] = join(self.prefix, self.names[id(value)])
+            else:
+                contents.add_tensor(full, value)
+
+    def ask(self, order: Order) -> Apply:
+        """See :class:`Carrier`."""
+        live = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        others: dict[str, Any] = {}
+        same_as: dict[int, list[str]] = {}
+        for name, key in self._keys.items():
+            same_as.setdefault(id(self._state[key]), []).append(name)
+        for name, key in self._keys.items():
+            value, full = self._state[key], join(self.prefix, name)
+            if not isinstance(value, torch.Tensor):
+                if order.has_value(full):
+                    others[key] = order.value(full)
+                else:
+                    order.missing.append(full)
+                continue
+            if self.names[id(value)] != name:
+                order.use(full)
+                continue
+            ties = [join(self.prefix, other) for other in same_as[id(value)]]
+            found = next((tie for tie in ties if order.manifest.record_of(tie) is not None), full)
+            parts = parts_of(full, value)
+            staged = order.windows(found, value.shape, [part.window for part in parts])
+            if staged is None:
+                continue
+            if id(value) in live:
+                copies += [(part.tensor, new) for part, new in zip(parts, staged, strict=True)]
+            else:
+                dtype = staged[0].dtype
+                others[key] = like(value, [each.to(device_of(value)) for each in staged], dtype)
+        return lambda: self._apply(copies, others)
+
+    @torch.no_grad()
+    def _apply(self, copies: list[tuple[torch.Tensor, torch.Tensor]], others: dict[str, Any]) -> None:
+        for target, source in copies:
+            target.copy_(source)
+        if others:
+            self._module.load_state_dict(others, strict=False)

@@ -1,0 +1,220 @@
+"""Optimizers of any door as carriers: state and options under the names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from shardwise import torch_private
+from shardwise.api.sharded_optimizer import ShardedOptimizer
+from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise.checkpoint.carriers import Apply
+from shardwise.checkpoint.contents import Contents, device_of, like, parts_of
+from shardwise.checkpoint.dtypes import dtype_of
+from shardwise.checkpoint.names import join, split
+from shardwise.checkpoint.order import Order
+from shardwise.checkpoint.values import encode
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.optim.forms import options_of
+from shardwise.zero.checkpoint import StateSlice
+
+State = dict[str, dict[str, Any]]  # parameter name -> state key -> value
+
+
+class OptimizerCarrier:
+    """One optimizer; ``names``: of parameters, by ``id``, from the modules that are saved with it."""
+
+    def __init__(self, prefix: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self.prefix, self._optimizer = prefix, optimizer
+        self._params: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self._names = _names_of(prefix, optimizer, self._params, names)
+        self._by_name = dict(zip(self._names, self._params, strict=True))
+
+    def put(self, contents: Contents) -> None:
+        """See :class:`Carrier`."""
+        for name, values in self._state().items():
+            for key, value in values.items():
+                full = join(self.prefix, "state", name, str(key))
+                if isinstance(value, torch.Tensor):
+                    contents.add_tensor(full, value)
+                else:
+                    contents.add_value(full, encode(value, full, contents.add_tensor))
+        groups = join(self.prefix, "groups")
+        contents.add_value(groups, [encode(group, f"{groups}/{i}") for i, group in enumerate(self._groups())])
+
+    def ask(self, order: Order) -> Apply:
+        """See :class:`Carrier`."""
+        groups = self._ask_groups(order)
+        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
+            state = self._ask_zero(self._optimizer, order)
+        else:
+            state = {name: self._ask_state(name, param, order) for name, param in self._by_name.items()}
+        state = {name: values for name, values in state.items() if values}
+        return lambda: self._load(state, groups)
+
+    # ---- what there is ----
+
+    def _state(self) -> State:
+        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
+            found = self._optimizer.sharded(dict(zip(self._names, self._params, strict=True))).state_dict()["state"]
+            return found
+        packed = self._optimizer.state_dict()["state"]
+        if isinstance(self._optimizer, ShardedOptimizer):
+            own = dict(zip(_own_names(self._optimizer), self._names, strict=True))
+        else:
+            own = dict(enumerate(self._names))
+        unknown = [key for key in packed if key not in own]
+        if unknown:
+            raise ConfigError(f"{self.prefix}: state of {unknown[0]!r} belongs to no parameter; it cannot be named")
+        return {own[key]: values for key, values in packed.items()}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        names = iter(self._names)
+        return [
+            {"params": [next(names) for _ in group["params"]], "options": options_of(group)}
+            for group in self._optimizer.param_groups
+        ]
+
+    # ---- what there will be ----
+
+    def _ask_groups(self, order: Order) -> list[dict[str, Any]]:
+        """Return the options of the own groups, from those that the checkpoint has for their parameters."""
+        full = join(self.prefix, "groups")
+        if not order.has_value(full):
+            order.missing.append(full)
+            return [options_of(group) for group in self._optimizer.param_groups]
+        options: dict[str, Any] = {}
+        for group in order.value(full):
+            if not isinstance(group, dict) or not isinstance(group.get("options"), dict):
+                raise CheckpointError(f"{full}: expected groups with params and options, found {str(group)[:60]}")
+            options |= {str(name): group["options"] for name in group["params"]}
+        order.missing += [join(full, name) for name in self._names if name not in options]
+        order.missing += [f"{join(full, name)}: in no group here" for name in options if name not in self._by_name]
+        names, found = iter(self._names), []
+        for own in self._optimizer.param_groups:
+            members = [name for name in (next(names) for _ in own["params"]) if name in options]
+            other = next((name for name in members if not _same(options[name], options[members[0]])), None)
+            if other is not None:
+                raise CheckpointError(
+                    f"{full}: {members[0]} and {other} have other options there, and are in one param group here; make groups "
+                    "as those of the checkpoint"
+                )
+            found.append({**options_of(own), **(options[members[0]] if members else {})})
+        return found
+
+    def _ask_state(self, name: str, param: torch.Tensor, order: Order) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for full in order.names_under(join(self.prefix, "state", name)):
+            key, record = split(full)[-1], order.manifest.record_of(full)
+            if record is None:
+                found[key] = order.value(full)
+            elif param.dim() and record.shape == tuple(param.shape):
+                parts = parts_of(full, param)
+                staged = order.windows(full, record.shape, [part.window for part in parts]) or []
+                found[key] = like(param, [each.to(device_of(param)) for each in staged], staged[0].dtype)
+            else:
+                found[key] = _beside(param, order.whole(full))
+        return found
+
+    def _ask_zero(self, zero: ZeroRedundancyOptimizer, order: Order) -> State:
+        state: State = {}
+        for name in self._names:
+            for full in order.names_under(join(self.prefix, "state", name)):
+                order.use(full)
+        for own in zero.local_pieces:
+            param, name = own.param, self._names[own.piece.tensor]
+            values: dict[str, Any] = {}
+            for full in order.names_under(join(self.prefix, "state", name)):
+                key, record = split(full)[-1], order.manifest.record_of(full)
+                if record is None:
+                    values[key] = order.value(full)
+                elif own.is_param or not record.shape or not param.dim():
+                    values[key] = order.whole(full).to(param.device if record.shape else "cpu")
+                elif record.shape != tuple(param.shape):
+                    raise CheckpointError(
+                        f"{full}: has shape {list(record.shape)}, the parameter {list(param.shape)}: partition='even' needs "
+                        "state with a number per element; use partition='whole'"
+                    )
+                else:
+                    values[key] = self._ask_slice(full, own.tensor.numel(), (param, own.piece.start), order)
+            if values:
+                state[name] = values
+        return state
+
+    def _ask_slice(self, full: str, numel: int, place: tuple[torch.Tensor, int], order: Order) -> StateSlice:
+        param, start = place
+        record = order.manifest.record_of(full)
+        assert record is not None
+        found = StateSlice.make(torch.empty(numel, dtype=dtype_of(record.dtype, full)), param, start)
+        parts = parts_of(full, found)
+        order.into(full, record, [part.window for part in parts], [part.tensor for part in parts])
+        return found
+
+    def _load(self, state: State, groups: Sequence[Mapping[str, Any]]) -> None:
+        optimizer = self._optimizer
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            sharded = optimizer.sharded(self._by_name)
+            sharded.load_state_dict({"state": state, "param_groups": self._named(groups, self._names)})
+        elif isinstance(optimizer, ShardedOptimizer):
+            own = _own_names(optimizer)
+            back = dict(zip(self._names, own, strict=True))
+            entries = {back[name]: values for name, values in state.items()}
+            optimizer.load_state_dict({"state": entries, "param_groups": self._named(groups, own)})
+        else:
+            number = {name: index for index, name in enumerate(self._names)}
+            entries = {number[name]: values for name, values in state.items()}
+            packed = self._named(groups, list(range(len(self._names))))
+            for group, own in zip(packed, optimizer.param_groups, strict=True):
+                if "param_names" in own:
+                    group["param_names"] = own["param_names"]
+            optimizer.load_state_dict({"state": entries, "param_groups": packed})
+
+    def _named(self, groups: Sequence[Mapping[str, Any]], names: Sequence[Any]) -> list[dict[str, Any]]:
+        rest = iter(names)
+        return [
+            {**options, "params": [next(rest) for _ in own["params"]]}
+            for options, own in zip(groups, self._optimizer.param_groups, strict=True)
+        ]
+
+
+def _names_of(prefix: str, optimizer: Optimizer, params: Sequence[torch.Tensor], names: Mapping[int, str]) -> list[str]:
+    given = [
+        name for group in optimizer.param_groups for name in group.get("param_names") or [None] * len(group["params"])
+    ]
+    found = [names.get(id(param), name) for param, name in zip(params, given, strict=True)]
+    unknown = [index for index, name in enumerate(found) if name is None]
+    if unknown:
+        raise ConfigError(
+            f"{prefix}: parameter {unknown[0]} of shape {tuple(params[unknown[0]].shape)} has no name; give the module that it "
+            "belongs to in the same state, or make the optimizer from model.named_parameters()"
+        )
+    fine = [name for name in found if name is not None]
+    if len(set(fine)) != len(fine):
+        again = next(name for name in fine if fine.count(name) > 1)
+        raise ConfigError(f"{prefix}: two parameters have the name {again!r}")
+    return fine
+
+
+def _own_names(optimizer: ShardedOptimizer) -> list[str]:
+    return [name for group in optimizer.param_groups for name in group["param_names"]]
+
+
+def _beside(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return state of another shape than its parameter, of the parameter's kind: DTensors do not mix with plain ones."""
+    if not isinstance(param, DTensor) or not value.dim():
+        return value.to(device_of(param)) if value.dim() else value
+    mesh = param.device_mesh
+    spec = torch_private.make_spec(mesh, [Replicate()] * mesh.ndim, value.shape, value.stride(), value.dtype)
+    return torch_private.dtensor_from_local(value.to(device_of(param)), spec)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and torch.equal(left, right)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    return type(left) is type(right) and (left == right or (left != left and right != right))

@@ -1,0 +1,86 @@
+"""``save`` and ``finish``: state of any door into a folder, by all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.checkpoint.saving import Saver
+from shardwise.checkpoint.state import contents_of
+from shardwise.comm.roll_call import open_roll_call
+from shardwise.errors import ConfigError
+
+# A save in the background outlives the call that began it, and the next call must find it.  By folder and group.
+_savers: dict[tuple[Path, int], tuple[Saver, dist.ProcessGroup | None]] = {}
+
+
+def save(
+    folder: str | Path,
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    keep: int | None = None,
+    wait: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> Path | None:
+    """Save ``state`` as the checkpoint after ``step`` steps; it is there whole when all ranks have written, or not at all.
+
+    Args:
+        folder: where checkpoints go, each into a folder ``step-NNNNNNNN``; the same on all ranks, on a disk that all see.
+        state: models, optimizers of every door, and anything with ``state_dict`` and ``load_state_dict`` or dicts of plain
+            values, by name.  The optimizer's parameters get their names from the models beside it.
+        step: of the checkpoint; one of the same step is replaced.
+        keep: how many checkpoints to keep; the last one that was verified stays in any case.
+        wait: False to return when this rank's part is copied to host memory; writing goes on in a thread, one save at a
+            time.  What it fails of is raised by the next :func:`save` or :func:`finish` of the folder.
+        group: the ranks that hold the state (default: all; without any process group this process alone).
+
+    Returns: the checkpoint's folder, None if ``wait`` is False.
+
+    Each rank writes its own shards; replicas share the writing.  Collective.  The folder is locked for this job until
+    :func:`finish` or the end of the process.
+    Raises: CheckpointError on every rank, naming the rank that failed and why; earlier checkpoints stand.
+
+    Example:
+        >>> save("run", {"model": model, "optimizer": optimizer}, step=100, keep=3)  # doctest: +SKIP
+    """
+    if type(step) is not int or step < 0 or (keep is not None and keep < 1):
+        raise ConfigError(
+            f"step is {step!r} and keep {keep!r}; expected a whole number from 0 on, and None or at least 1"
+        )
+    saver = _saver_of(Path(folder), group)
+    saver.wait()
+    rank, size = saver.rank, saver.size
+    job = saver.prepare(lambda: contents_of(state, rank, size), step, keep)
+    if wait:
+        return saver.run(job)
+    saver.start(job)
+    return None
+
+
+def finish(folder: str | Path) -> None:
+    """Return when no save into ``folder`` is on its way; give its lock and host memory back.
+
+    Raises: CheckpointError, on every rank, if the last save in the background failed.
+    """
+    path = Path(folder).absolute()
+    for key in [key for key in _savers if key[0] == path]:
+        saver, _ = _savers.pop(key)
+        try:
+            saver.wait()
+        finally:
+            saver.close()
+
+
+def _saver_of(folder: Path, group: dist.ProcessGroup | None) -> Saver:
+    path = folder.absolute()
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    known, known_group = _savers.get((path, id(group)), (None, None))
+    if known is None or known_group is not group:
+        known = Saver(path, open_roll_call(group, f"checkpoint/{path}"))
+        _savers[(path, id(group))] = (known, group)
+    return known

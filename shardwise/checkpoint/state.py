@@ -1,0 +1,70 @@
+"""The state that users hand over, as carriers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.carriers import Carrier, ObjectCarrier, PerRank, PerRankCarrier, RandomState
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.modules import ModuleCarrier
+from shardwise.checkpoint.names import join
+from shardwise.checkpoint.optimizers import OptimizerCarrier
+from shardwise.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def carriers_of(state: Mapping[str, Any], rank: int, size: int) -> list[Carrier]:
+    """Return a carrier for each entry of ``state``, in its order.
+
+    Raises: ConfigError for an entry that cannot be saved.
+    """
+    if not state:
+        raise ConfigError(
+            'the state is empty; give what is to be saved by name, as {"model": model, "optimizer": optimizer}'
+        )
+    modules = {
+        key: ModuleCarrier(join(_checked(key)), thing) for key, thing in state.items() if isinstance(thing, nn.Module)
+    }
+    names = _param_names(modules)
+    found: list[Carrier] = []
+    for key, thing in state.items():
+        prefix = join(_checked(key))
+        if key in modules:
+            found.append(modules[key])
+        elif isinstance(thing, Optimizer):
+            found.append(OptimizerCarrier(prefix, thing, names))
+        elif isinstance(thing, (PerRank, RandomState)):
+            inner = thing.inner if isinstance(thing, PerRank) else thing
+            found.append(PerRankCarrier(key, inner, rank, size, logger.warning))
+        else:
+            found.append(ObjectCarrier(prefix, thing))
+    return found
+
+
+def contents_of(state: Mapping[str, Any], rank: int, size: int) -> Contents:
+    """Return what this rank holds of ``state``; collective where an optimizer's state is with owners of matrices."""
+    contents = Contents()
+    for carrier in carriers_of(state, rank, size):
+        carrier.put(contents)
+    return contents
+
+
+def _param_names(modules: Mapping[str, ModuleCarrier]) -> dict[int, str]:
+    """Return what optimizers call parameters: their names, after that of the module where there are several modules."""
+    found: dict[int, str] = {}
+    for key, module in modules.items():
+        for number, name in module.names.items():
+            found.setdefault(number, name if len(modules) == 1 else f"{key}:{name}")
+    return found
+
+
+def _checked(key: object) -> str:
+    if not isinstance(key, str) or not key or key == "rank":
+        raise ConfigError(f"{key!r} cannot be the name of an entry of the state: expected a text, and not 'rank'")
+    return key

@@ -1,0 +1,138 @@
+"""Ranks of this host as processes of this one: started, told of signals, and never outliving each other.
+
+They meet through a file in a folder of this user: nothing listens for them, and nothing is read from a socket here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, LAUNCHER_VARIABLE, STORE_VARIABLE
+from shardwise.one_host import ScratchFolder, stay_on_loopback
+
+POLL_S = 0.05
+GRACE_S = 0.5  # after one rank has failed: what others may take to say why
+LEAVE_S = 10.0  # after a signal, when the first rank has left: what the others may take
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_KEPT_FROM_RANKS = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}  # a terminal sends these to every process
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The rank that failed first, and its exit code: negative for the number of a signal."""
+
+    rank: int
+    code: int
+
+
+def launch_ranks(nproc: int, device_type: str, words: Sequence[str]) -> int:
+    """Run the command with the same arguments in ``nproc`` processes; return the exit code.
+
+    The first signal is passed on, as SIGTERM: ranks save and leave.  The second one ends them at once.
+    """
+    with _signals() as received, ScratchFolder() as folder:
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(nproc):
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+                place |= {LAUNCHER_VARIABLE: os.getpid(), STORE_VARIABLE: folder.path / "store"}
+                ranks.append(_start(words, _environment(place, device_type)))
+            failure = _watch(ranks, received)
+        finally:
+            _kill(ranks)
+            if sys.stdout.isatty():
+                sys.stdout.write("\x1b[?25h")  # a killed rank 0 cannot give the cursor back itself
+                sys.stdout.flush()
+    if failure is not None:
+        return _explain(failure)
+    if received:
+        print(f"shardwise: ended by {signal.Signals(received[0]).name}; every rank has ended too", file=sys.stderr)
+        return 128 + received[0]
+    return 0
+
+
+@contextmanager
+def _signals() -> Generator[list[int], None, None]:
+    """Note signals, in the order in which they come, instead of being ended by them."""
+    received: list[int] = []
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    noted = [number for number in SIGNALS if number != signal.SIGHUP or not is_nohup]
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in noted}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _environment(place: Mapping[str, object], device_type: str) -> dict[str, str]:
+    environment = dict(os.environ)
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d's stack traces would bury the one line that says why
+    if device_type == "cpu":
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    stay_on_loopback(environment)
+    return environment | {name: str(value) for name, value in place.items()}
+
+
+def _start(words: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    # Blocked here, inherited there: a rank hears of Ctrl-C from this process alone, once, and no moment is left in between.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _KEPT_FROM_RANKS)
+    try:
+        command = [sys.executable, "-m", "shardwise.cli.main", *words]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _KEPT_FROM_RANKS)
+
+
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> Failure | None:
+    """Return when every rank has ended, or when those that have not can be killed: the first failure, if there is one."""
+    first: Failure | None = None
+    deadline = float("inf")
+    is_told = False
+    while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline and len(received) < 2:
+        if received and not is_told:
+            is_told = True
+            for rank in ranks:
+                rank.terminate()
+        first = first or _first_failure(ranks, is_told)
+        has_left = is_told and any(rank.returncode is not None for rank in ranks)
+        wait_s = GRACE_S if first is not None else LEAVE_S if has_left else float("inf")
+        deadline = min(deadline, time.monotonic() + wait_s)
+        time.sleep(POLL_S)
+    return first or _first_failure(ranks, is_told)
+
+
+def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], is_told: bool) -> Failure | None:
+    """Return a rank that has failed, one that was killed before one that said why; None if there is none.
+
+    After a signal was passed on, only a rank that said why it failed counts.
+    """
+    ended = [Failure(rank, process.returncode) for rank, process in enumerate(ranks) if process.returncode]
+    failed = [each for each in ended if each.code in (EXIT_FAILED, EXIT_CONFIG)] if is_told else ended
+    return min(failed, key=lambda each: (each.code, each.rank), default=None)
+
+
+def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.kill()
+    for rank in ranks:
+        rank.wait()
+
+
+def _explain(failure: Failure) -> int:
+    if failure.code in (EXIT_FAILED, EXIT_CONFIG):  # that rank has said why
+        return failure.code
+    how = f"exit code {failure.code}"
+    if failure.code < 0:
+        how = signal.Signals(-failure.code).name
+        how += " (often: out of memory)" if how == "SIGKILL" else ""
+    print(f"shardwise: error: rank {failure.rank} was ended by {how}; all ranks have been stopped", file=sys.stderr)
+    return EXIT_FAILED

@@ -1,0 +1,98 @@
+"""Meetings of ranks through the store: each says something, and all hear what all have said.
+
+No collective: a thread may call beside training, and a rank that has gone is named.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch.distributed as dist
+
+from shardwise.comm.alive import announce, read_post
+from shardwise.errors import StateError, TransportError
+from shardwise.torch_private import process_group_store, process_group_timeout_s
+
+
+class RollCall:
+    """Calls in one order on all ranks; ``size`` 1 without a store meets nobody.
+
+    Args:
+        prefix: of the keys in the store; the same on every rank, and of this object alone.
+        members: global ranks.  rank: this one's place among them.
+    """
+
+    def __init__(
+        self, store: dist.Store | None, prefix: str, members: tuple[int, ...], rank: int, timeout_s: float
+    ) -> None:
+        self._store, self._prefix, self._members, self._timeout_s = store, prefix, members, timeout_s
+        self.rank, self.size = rank, len(members)
+        self._number = 0
+
+    def branch(self, name: str) -> RollCall:
+        """Return another order of calls, for another thread; ``name`` is the same on all ranks and new."""
+        return RollCall(self._store, f"{self._prefix}/{name}", self._members, self.rank, self._timeout_s)
+
+    def call(self, said: str) -> list[str]:
+        """Return what every rank has said, in rank order, once all have.
+
+        Raises: TransportError on every rank that is there if one is gone or does not come in time.
+        """
+        store = self._store
+        if store is None:
+            return [said]
+        number, self._number = self._number, self._number + 1
+        place = f"{self._prefix}/{number}"
+        if self.rank:
+            store.set(f"{place}/{self.rank}", said)
+            verdict = json.loads(self._read(store, f"{place}/all", 0))
+        else:
+            verdict = self._collect(store, place, said)
+            store.set(f"{place}/all", json.dumps(verdict))
+            for rank in range(1, self.size):
+                _forget(store, f"{place}/{rank}")
+            if number:  # whoever has called again has read the last answer
+                _forget(store, f"{self._prefix}/{number - 1}/all")
+        if isinstance(verdict, str):
+            raise TransportError(verdict)
+        return verdict
+
+    def _collect(self, store: dist.Store, place: str, said: str) -> list[str] | str:
+        try:
+            return [said, *(self._read(store, f"{place}/{rank}", rank) for rank in range(1, self.size))]
+        except TransportError as error:
+            return str(error)
+
+    def _read(self, store: dist.Store, key: str, rank: int) -> str:
+        try:
+            return read_post(store, key, self._members[rank], self._timeout_s)
+        except TimeoutError as error:
+            raise TransportError(f"rank {self._members[rank]} did not come within {self._timeout_s:g} s") from error
+
+
+def open_roll_call(group: dist.ProcessGroup | None, topic: str) -> RollCall:
+    """Return the next roll call about ``topic`` of ``group`` (None: all ranks, or this process alone without any group).
+
+    Every rank opens those of one topic in the same order.  Raises: StateError outside of ``group``.
+    """
+    if group is None:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None:
+        return RollCall(None, topic, (0,), 0, 0.0)
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise StateError("this process is not a member of the process group that saves or loads the checkpoint")
+    members = tuple(dist.get_process_group_ranks(group))
+    if len(members) == 1 or dist.get_backend(group) == "fake":
+        return RollCall(None, topic, (0,), 0, 0.0)
+    store = process_group_store(group)
+    announce(store, members[rank])
+    number = store.add(f"shardwise/{topic}/opened/{rank}", 1)
+    return RollCall(store, f"shardwise/{topic}/{number}", members, rank, process_group_timeout_s(group))
+
+
+def _forget(store: dist.Store, key: str) -> None:
+    try:
+        store.delete_key(key)
+    except (RuntimeError, NotImplementedError):
+        return  # a store that cannot forget keeps some bytes more

@@ -1,0 +1,85 @@
+"""What processes of one host need: no way in from other hosts, and a private folder that outlives no killed owner for long."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import IO
+
+PREFIX = "shardwise-"
+_OWNER = "owner"  # a file in the folder, locked for as long as the owner lives: a number of a process may be used again
+_INTERFACE = {"linux": "lo", "darwin": "lo0"}
+
+
+def stay_on_loopback(environment: MutableMapping[str, str]) -> None:
+    """Let gloo and NCCL listen on the loopback interface alone, whatever was chosen for jobs of several hosts.
+
+    Both would else take the interface of the host's name, or any that is up.  To be called before the first process group.
+    """
+    interface = _INTERFACE.get(sys.platform)
+    if interface is not None:
+        environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = interface
+
+
+class ScratchFolder:
+    """A new folder in the system's place for temporary files, for this user alone, gone with :meth:`close`.
+
+    Making one removes those whose owners were killed.  Use it as a context manager, or close it.
+    """
+
+    def __init__(self, prefix: str = PREFIX) -> None:
+        remove_abandoned(Path(tempfile.gettempdir()))
+        self._folder = tempfile.TemporaryDirectory(prefix=prefix)
+        self.path = Path(self._folder.name)
+        self._lock = _lock(self.path)
+
+    def __enter__(self) -> ScratchFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the folder and what is in it."""
+        self._folder.cleanup()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _lock(folder: Path) -> IO[str] | None:
+    """Return the locked file; None on a file system without locks: then nobody can tell, and the folder is left alone."""
+    file = (folder / ".owner").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    (folder / ".owner").rename(folder / _OWNER)  # only now: a file of this name without a lock means a dead owner
+    return file
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove what killed processes of this user left in ``parent``: folders of ours whose owner's lock is free."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # it went meanwhile, or is not ours to look into
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and _is_abandoned(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    lock = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True

@@ -1,0 +1,224 @@
+"""Saving together: shared writing, failures on all ranks, the background, locks, and state of every kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.checkpoints import differences, expected, made, state_of, train
+from helpers.ranks import on_ranks
+from torch import nn
+
+from shardwise.checkpoint import CheckpointError, PerRank, RandomState, finish, load, save
+from shardwise.checkpoint.files import DiskFiles
+from shardwise.checkpoint.lock import note_of
+from shardwise.checkpoint.reader import read_manifest
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(160, 160, bias=False) for _ in range(8)))
+
+
+@on_ranks(4)
+def test_replicas_share_the_writing_and_nothing_is_written_twice(tmp_path: Path) -> None:
+    model = Wide()
+    save(tmp_path, {"model": model}, step=0)
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "step-00000000").glob("part-*"))]
+    one = 160 * 160 * 4
+    assert len(sizes) == 4
+    assert all(2 * one <= size < 2 * one + 2000 for size in sizes), sizes
+
+
+@on_ranks(2)
+def test_a_rank_that_cannot_write_fails_all_and_the_old_state_stands(
+    tmp_path: Path,
+) -> None:
+    model, optimizer = made("fully_shard")
+    state = state_of(model, optimizer)
+    train(model, optimizer, [0])
+    save(tmp_path, state, step=1)
+    create = DiskFiles.create
+
+    def full(self: DiskFiles, path: Path) -> Any:
+        raise OSError(28, "No space left on device", str(path))
+
+    for wait in (True, False):
+        for place in (0, 1):
+            if dist.get_rank() == place:
+                DiskFiles.create = full  # type: ignore[method-assign]
+            try:
+                with pytest.raises(
+                    CheckpointError, match=rf"step 2 was not saved.*rank {place}: OSError: No space left"
+                ):
+                    save(tmp_path, state, step=2, wait=wait)
+                    finish(tmp_path)
+            finally:
+                DiskFiles.create = create  # type: ignore[method-assign]
+    dist.barrier()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith((".saving", "step"))] == ["step-00000001"]
+    load(tmp_path, state)
+    save(tmp_path, state, step=2)
+    assert load(tmp_path, state).step == 2
+
+
+@on_ranks(2)
+def test_training_during_the_write_changes_nothing_in_the_file(tmp_path: Path) -> None:
+    for door in ("fully_shard", "zero even", "whole matrix"):
+        folder = tmp_path / door
+        model, optimizer = made(door)
+        train(model, optimizer, range(2))
+        optimizer.param_groups[0]["lr"] = 0.07
+        held, create = threading.Event(), DiskFiles.create
+
+        def late(self: DiskFiles, path: Path, held: threading.Event = held, create: Any = create) -> Any:
+            held.wait(30)
+            return create(self, path)
+
+        DiskFiles.create = late  # type: ignore[method-assign]
+        try:
+            assert save(folder, state_of(model, optimizer), step=2, wait=False) is None
+            train(model, optimizer, range(10, 12))
+            assert not list(folder.glob("step-*"))
+        finally:
+            held.set()
+            finish(folder)
+            DiskFiles.create = create  # type: ignore[method-assign]
+        load(folder, state_of(model, optimizer))
+        train(model, optimizer, range(2, 4))
+        assert differences(model, expected()) == []
+
+
+@on_ranks(2)
+def test_a_save_in_the_background_is_waited_for_by_the_next_and_its_memory_is_used_again(tmp_path: Path) -> None:
+    from shardwise.checkpoint.save import _savers
+
+    model, optimizer = made("fully_shard")
+    places = set()
+    for step in range(3):
+        train(model, optimizer, [step])
+        save(tmp_path, state_of(model, optimizer), step=step, wait=False, keep=2)
+        (saver,) = [saver for (path, _), (saver, _) in _savers.items() if path == tmp_path]
+        assert saver._buffer is not None
+        places.add((saver._buffer.data_ptr(), saver._buffer.numel()))
+    finish(tmp_path)
+    assert len(places) <= 2, places  # state comes with the first step
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+@on_ranks(2)
+def test_state_that_differs_between_ranks_is_refused_unless_it_is_each_ranks_own(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    with pytest.raises(CheckpointError, match="position: rank 0 has .*, rank 1 .*PerRank"):
+        save(tmp_path, {"position": {"sample": rank}}, step=0)
+    mine: dict[str, Any] = {"sample": rank}
+    torch.manual_seed(rank)
+    state = {"position": PerRank(mine), "random": RandomState(), "epoch": {"number": 3}}
+    save(tmp_path, state, step=0)
+    drawn = torch.rand(3)
+    mine["sample"] = -1
+    load(tmp_path, state)
+    assert mine == {"sample": rank}
+    assert torch.equal(torch.rand(3), drawn)
+
+
+@on_ranks(4)
+def test_another_number_of_ranks_derives_its_random_state(tmp_path: Path) -> None:
+    alone = dist.new_group([0])
+    if dist.get_rank() == 0:
+        save(tmp_path, {"random": RandomState()}, step=0, group=alone)
+    dist.barrier()
+    load(tmp_path, {"random": RandomState()})
+    drawn = [torch.empty(2) for _ in range(4)]
+    dist.all_gather(drawn, torch.rand(2))
+    assert len({tuple(each.tolist()) for each in drawn}) == 4
+
+
+@on_ranks(2)
+def test_names_that_differ_are_listed_and_nothing_changes(tmp_path: Path) -> None:
+    model, optimizer = made("fully_shard")
+    train(model, optimizer, [0])
+    save(tmp_path, state_of(model, optimizer), step=0)
+    other = nn.Sequential(nn.Linear(6, 9))
+    other.first, other.extra = nn.Linear(6, 9), nn.Linear(2, 2)
+    before = other.first.weight.detach().clone()
+    with pytest.raises(
+        CheckpointError, match=r"missing there: model/0\.weight.*model/extra\.bias; unexpected: .*model/second"
+    ):
+        load(tmp_path, {"model": other})
+    assert torch.equal(before, other.first.weight)
+    found = load(tmp_path, {"model": other}, strict=False)
+    assert "model/extra.bias" in found.missing
+    assert "model/second.weight" in found.unexpected
+    assert not torch.equal(before, other.first.weight)
+    wide = nn.Linear(6, 9)
+    wide.first = nn.Linear(7, 9)
+    with pytest.raises(CheckpointError, match=r"model/first\.weight: has shape \[9, 6\] there, \[9, 7\] here"):
+        load(tmp_path, {"model": wide})
+
+
+@on_ranks(2)
+def test_a_second_job_gets_an_error_that_names_the_first(tmp_path: Path) -> None:
+    state = {"a": {"b": 1}}
+    save(tmp_path, state, step=0)
+    own = json.loads((tmp_path / ".lock").read_text()) if dist.get_rank() == 0 else {"pid": os.getpid()}
+    assert own["pid"] == os.getpid()
+    dist.barrier()
+    finish(tmp_path)
+    first = [0]
+    if dist.get_rank() == 0:
+        assert not (tmp_path / ".lock").exists()
+        child = subprocess.Popen(["sleep", "100"])
+        (tmp_path / ".lock").write_text(json.dumps({"name": "here", "since": "then", **note_of(child.pid)}))
+        first = [child.pid]
+    dist.broadcast_object_list(first)
+    with pytest.raises(CheckpointError, match=f"another job: process {first[0]} on here, since then"):
+        save(tmp_path, state, step=1)
+    if dist.get_rank() == 0:
+        child.kill()
+        child.wait()
+    dist.barrier()
+    save(tmp_path, state, step=2)  # that process has ended
+    finish(tmp_path)
+
+
+def saves_until_killed(folder: str, victim: int, kill_at: str) -> str:
+    model, optimizer = made("fully_shard")
+    train(model, optimizer, [0])
+    save(folder, state_of(model, optimizer), step=1)
+    create = DiskFiles.create
+
+    def dies(self: DiskFiles, path: Path) -> Any:
+        if kill_at in path.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return create(self, path)
+
+    if dist.get_rank() == victim:
+        DiskFiles.create = dies  # type: ignore[method-assign]
+    try:
+        save(folder, state_of(model, optimizer), step=2)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("victim", "kill_at"), [(1, "part-"), (0, "manifest")])
+def test_a_rank_that_is_killed_is_named_and_the_old_state_stands(
+    pool: Any, tmp_path: Path, victim: int, kill_at: str
+) -> None:
+    found = pool.attempt(
+        saves_until_killed, num_ranks=2, fresh=True, folder=str(tmp_path), victim=victim, kill_at=kill_at
+    )
+    survivor = found[1 - victim]
+    assert f"rank {victim} is gone" in str(survivor.value), survivor
+    assert read_manifest(DiskFiles(), tmp_path / "step-00000001").step == 1
+    assert not list(tmp_path.glob("step-00000002"))

@@ -1,0 +1,159 @@
+"""Models behind every door, saved behind one and loaded behind another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from helpers.sharded import step_on_drawn_gradients
+from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard, replicate
+from shardwise.checkpoint import load, save
+from shardwise.checkpoint.contents import parts_of
+from shardwise.optim.pieces import RowBox
+
+OPTIONS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.02, "amsgrad": True}
+NUM_SAVED, NUM_STEPS = 2, 4
+
+
+class Net(nn.Module):
+    """Uneven rows at any number of ranks, a buffer, a parameter of one dim, tied weights."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(6, 9)
+        self.second = nn.Linear(9, 6, bias=False)
+        self.tied = nn.Linear(9, 6, bias=False)
+        self.tied.weight = self.second.weight
+        self.scale = nn.Parameter(torch.ones(7))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class Door:
+    wrap: Callable[[Net], nn.Module]
+    make: Callable[[nn.Module], Any]
+
+
+def _fully_sharded(model: Net) -> nn.Module:
+    fully_shard(model.first)
+    return fully_shard(model)
+
+
+def _hybrid(model: Net) -> nn.Module:
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (min(size, 2), max(size // 2, 1)), mesh_dim_names=("replicas", "shards"))
+    fully_shard(model.first, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _tensor_parallel(model: Net) -> nn.Module:
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (max(size // 2, 1), min(size, 2)), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    model.tied.weight = model.second.weight
+    fully_shard(model.first, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def _adamw(model: nn.Module) -> Any:
+    return torch.optim.AdamW(model.parameters(), **OPTIONS)
+
+
+def _sharded(update: Any = None) -> Callable[[nn.Module], Any]:
+    return lambda model: ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, update=update, **OPTIONS)
+
+
+def _zero(partition: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition=partition, **OPTIONS)
+
+
+def _itself(model: Net) -> nn.Module:
+    return model
+
+
+DOORS: dict[str, Door] = {
+    "fully_shard": Door(_fully_sharded, _adamw),
+    "hybrid": Door(_hybrid, _adamw),
+    "tensor parallel": Door(_tensor_parallel, _adamw),
+    "elementwise": Door(_fully_sharded, _sharded()),
+    "whole matrix": Door(_fully_sharded, _sharded("whole_matrix")),
+    "replicate": Door(lambda model: replicate(model), _adamw),
+    "zero whole": Door(_itself, _zero("whole")),
+    "zero even": Door(_itself, _zero("even")),
+    "plain": Door(_itself, _adamw),
+}
+
+
+def made(door: str, seed: int = 0) -> tuple[nn.Module, Any]:
+    model = DOORS[door].wrap(Net(seed))
+    return model, DOORS[door].make(model)
+
+
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return {"model": model, "optimizer": optimizer}
+
+
+def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
+    for seed in steps:
+        step_on_drawn_gradients(model, optimizer, seed)
+        model.count += 1
+
+
+def expected() -> Net:
+    """Return the model after all steps on one process."""
+    model = Net()
+    optimizer = _adamw(model)
+    train(model, optimizer, range(NUM_SAVED))
+    optimizer.param_groups[0]["lr"] = 0.07
+    train(model, optimizer, range(NUM_SAVED, NUM_STEPS))
+    return model
+
+
+def differences(model: nn.Module, whole: nn.Module) -> list[str]:
+    """Return what this rank holds that ``whole``, a model of one process, has otherwise."""
+    wrong: list[str] = []
+    for (name, value), expected in zip(model.state_dict().items(), whole.state_dict().values(), strict=True):
+        for part in parts_of(name, value):
+            wanted = RowBox(part.window.offsets, part.window.sizes).cut(expected)
+            if not torch.equal(part.tensor, wanted):
+                wrong.append(f"{name} differs by {(part.tensor - wanted).abs().max():.2e}")
+    return wrong
+
+
+def save_behind(doors: Iterable[str], folder: str) -> None:
+    """Train behind each of ``doors`` and save into a folder of its name and the number of ranks."""
+    for door in doors:
+        model, optimizer = made(door)
+        train(model, optimizer, range(NUM_SAVED))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.07  # options travel too
+        save(place(folder, door, dist.get_world_size()), state_of(model, optimizer), step=NUM_SAVED)
+
+
+def place(folder: str, door: str, num_ranks: int) -> Path:
+    return Path(folder) / f"{door} {num_ranks}"
+
+
+def load_behind(pairs: Iterable[tuple[str, str, int]], folder: str) -> list[str]:
+    """Go on from (saved door, door, ranks that saved); return what differs from one process."""
+    wanted, wrong = expected(), list[str]()
+    for saved, door, num_ranks in pairs:
+        model, optimizer = made(door, seed=1)
+        what = f"{saved} on {num_ranks} -> {door} on {dist.get_world_size()}"
+        try:
+            load(place(folder, saved, num_ranks), state_of(model, optimizer))
+        except Exception as error:
+            wrong.append(f"{what}: {type(error).__name__}: {error}")
+            continue
+        train(model, optimizer, range(NUM_SAVED, NUM_STEPS))
+        wrong += [f"{what}: {text}" for text in differences(model, wanted)]
+    return wrong
