@@ -105,6 +105,7 @@ def test_whole_numbers_are_compared_to_the_bit_where_averages_are_exact() -> Non
     assert bound_of(Settings(arithmetic="reals", dtype="float64"), 2) == 1e-7
     assert bound_of(Settings(compute="bfloat16"), 2) == 0.0
     assert bound_of(Settings(arithmetic="reals"), 2) == 1e-4
+    assert bound_of(Settings(arithmetic="reals", dtype="float64", reduce="float32"), 3) == 1e-4
 
 
 def test_a_named_error_on_every_rank_is_a_refusal() -> None:

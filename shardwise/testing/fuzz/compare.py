@@ -53,7 +53,8 @@ def bound_of(settings: Settings, num_data_ranks: int) -> float:
     """Return the largest difference, relative to 1 + max |b|; 0 means equal to the bit."""
     if settings.arithmetic == "integers" and num_data_ranks & (num_data_ranks - 1) == 0:
         return 0.0
-    return 1e-7 if settings.dtype == "float64" else 1e-4
+    is_wide = settings.dtype == "float64" and settings.reduce != "float32"
+    return 1e-7 if is_wide else 1e-4
 
 
 @dataclass(frozen=True, slots=True)

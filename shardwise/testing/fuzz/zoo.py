@@ -96,7 +96,7 @@ class Conv(nn.Module):
 
     def __init__(self, width: int, channels: int, act: Act) -> None:
         super().__init__()
-        self.wide = nn.Conv2d(3, channels, (3, 1), padding=(1, 0))
+        self.wide = nn.Conv2d(3, channels, (2, 1), padding=(1, 0))  # sums of six, which bfloat16 holds
         self.back = nn.Conv2d(channels, 3, 1, bias=False)
         self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self.act = act
@@ -104,7 +104,8 @@ class Conv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Shape: (batch, width) -> (batch, width); the width is a multiple of 3."""
         image = x.reshape(len(x), 3, -1, 1)
-        return self.act(x + self.back(self.act(self.wide(image))).reshape(x.shape))
+        wide = self.wide(image)[:, :, : image.shape[2]]
+        return self.act(x + self.back(self.act(wide)).reshape(x.shape))
 
 
 class Lookup(nn.Module):
