@@ -26,7 +26,8 @@ from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType, SimpleNamespace
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Start
 from shardwise.recipes.train import train
 
-PRELOAD = ["torch", "torch.utils.tensorboard", "shardwise.recipes.train", "shardwise.recipes.run_log"]
+PRELOAD = ["torch", "shardwise.recipes.train", "shardwise.recipes.run_log"]
 CONFIG = TrainConfig(
     model=ModelShape(layers=2, width=32, heads=2, context=16),
     steps=1_000_000, batch=4, warmup=10, lr=3e-3, log_every=1, eval_every=1_000_000, eval_windows=4, save_every=1, keep=2,
@@ -116,7 +117,27 @@ class Forked:
         return codes
 
 
+class _NoScalars:
+    """Stands for TensorBoard's writer, which takes longer to import than a life lasts."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        return
+
+    def __enter__(self) -> _NoScalars:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def add_scalar(self, *_: object) -> None:
+        return
+
+    def flush(self) -> None:
+        return
+
+
 def _rank(rank: int, num_ranks: int, store: str, run: str, config: TrainConfig, stop_at: int | None) -> None:
+    sys.modules["torch.utils.tensorboard"] = cast(ModuleType, SimpleNamespace(SummaryWriter=_NoScalars))
     stay_on_loopback(os.environ)
     torch.set_num_threads(1)
     timeout = timedelta(seconds=PATIENCE_S)
