@@ -143,6 +143,38 @@ def test_another_number_of_ranks_derives_its_random_state(tmp_path: Path) -> Non
     assert len({tuple(each.tolist()) for each in drawn}) == 4
 
 
+def test_names_are_those_of_the_model_without_wrappers(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def net() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    wrapped = net()
+    wrapped[0] = checkpoint_wrapper(wrapped[0])
+    compiled = torch.compile(wrapped)
+    average, other = net(), net()
+    one, both = (
+        torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        for params in (compiled.parameters(), [*wrapped.parameters(), *other.parameters()])
+    )
+    for param in (*wrapped.parameters(), *other.parameters()):
+        param.grad = torch.ones_like(param)
+    one.step()
+    both.step()
+    state = {"model": compiled, "ema": average, "other": other, "one": one, "both": both}
+    path = save(tmp_path, state, step=1)
+    assert path is not None
+    names = set(read_manifest(DiskFiles(), path).tensors)
+    assert {"model/0.weight", "ema/0.weight", "one/state/0.weight/momentum_buffer"} <= names
+    assert {"both/state/model:1.bias/momentum_buffer", "both/state/other:1.bias/momentum_buffer"} <= names
+    plain = net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9)
+    load(tmp_path, {"model": plain, "one": optimizer})
+    assert torch.equal(plain[0].weight, wrapped[0].weight)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    finish(tmp_path)
+
+
 @on_ranks(2)
 def test_names_that_differ_are_listed_and_nothing_changes(tmp_path: Path) -> None:
     model, optimizer = made("fully_shard")
