@@ -26,7 +26,8 @@ from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType, SimpleNamespace
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -40,12 +41,13 @@ from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Start
 from shardwise.recipes.train import train
 
-PRELOAD = ["torch", "torch.utils.tensorboard", "shardwise.recipes.train", "shardwise.recipes.run_log"]
+PRELOAD = ["torch", "shardwise.recipes.train", "shardwise.recipes.run_log"]
 CONFIG = TrainConfig(
     model=ModelShape(layers=2, width=32, heads=2, context=16),
     steps=1_000_000, batch=4, warmup=10, lr=3e-3, log_every=1, eval_every=1_000_000, eval_windows=4, save_every=1, keep=2,
 )  # fmt: skip
-PATIENCE_S, SPREAD_S, GRACE_S = 120.0, 0.4, 0.5
+PATIENCE_S, GRACE_S = 120.0, 0.5
+SPREAD_S, SAVE_S = 0.3, 0.04  # how late a kill may be: after the first save of a life, after the begin of the next
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Report:
 
     ranks: int
     kind: str
+    seed: int
     steps: int
     seconds: float
     kills: list[Kill]
@@ -114,7 +117,27 @@ class Forked:
         return codes
 
 
+class _NoScalars:
+    """Stands for TensorBoard's writer, which takes longer to import than a life lasts."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        return
+
+    def __enter__(self) -> _NoScalars:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def add_scalar(self, *_: object) -> None:
+        return
+
+    def flush(self) -> None:
+        return
+
+
 def _rank(rank: int, num_ranks: int, store: str, run: str, config: TrainConfig, stop_at: int | None) -> None:
+    sys.modules["torch.utils.tensorboard"] = cast(ModuleType, SimpleNamespace(SummaryWriter=_NoScalars))
     stay_on_loopback(os.environ)
     torch.set_num_threads(1)
     timeout = timedelta(seconds=PATIENCE_S)
@@ -202,10 +225,12 @@ def kill_once(run: Path, life: Life, chance: random.Random) -> Kill:
             raise RuntimeError(f"the run did not go on after step {before}: {ended or 'it hangs'}")
         time.sleep(0.01)
     time.sleep(chance.uniform(0, SPREAD_S))
+    _wait_for_save(run)
+    time.sleep(chance.uniform(0, SAVE_S))
     before = newest(run)
     pids = life.pids
     is_launched = isinstance(life, Command)
-    victim = chance.randrange(-1, len(pids)) if not is_launched else chance.randrange(len(pids))
+    victim = chance.randrange(-1, len(pids)) if not is_launched else chance.choice([0, chance.randrange(1, len(pids))])
     what = "all ranks" if victim < 0 else "launcher" if is_launched and not victim else f"rank {victim - is_launched}"
     for pid in pids if victim < 0 else [pids[victim]]:
         os.kill(pid, signal.SIGKILL)
@@ -220,6 +245,13 @@ def kill_once(run: Path, life: Life, chance: random.Random) -> Kill:
     if after < before:
         raise RuntimeError(f"killed {what}: step {before} was there, and {after} is the newest now")
     return Kill(what, after, any((run / "checkpoints").glob(".saving-*")))
+
+
+def _wait_for_save(run: Path) -> None:
+    """Return when a save is on its way, or there was none for two seconds."""
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline and not any((run / "checkpoints").glob(".saving-*")):
+        time.sleep(0.0005)
 
 
 def _wait_until_gone(pid: int) -> None:
@@ -265,7 +297,8 @@ def campaign(folder: Path, num_ranks: int, num_kills: int, seed: int, *, with_co
             (pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]), (found[-1], expected[-1])
         )
         raise RuntimeError(f"the killed run has {wrong[0]}, the other {wrong[1]}, as (step, loss)")
-    return Report(num_ranks, "commands" if with_commands else "forked ranks", stop_at, time.monotonic() - began, kills)
+    kind = "commands" if with_commands else "forked ranks"
+    return Report(num_ranks, kind, seed, stop_at, time.monotonic() - began, kills)
 
 
 def main() -> None:
@@ -295,6 +328,7 @@ def _summary(report: Report) -> dict[str, Any]:
     return {
         "ranks": report.ranks,
         "kind": report.kind,
+        "seed": report.seed,
         "kills": len(report.kills),
         "killed": {what: sum(each.what == what for each in report.kills) for what in killed},
         "kills_while_a_save_was_on_its_way": sum(each.was_saving for each in report.kills),

@@ -22,6 +22,7 @@ def list_jobs(out: Path) -> list[list[str]]:
     at_four = ["--ranks", "4", "--rounds", "5", "--no-memory", "--only", *AT_FOUR]
     return [
         ["benchmarks/host_cost.py", "--out", str(out / "host_cost.json")],
+        ["benchmarks/checkpoint.py", "--out", str(out / "checkpoint_w2.json")],
         ["benchmarks/consolidate.py", "--out", str(out / "consolidate_w2.json")],
         ["benchmarks/optimizer_step.py", "--out", str(out / "optimizer_step_w2.json")],
         [*bench, "--shape", "wide", "--ranks", "2", "--rounds", "11"],

@@ -35,7 +35,7 @@ def parts_of(name: str, tensor: torch.Tensor, known: Known | None = None) -> lis
     """Return what this rank holds of ``tensor``, on the live memory.
 
     ``known``: windows of DTensors that were found before, by mesh, placements and shape; it is added to.
-    Raises: ConfigError for partial sums, and for tensors in a form of their own.
+    Raises: ConfigError for partial sums, tensors without memory, and tensors in a form of their own.
     """
     if isinstance(tensor, StateSlice):
         chunks = tensor.__create_chunk_list__()
@@ -56,6 +56,8 @@ def parts_of(name: str, tensor: torch.Tensor, known: Known | None = None) -> lis
             for piece in pieces_of(name, tensor)
         ]
     for part in found:
+        if part.tensor.is_meta:
+            raise ConfigError(f"{name} is on the meta device and has no values; call module.to_empty(device=...) first")
         if type(part.tensor) not in (torch.Tensor, torch.nn.Parameter) or part.tensor.is_sparse:
             raise ConfigError(
                 f"{name}: a {type(part.tensor).__name__} is a form of its own, expected plain numbers per element; give its "

@@ -131,8 +131,14 @@ def _load_one(path: Path, state: Mapping[str, Any], strict: bool, skipped: tuple
     found = together(roll, what, stage)
     together(roll, what, lambda: _check_one_save(found))
     result = staged[0]
-    for apply in result.applies:
-        apply()
+
+    def put_into_place() -> None:
+        for apply in result.applies:
+            apply()
+
+    together(
+        roll, f"{path} was read, and putting it into place failed; the state may have changed in part", put_into_place
+    )
     if roll.rank == 0 and result.order.is_whole:
         note_verified(DiskFiles(), path)
     missing = tuple(result.order.missing)

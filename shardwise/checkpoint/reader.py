@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,10 +175,13 @@ def _cut(tensor: torch.Tensor, window: Window, of: Window) -> torch.Tensor:
     return tensor
 
 
-def verify(files: Files, checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
+def verify(
+    files: Files, checkpoint: Path, share: tuple[int, int] = (0, 1), progress: Callable[[int], None] | None = None
+) -> list[str]:
     """Compare every block of every file with its sum, and the headers with the manifest; return what is wrong.
 
     ``share``: (rank, size) to verify every size-th file alone, beginning with number rank.
+    ``progress``: is told bytes as they are compared.
     """
     try:
         manifest = read_manifest(files, checkpoint)
@@ -193,13 +196,15 @@ def verify(files: Files, checkpoint: Path, share: tuple[int, int] = (0, 1)) -> l
             found.append(str(error))
             continue
         try:
-            found += _verify_file(file, manifest, number)
+            found += _verify_file(file, manifest, number, progress)
         finally:
             file.close()
     return found
 
 
-def _verify_file(file: VerifiedFile, manifest: Manifest, number: int) -> list[str]:
+def _verify_file(
+    file: VerifiedFile, manifest: Manifest, number: int, progress: Callable[[int], None] | None
+) -> list[str]:
     record, found = manifest.files[number], list[str]()
     ranges = sorted((p.begin, p.end, n) for n, t in manifest.tensors.items() for p in t.parts if p.file == number)
     for block in range(len(record.sums)):
@@ -209,6 +214,8 @@ def _verify_file(file: VerifiedFile, manifest: Manifest, number: int) -> list[st
             file.check(block, ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "") or "the header")
         except DamagedCheckpointError as error:
             found.append(str(error))
+        if progress is not None:
+            progress(min(record.block_bytes, record.num_bytes - begin))
     if found:
         return found
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ from shardwise.checkpoint.names import part_file
 from shardwise.checkpoint.plan import Write, held_from_text, held_to_text, share_out
 from shardwise.checkpoint.writer import SaveId, make_manifest, write_manifest, write_part
 from shardwise.comm.roll_call import RollCall
+
+logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes between tensors in host memory
 
@@ -173,8 +176,11 @@ class Saver:
         values: list[Mapping[str, Any]] = [found for _, found, _ in said]
         manifest = make_manifest(job.save, job.writes, records, len(said), (ties, merged(values)))
         path = write_manifest(self._files, self.folder, manifest)
-        if job.keep is not None:
-            keep_last(self._files, self.folder, job.keep)
+        try:
+            if job.keep is not None:
+                keep_last(self._files, self.folder, job.keep)
+        except OSError as error:  # what was to be saved is saved
+            logger.warning("%s: older checkpoints could not be removed: %s", self.folder, error)
         return str(path)
 
     def _copy(self, job: Job) -> list[memoryview]:

@@ -31,14 +31,13 @@ def carriers_of(state: Mapping[str, Any], rank: int, size: int) -> list[Carrier]
     modules = {
         key: ModuleCarrier(join(_checked(key)), thing) for key, thing in state.items() if isinstance(thing, nn.Module)
     }
-    names = _param_names(modules)
     found: list[Carrier] = []
     for key, thing in state.items():
         prefix = join(_checked(key))
         if key in modules:
             found.append(modules[key])
         elif isinstance(thing, Optimizer):
-            found.append(OptimizerCarrier(prefix, thing, names))
+            found.append(OptimizerCarrier(prefix, thing, _names_for(thing, modules)))
         elif isinstance(thing, (PerRank, RandomState)):
             inner = thing.inner if isinstance(thing, PerRank) else thing
             found.append(PerRankCarrier(key, inner, rank, size, logger.warning))
@@ -55,13 +54,16 @@ def contents_of(state: Mapping[str, Any], rank: int, size: int) -> Contents:
     return contents
 
 
-def _param_names(modules: Mapping[str, ModuleCarrier]) -> dict[int, str]:
-    """Return what optimizers call parameters: their names, after that of the module where there are several modules."""
-    found: dict[int, str] = {}
+def _names_for(optimizer: Optimizer, modules: Mapping[str, ModuleCarrier]) -> dict[int, str]:
+    """Return what an optimizer calls its parameters: their names, after that of the module if it has those of several."""
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    found: dict[int, tuple[str, str]] = {}
     for key, module in modules.items():
         for number, name in module.names.items():
-            found.setdefault(number, name if len(modules) == 1 else f"{key}:{name}")
-    return found
+            if number in params:
+                found.setdefault(number, (key, name))
+    several = len({key for key, _ in found.values()}) > 1
+    return {number: f"{key}:{name}" if several else name for number, (key, name) in found.items()}
 
 
 def _checked(key: object) -> str:

@@ -144,6 +144,80 @@ def test_another_number_of_ranks_derives_its_random_state(tmp_path: Path) -> Non
 
 
 @on_ranks(2)
+def test_what_cannot_be_put_into_place_fails_on_all_ranks(tmp_path: Path) -> None:
+    class Picky:
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if dist.get_rank() == 1:
+                raise KeyError("value of another kind")
+
+    save(tmp_path, {"picky": Picky()}, step=0)
+    with pytest.raises(CheckpointError, match="changed in part: rank 1: KeyError: 'value of another kind'"):
+        load(tmp_path, {"picky": Picky()})
+
+
+@on_ranks(2)
+def test_older_checkpoints_that_cannot_be_removed_do_not_fail_the_save(tmp_path: Path) -> None:
+    rename = DiskFiles.rename
+
+    def fails(self: DiskFiles, old: Path, new: Path) -> None:
+        if new.name.startswith(".removing"):
+            raise PermissionError(13, "Permission denied", str(old))
+        rename(self, old, new)
+
+    DiskFiles.rename = fails  # type: ignore[method-assign]
+    try:
+        for step in (1, 2):
+            save(tmp_path, {"a": {"b": step}}, step=step, keep=1)
+    finally:
+        DiskFiles.rename = rename  # type: ignore[method-assign]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000002"]
+
+
+def test_parameters_without_memory_are_refused(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"model/weight is on the meta device .*to_empty"):
+        save(tmp_path, {"model": model}, step=0)
+    finish(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_are_those_of_the_model_without_wrappers(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def net() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    wrapped = net()
+    wrapped[0] = checkpoint_wrapper(wrapped[0])
+    compiled = torch.compile(wrapped)
+    average, other = net(), net()
+    one, both = (
+        torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        for params in (compiled.parameters(), [*wrapped.parameters(), *other.parameters()])
+    )
+    for param in (*wrapped.parameters(), *other.parameters()):
+        param.grad = torch.ones_like(param)
+    one.step()
+    both.step()
+    state = {"model": compiled, "ema": average, "other": other, "one": one, "both": both}
+    path = save(tmp_path, state, step=1)
+    assert path is not None
+    names = set(read_manifest(DiskFiles(), path).tensors)
+    assert {"model/0.weight", "ema/0.weight", "one/state/0.weight/momentum_buffer"} <= names
+    assert {"both/state/model:1.bias/momentum_buffer", "both/state/other:1.bias/momentum_buffer"} <= names
+    plain = net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9)
+    load(tmp_path, {"model": plain, "one": optimizer})
+    assert torch.equal(plain[0].weight, wrapped[0].weight)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    finish(tmp_path)
+
+
+@on_ranks(2)
 def test_names_that_differ_are_listed_and_nothing_changes(tmp_path: Path) -> None:
     model, optimizer = made("fully_shard")
     train(model, optimizer, [0])

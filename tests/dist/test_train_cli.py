@@ -145,14 +145,17 @@ def test_the_first_signal_saves_and_the_second_ends_every_rank_at_once(text: Pat
     run = tmp_path / "endless"
     command = [*COMMAND, *options(data=text, out=run, nproc=2, steps=1_000_000, eval_every=1_000_000, save_every=5)]
     with start(command) as process:
-        ranks = wait_for_training(process, run)
-        for rank in ranks:
-            os.kill(rank, signal.SIGSTOP)  # now they cannot do what the first signal asks for
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=30)
+        try:
+            ranks = wait_for_training(process, run)
+            for rank in ranks:
+                os.kill(rank, signal.SIGSTOP)  # now they cannot do what the first signal asks for
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert process.returncode == 128 + signal.SIGTERM
     assert err == "shardwise: ended by SIGTERM; every rank has ended too\n"
     assert not [pid for pid in ranks if is_alive(pid)]
