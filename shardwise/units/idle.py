@@ -187,7 +187,9 @@ class _Kept:
         self.is_touched = False
         # A rank without rows of its own cannot compare them with its shard to see what has been written.
         full = param.full
-        self._before = full.detach().clone() if full is not None and not param.local.numel() else None
+        self._before: torch.Tensor | None = None
+        if full is not None and not param.local.numel():
+            self._before = torch_private.local_of(full).detach().clone()
 
     def sharded(self) -> nn.Parameter:
         """Return the parameter that optimizers hold."""
@@ -213,7 +215,9 @@ class _Kept:
 
     def is_as_before(self, full: torch.Tensor) -> bool:
         """Return True if this rank, which holds no rows, sees that nothing was written."""
-        return self._before is not None and torch.equal(torch_private.data_of(full), self._before)
+        return self._before is not None and torch.equal(
+            torch_private.data_of(torch_private.local_of(full)), self._before
+        )
 
 
 def _idle_in(kind: type[Any], args: Any) -> list[Any]:

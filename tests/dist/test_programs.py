@@ -60,6 +60,8 @@ def test_gradients_are_dropped_through_what_was_unsharded_by_hand(way: str, wait
     shards = list(model.parameters())
     model(batch(0)).square().mean().backward()
     assert all(shard.grad is not None for shard in shards)
+    with torch.inference_mode():
+        model(batch(1))
     handle = model.unshard(async_op=not waits)
     if handle is not None:
         handle.wait()
