@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, replace
@@ -136,7 +137,15 @@ class _NoScalars:
         return
 
 
+def _end_with_parent() -> None:
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _rank(rank: int, num_ranks: int, store: str, run: str, config: TrainConfig, stop_at: int | None) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.modules["torch.utils.tensorboard"] = cast(ModuleType, SimpleNamespace(SummaryWriter=_NoScalars))
     stay_on_loopback(os.environ)
     torch.set_num_threads(1)
