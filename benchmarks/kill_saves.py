@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, replace
@@ -136,7 +137,15 @@ class _NoScalars:
         return
 
 
+def _end_with_parent() -> None:
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _rank(rank: int, num_ranks: int, store: str, run: str, config: TrainConfig, stop_at: int | None) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.modules["torch.utils.tensorboard"] = cast(ModuleType, SimpleNamespace(SummaryWriter=_NoScalars))
     stay_on_loopback(os.environ)
     torch.set_num_threads(1)
@@ -213,7 +222,7 @@ def newest(run: Path) -> int:
     return max((each.step for each in list_checkpoints(DiskFiles(), run / "checkpoints")), default=0)
 
 
-def kill_once(run: Path, life: Life, chance: random.Random) -> Kill:
+def kill_once(run: Path, life: Life, chance: random.Random, number: int) -> Kill:
     """Wait until the run has saved again, kill at a random moment after, and look at what is left.
 
     Raises: RuntimeError if the life ended by itself, or left a checkpoint that is not whole, or less than there was.
@@ -230,7 +239,9 @@ def kill_once(run: Path, life: Life, chance: random.Random) -> Kill:
     before = newest(run)
     pids = life.pids
     is_launched = isinstance(life, Command)
-    victim = chance.randrange(-1, len(pids)) if not is_launched else chance.choice([0, chance.randrange(1, len(pids))])
+    victim = chance.randrange(-1, len(pids))
+    if is_launched:  # the launcher every second time
+        victim = 0 if number % 2 == 0 else chance.randrange(1, len(pids))
     what = "all ranks" if victim < 0 else "launcher" if is_launched and not victim else f"rank {victim - is_launched}"
     for pid in pids if victim < 0 else [pids[victim]]:
         os.kill(pid, signal.SIGKILL)
@@ -282,9 +293,9 @@ def campaign(folder: Path, num_ranks: int, num_kills: int, seed: int, *, with_co
     text.write_text("".join(f"{n} bottles stood on the wall, {n * n} bottles. " for n in range(600)))
     config, run = replace(CONFIG, data=str(text)), folder / "killed"
     kills: list[Kill] = []
-    for _ in range(num_kills):
+    for number in range(num_kills):
         life = Command(run, config, num_ranks) if with_commands else Forked(run, config, num_ranks)
-        kills.append(kill_once(run, life, chance))
+        kills.append(kill_once(run, life, chance, number))
         print(f"W={num_ranks}: {len(kills)} of {num_kills}: {kills[-1]}", file=sys.stderr, flush=True)
     stop_at = newest(run) + 3
     for each in (run, folder / "whole"):
