@@ -6,12 +6,16 @@ No collective: a thread may call beside training, and a rank that has gone is na
 from __future__ import annotations
 
 import json
+import time
 
 import torch.distributed as dist
 
 from shardwise.comm.alive import announce, read_post
+from shardwise.comm.store import JobStore
 from shardwise.errors import StateError, TransportError
 from shardwise.torch_private import process_group_store, process_group_timeout_s
+
+_GRACE_S = 3.0
 
 
 class RollCall:
@@ -23,7 +27,7 @@ class RollCall:
     """
 
     def __init__(
-        self, store: dist.Store | None, prefix: str, members: tuple[int, ...], rank: int, timeout_s: float
+        self, store: JobStore | None, prefix: str, members: tuple[int, ...], rank: int, timeout_s: float
     ) -> None:
         self._store, self._prefix, self._members, self._timeout_s = store, prefix, members, timeout_s
         self.rank, self.size = rank, len(members)
@@ -45,27 +49,29 @@ class RollCall:
         place = f"{self._prefix}/{number}"
         if self.rank:
             store.set(f"{place}/{self.rank}", said)
-            verdict = json.loads(self._read(store, f"{place}/all", 0))
+            # Who waits for the answer waits longer: rank 0 knows who is missing.
+            verdict = json.loads(self._read(store, f"{place}/all", 0, time.monotonic() + self._timeout_s + _GRACE_S))
         else:
             verdict = self._collect(store, place, said)
             store.set(f"{place}/all", json.dumps(verdict))
             for rank in range(1, self.size):
-                _forget(store, f"{place}/{rank}")
+                store.delete(f"{place}/{rank}")
             if number:  # whoever has called again has read the last answer
-                _forget(store, f"{self._prefix}/{number - 1}/all")
+                store.delete(f"{self._prefix}/{number - 1}/all")
         if isinstance(verdict, str):
             raise TransportError(verdict)
         return verdict
 
-    def _collect(self, store: dist.Store, place: str, said: str) -> list[str] | str:
+    def _collect(self, store: JobStore, place: str, said: str) -> list[str] | str:
+        deadline = time.monotonic() + self._timeout_s
         try:
-            return [said, *(self._read(store, f"{place}/{rank}", rank) for rank in range(1, self.size))]
+            return [said, *(self._read(store, f"{place}/{rank}", rank, deadline) for rank in range(1, self.size))]
         except TransportError as error:
             return str(error)
 
-    def _read(self, store: dist.Store, key: str, rank: int) -> str:
+    def _read(self, store: JobStore, key: str, rank: int, deadline: float) -> str:
         try:
-            return read_post(store, key, self._members[rank], self._timeout_s)
+            return read_post(store.inner, key, self._members[rank], max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
             raise TransportError(f"rank {self._members[rank]} did not come within {self._timeout_s:g} s") from error
 
@@ -85,14 +91,7 @@ def open_roll_call(group: dist.ProcessGroup | None, topic: str) -> RollCall:
     members = tuple(dist.get_process_group_ranks(group))
     if len(members) == 1 or dist.get_backend(group) == "fake":
         return RollCall(None, topic, (0,), 0, 0.0)
-    store = process_group_store(group)
-    announce(store, members[rank])
+    store = JobStore(process_group_store(group))
+    announce(store.inner, members[rank])
     number = store.add(f"shardwise/{topic}/opened/{rank}", 1)
     return RollCall(store, f"shardwise/{topic}/{number}", members, rank, process_group_timeout_s(group))
-
-
-def _forget(store: dist.Store, key: str) -> None:
-    try:
-        store.delete_key(key)
-    except (RuntimeError, NotImplementedError):
-        return  # a store that cannot forget keeps some bytes more

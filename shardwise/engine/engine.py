@@ -386,7 +386,8 @@ class Engine:
         while self._in_flight and (self._in_flight[0].is_due or self._num_held_inputs() >= self.max_reductions):
             self._advance(self._in_flight.pop(0))
         gradients = add_gradients(unit.held, fresh)
-        if (params := tuple(gradients)) not in self.journal.agreed:
+        # A set: in which order gradients that were held have come is each rank's own affair.
+        if (params := frozenset(gradients)) not in self.journal.agreed:
             self.journal.agree_on_gradients(unit, params)
         partial = {p: unit.partial[p] for p in gradients if p in unit.partial}
         launch = _Launch(unit, [], unit.held, partial, [], set())

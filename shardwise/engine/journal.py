@@ -32,7 +32,7 @@ class Journal:
         self.depth = 1
         self.instruments: list[Instrument] = []
         self.bulletin: Bulletin | None = None
-        self.agreed: set[tuple[UnitParam, ...]] = set()
+        self.agreed: set[frozenset[UnitParam]] = set()
         self._units: Sequence[Unit] = ()
         self._numbers: dict[Unit, int] = {}
         self._ahead: list[list[Unit]] = []  # as in the plan
@@ -106,7 +106,7 @@ class Journal:
         if self.bulletin is not None:
             self.bulletin.check_deviation(f"{self._left_order} to {edge.value}", self.position())
 
-    def agree_on_gradients(self, unit: Unit, params: tuple[UnitParam, ...]) -> None:
+    def agree_on_gradients(self, unit: Unit, params: frozenset[UnitParam]) -> None:
         """Let the ranks compare what they are about to reduce, unless the way there compares it in every message.
 
         The first time that is all that can be trained, so that most runs never come here again.
@@ -118,10 +118,11 @@ class Journal:
                 facts = [_fact_of(param) for each in self._units for param in each.params]
                 self.bulletin.check_facts("parameters", facts, self.position())
                 for each in self._units:
-                    self.agreed.add(tuple([param for param in each.params if param.sharded.requires_grad]))
+                    self.agreed.add(frozenset([param for param in each.params if param.sharded.requires_grad]))
             if params not in self.agreed:
                 what = f"gradients of unit '{unit.name}'"
-                self.bulletin.check_facts(what, [_fact_of(param) for param in params], self.position())
+                facts = [_fact_of(param) for param in unit.params if param in params]
+                self.bulletin.check_facts(what, facts, self.position())
         self.agreed.add(params)
 
     def ahead(self) -> Sequence[Unit]:

@@ -41,7 +41,7 @@ class Answer:
 
     value: Any
     error: str | None
-    is_gone: bool = False  # it hung or died, so that the processes were replaced
+    is_gone: bool = False  # it hung, died or got no group, so that the processes were replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +86,38 @@ def _run_task(task: _Task) -> Answer:
 
     from shardwise.torch_private import forget_meshes
 
+    has_group = False
     try:
         function, kwargs = pickle.loads(task.payload)
         if task.backend != "none" and not dist.is_initialized():
-            store = dist.FileStore(task.store_path, task.num_ranks)
-            dist.init_process_group(
-                task.backend,
-                store=store,
-                rank=task.rank,
-                world_size=task.num_ranks,
-                timeout=timedelta(seconds=task.timeout_s),
-            )
+            _make_group(task)
+        has_group = True
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(task.rank), str(task.num_ranks)
         os.environ["LOCAL_RANK"] = str(task.rank)
         return Answer(function(**kwargs), None)
     except BaseException:
-        return Answer(None, traceback.format_exc())
+        # torch numbers the groups that a process makes: after one that failed here, this process would miss the others.
+        return Answer(None, traceback.format_exc(), is_gone=not has_group)
     finally:
         if dist.is_initialized() and not task.keeps_group:
             dist.destroy_process_group()
             forget_meshes()
+
+
+def _make_group(task: _Task) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        task.backend,
+        store=dist.FileStore(task.store_path, task.num_ranks),
+        rank=task.rank,
+        world_size=task.num_ranks,
+        timeout=timedelta(seconds=task.timeout_s),
+    )
+    if "gloo" in task.backend:
+        # A rank that is done before another one is connected closes the connection which that one waits for.
+        dist.all_reduce(torch.zeros(()))
 
 
 class WorkerPool:
@@ -278,9 +290,9 @@ class WorkerPool:
                     results[rank] = Answer(None, text, is_gone=True)
                 if results[rank].error is not None or is_failure(results[rank].value):
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        if waiting:
-            for rank in waiting.values():
-                results[rank] = Answer(None, f"did not return; its stack:\n{self._stack(rank)}", is_gone=True)
+        for rank in waiting.values():
+            results[rank] = Answer(None, f"did not return; its stack:\n{self._stack(rank)}", is_gone=True)
+        if any(answer.is_gone for answer in results.values()):
             self.replace()
         return results
 

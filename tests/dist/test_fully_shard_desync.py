@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.compare import average_gradients, full
 from helpers.ranks import on_ranks
 from torch import nn
 
-from shardwise import DesyncError, fully_shard, replicate
+from shardwise import DesyncError, FSDPModule, fully_shard, replicate
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import Block
 
@@ -130,6 +132,39 @@ def test_ranks_that_would_reduce_different_gradients_meet_before(pool: WorkerPoo
     what = {"width": "of shape (16, 8)", "block": "2.weight of shape (8, 8)", "frozen": "frozen"}
     expected = what.get(how, "rank 1 comes with new gradients of unit")
     assert all(expected in message for message in messages), messages
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, is_left: bool) -> torch.Tensor:
+        return self.left(x) if is_left else self.right(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["replicate", "collective", "gloo"])
+def test_ranks_may_come_to_the_same_gradients_in_another_order(door: str) -> None:
+    """What is held from microbatches without sync comes from other branches on each rank; what is reduced is the same."""
+    torch.manual_seed(0)
+    model = Branches()
+    plain = copy.deepcopy(model)
+    if door == "replicate":
+        replicate(model)
+    else:
+        fully_shard(model, reshard_after_forward=False)
+        model.set_transport(door)
+    assert isinstance(model, FSDPModule)
+    rank = dist.get_rank()
+    for _ in range(2):
+        for number in range(2):
+            model.set_requires_gradient_sync(number == 1)
+            for each in (model, plain):
+                each(torch.full((2, 4), 1.0 + rank), is_left=(number + rank) % 2 == 0).square().mean().backward()
+    average_gradients(plain)
+    for left, right in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(right.grad), left.grad)
 
 
 def test_the_error_is_public() -> None:

@@ -82,3 +82,35 @@ def test_a_hang_gives_the_stack_and_the_pool_lives_on() -> None:
         with pytest.raises(RankFailure, match=r"did not return; its stack:[\s\S]*_hang_on"):
             own.run(_hang_on, rank=0, timeout_s=2.0)
         assert own.run(_sum_of_ranks) == [1.0, 1.0]
+
+
+def _make_groups_so(on_rank_0: str) -> None:
+    """From now on rank 0's process makes its group late, as seen by the others, or never."""
+    make = dist.init_process_group
+
+    def late(*args: object, **kwargs: object) -> None:
+        make(*args, **kwargs)
+        time.sleep(0.5)
+
+    def never(*args: object, **kwargs: object) -> None:
+        make(*args, **kwargs)
+        raise RuntimeError("Connection closed by peer")
+
+    if dist.get_rank() == 0:
+        dist.init_process_group = {"late": late, "never": never}[on_rank_0]
+
+
+def test_no_rank_begins_before_all_are_connected() -> None:
+    """One that is done first closes its connections, also to a rank that is still waiting for them."""
+    with WorkerPool(max_ranks=2, preload=PRELOAD) as own:
+        own.run(_make_groups_so, on_rank_0="late")
+        starts = own.run(time.monotonic)
+    assert abs(starts[0] - starts[1]) < 0.25, starts
+
+
+def test_a_rank_without_a_group_does_not_spoil_the_next_call() -> None:
+    with WorkerPool(max_ranks=2, preload=PRELOAD) as own:
+        own.run(_make_groups_so, on_rank_0="never")
+        with pytest.raises(RankFailure, match="Connection closed by peer"):
+            own.run(_process, group_timeout_s=2.0, timeout_s=10.0)
+        assert own.run(_sum_of_ranks) == [1.0, 1.0]

@@ -1,7 +1,5 @@
 """State saved behind one door is read behind every other, on another number of ranks, and training goes on to the bit."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.sharded import step_on_drawn_gradients
+from helpers.state_doors import OPTIONS, Door, adamw, fully_sharded, itself, sharded, zero
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,10 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from shardwise import ShardedOptimizer, ShardwiseError, ZeroRedundancyOptimizer, fully_shard, replicate
+from shardwise import ShardedOptimizer, ShardwiseError, ZeroRedundancyOptimizer, replicate
 from shardwise.testing import WorkerPool
 
-OPTIONS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.02, "amsgrad": True}
 NUM_SAVED, NUM_STEPS = 3, 5
 
 # How a checkpoint names things.  named, flat, indexed: in torch.distributed.checkpoint, by name, by torch's flattened
@@ -43,54 +41,23 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(7))
 
 
-@dataclass(frozen=True)
-class Door:
-    """How to wrap the model, and to make its optimizer."""
-
-    wrap: Callable[[Net], nn.Module]
-    make: Callable[[nn.Module], Any]
-
-
-def _fully_sharded(model: Net) -> nn.Module:
-    fully_shard(model.first)
-    return fully_shard(model)
-
-
-def _adamw(model: nn.Module) -> Any:
-    return torch.optim.AdamW(model.parameters(), **OPTIONS)
-
-
-def _sharded(update: Any = None) -> Callable[[nn.Module], Any]:
-    return lambda model: ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, update=update, **OPTIONS)
-
-
-def _zero(partition: Any) -> Callable[[nn.Module], Any]:
-    return lambda model: ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition=partition, **OPTIONS)
-
-
-def _itself(model: Net) -> nn.Module:
-    return model
-
-
 DOORS: dict[str, Door] = {
-    "fully_shard": Door(_fully_sharded, _adamw),
-    "sharded elementwise": Door(_fully_sharded, _sharded()),
-    "sharded whole matrix": Door(_fully_sharded, _sharded("whole_matrix")),
-    "sharded over replicas": Door(lambda model: replicate(model), _sharded()),
-    "zero whole": Door(_itself, _zero("whole")),
-    "zero even": Door(_itself, _zero("even")),
-    "replicate": Door(lambda model: replicate(model), _adamw),
-    "plain": Door(_itself, _adamw),
-    "plain with names": Door(_itself, lambda model: torch.optim.AdamW(model.named_parameters(), **OPTIONS)),
-    "fully_shard with names": Door(
-        _fully_sharded, lambda model: torch.optim.AdamW(model.named_parameters(), **OPTIONS)
-    ),
+    "fully_shard": Door(fully_sharded, adamw),
+    "sharded elementwise": Door(fully_sharded, sharded()),
+    "sharded whole matrix": Door(fully_sharded, sharded("whole_matrix")),
+    "sharded over replicas": Door(lambda model: replicate(model), sharded()),
+    "zero whole": Door(itself, zero("whole")),
+    "zero even": Door(itself, zero("even")),
+    "replicate": Door(lambda model: replicate(model), adamw),
+    "plain": Door(itself, adamw),
+    "plain with names": Door(itself, lambda model: torch.optim.AdamW(model.named_parameters(), **OPTIONS)),
+    "fully_shard with names": Door(fully_sharded, lambda model: torch.optim.AdamW(model.named_parameters(), **OPTIONS)),
 }
 
 
 def _expected() -> Net:
     model = Net()
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     for seed in range(NUM_STEPS):
         step_on_drawn_gradients(model, optimizer, seed)
     return model
@@ -201,7 +168,7 @@ def _read_whole(optimizer: Any, model: nn.Module, whole: Any) -> None:
 def load(form: Form, folder: str, doors: list[str]) -> list[str]:
     """Go on behind each of ``doors``; return what went wrong."""
     expected = Net()
-    reference = _adamw(expected)
+    reference = adamw(expected)
     for seed in range(NUM_STEPS):
         if seed == NUM_SAVED:
             reference.param_groups[0]["lr"] = 0.07
@@ -279,7 +246,7 @@ def save_without_state_of_some(folder: str) -> None:
 
 def load_without_state_of_some(folder: str) -> None:
     expected = Net()
-    reference = _adamw(expected)
+    reference = adamw(expected)
     for seed in range(NUM_STEPS):
         (_step_without_scale if seed < NUM_SAVED else step_on_drawn_gradients)(expected, reference, seed)
     for door, form in product(WITH_UNUSED, ("named", "flat", "indexed")):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from helpers.sharded import step_on_drawn_gradients
-from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard, replicate
+from helpers.state_doors import Door, adamw, fully_sharded, itself, sharded, zero
+from shardwise import fully_shard, replicate
 from shardwise.checkpoint import load, save
 from shardwise.checkpoint.contents import parts_of
 from shardwise.optim.pieces import RowBox
 
-OPTIONS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.02, "amsgrad": True}
 NUM_SAVED, NUM_STEPS = 2, 4
 
 
@@ -35,17 +34,6 @@ class Net(nn.Module):
         self.tied.weight = self.second.weight
         self.scale = nn.Parameter(torch.ones(7))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-
-@dataclass(frozen=True)
-class Door:
-    wrap: Callable[[Net], nn.Module]
-    make: Callable[[nn.Module], Any]
-
-
-def _fully_sharded(model: Net) -> nn.Module:
-    fully_shard(model.first)
-    return fully_shard(model)
 
 
 def _hybrid(model: Net) -> nn.Module:
@@ -64,32 +52,16 @@ def _tensor_parallel(model: Net) -> nn.Module:
     return fully_shard(model, mesh=mesh["data"])
 
 
-def _adamw(model: nn.Module) -> Any:
-    return torch.optim.AdamW(model.parameters(), **OPTIONS)
-
-
-def _sharded(update: Any = None) -> Callable[[nn.Module], Any]:
-    return lambda model: ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, update=update, **OPTIONS)
-
-
-def _zero(partition: Any) -> Callable[[nn.Module], Any]:
-    return lambda model: ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition=partition, **OPTIONS)
-
-
-def _itself(model: Net) -> nn.Module:
-    return model
-
-
 DOORS: dict[str, Door] = {
-    "fully_shard": Door(_fully_sharded, _adamw),
-    "hybrid": Door(_hybrid, _adamw),
-    "tensor parallel": Door(_tensor_parallel, _adamw),
-    "elementwise": Door(_fully_sharded, _sharded()),
-    "whole matrix": Door(_fully_sharded, _sharded("whole_matrix")),
-    "replicate": Door(lambda model: replicate(model), _adamw),
-    "zero whole": Door(_itself, _zero("whole")),
-    "zero even": Door(_itself, _zero("even")),
-    "plain": Door(_itself, _adamw),
+    "fully_shard": Door(fully_sharded, adamw),
+    "hybrid": Door(_hybrid, adamw),
+    "tensor parallel": Door(_tensor_parallel, adamw),
+    "elementwise": Door(fully_sharded, sharded()),
+    "whole matrix": Door(fully_sharded, sharded("whole_matrix")),
+    "replicate": Door(lambda model: replicate(model), adamw),
+    "zero whole": Door(itself, zero("whole")),
+    "zero even": Door(itself, zero("even")),
+    "plain": Door(itself, adamw),
 }
 
 
@@ -111,7 +83,7 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
 def expected() -> Net:
     """Return the model after all steps on one process."""
     model = Net()
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     train(model, optimizer, range(NUM_SAVED))
     optimizer.param_groups[0]["lr"] = 0.07
     train(model, optimizer, range(NUM_SAVED, NUM_STEPS))

@@ -1,7 +1,11 @@
-"""torch's own classes, imported here alone: what ours are compared with."""
+"""What ours are compared with: torch's own classes, from a file of the tests; without that file, one process alone."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,33 +13,46 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from shardwise.testing.fuzz.case import Contender
+
+FILE = Path(__file__).parents[3] / "tests" / "helpers" / "torch_peers.py"  # in a checkout; the package has none of them
+DOORS = ("torch_fully_shard", "torch_zero")
+
+
+def able(contenders: Iterable[Contender], file: Path = FILE) -> list[Contender]:
+    """Return those of ``contenders`` that can run here: all, where ``file`` is there."""
+    is_there = file.exists()
+    return [each for each in contenders if is_there or each.door not in DOORS]
+
+
+@functools.cache
+def _theirs() -> Any:
+    spec = importlib.util.spec_from_file_location("torch_peers", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 def fully_shard(modules: Any, **arguments: Any) -> None:
     """Call torch's own ``fully_shard``."""
-    from torch.distributed.fsdp import fully_shard as theirs
-
-    theirs(modules, **arguments)
+    _theirs().fully_shard(modules, **arguments)
 
 
 def mixed_precision(**arguments: Any) -> Any:
     """Return torch's own policy."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    return MixedPrecisionPolicy(**arguments)
+    return _theirs().MixedPrecisionPolicy(**arguments)
 
 
 def cpu_offload() -> Any:
     """Return torch's own policy."""
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    return CPUOffloadPolicy(pin_memory=False)
+    return _theirs().cpu_offload()
 
 
 def zero(params: Any, make: type[Optimizer], bucket_view: bool, options: dict[str, Any]) -> Optimizer:
     """Return torch's own ZeroRedundancyOptimizer."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    return ZeroRedundancyOptimizer(params, make, parameters_as_bucket_view=bucket_view, **options)
+    return _theirs().zero(params, make, bucket_view, options)
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.testing.fuzz import peers
 from shardwise.testing.fuzz.case import Case, Contender
 from shardwise.testing.fuzz.compare import Verdict, bound_of, judge
 from shardwise.testing.fuzz.doors import is_engines, is_ours, peer_of
@@ -73,7 +74,7 @@ class Runner:
     def run_text(self, text: str, contenders: Sequence[Contender] | None = None) -> Outcome:
         """Carry out the text of a case; ``contenders``: instead of its own."""
         play = Play.load(text)
-        chosen = play.contenders if contenders is None else contenders
+        chosen = peers.able(play.contenders if contenders is None else contenders)
         told = self._threads.submit(run_reference, play)
         tales: dict[Contender, Tales | Verdict] = {}
         if len(play.phases) == 1:

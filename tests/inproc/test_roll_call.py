@@ -1,0 +1,73 @@
+"""Roll calls over a store: every rank's word in rank order, or on every rank who has not come."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from shardwise.comm import roll_call
+from shardwise.comm.roll_call import RollCall
+from shardwise.comm.store import JobStore
+from shardwise.errors import TransportError
+
+SIZE = 3
+
+
+def _on_threads(body: Callable[[RollCall], object], timeout_s: float = 20.0) -> tuple[list[object], dist.HashStore]:
+    store = dist.HashStore()
+    rolls = [RollCall(JobStore(store), "roll", (4, 5, 9), rank, timeout_s) for rank in range(SIZE)]
+    with ThreadPoolExecutor(SIZE) as threads:
+        return list(threads.map(body, rolls)), store
+
+
+def test_what_all_have_said_comes_in_rank_order_and_the_store_keeps_one_answer() -> None:
+    def body(roll: RollCall) -> object:
+        other = roll.branch("other")
+        return [roll.call(f"{number} of {roll.rank}") for number in range(3)] + [other.call(str(roll.rank))]
+
+    answers, store = _on_threads(body)
+    assert (
+        answers == [[[f"{number} of {rank}" for rank in range(SIZE)] for number in range(3)] + [["0", "1", "2"]]] * SIZE
+    )
+    kept = [
+        f"roll/{number}/{key}"
+        for number in range(3)
+        for key in ("all", *range(1, SIZE))
+        if store.check([f"roll/{number}/{key}"])
+    ]
+    assert kept == ["roll/2/all"]
+    assert json.loads(store.get("roll/2/all")) == answers[0][2]
+
+
+def test_every_rank_names_the_one_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "_GRACE_S", 5.0)
+
+    def body(roll: RollCall) -> object:
+        if roll.rank == 1:
+            return ""
+        try:
+            roll.call("here")
+        except TransportError as error:
+            return str(error)
+
+    assert _on_threads(body, timeout_s=0.3)[0] == [
+        "rank 5 did not come within 0.3 s",
+        "",
+        "rank 5 did not come within 0.3 s",
+    ]
+
+
+def test_ranks_that_come_late_one_after_another_do_not_add_up() -> None:
+    def body(roll: RollCall) -> object:
+        time.sleep(0.6 * roll.rank)
+        try:
+            return roll.call("here")
+        except TransportError as error:
+            return str(error)
+
+    assert _on_threads(body, timeout_s=1.0)[0] == ["rank 9 did not come within 1 s"] * SIZE
