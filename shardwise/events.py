@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -52,3 +53,17 @@ class Instrument(Protocol):
     def on_event(self, event: Event) -> None:
         """Take note of ``event``; called on the thread that runs the step, in the order things happen."""
         ...
+
+
+@dataclass(slots=True)
+class EventLog:
+    """What has happened last, and who hears of it.  Units write to it themselves: it is crossed at every call.
+
+    Attributes:
+        num_calls: calls so far.  recent: the last of them.
+        instruments: hear every event.
+    """
+
+    num_calls: int = 0
+    recent: deque[Call] = field(default_factory=lambda: deque[Call](maxlen=4))
+    instruments: list[Instrument] = field(default_factory=list[Instrument])

@@ -285,22 +285,6 @@ def has_dispatch_mode() -> bool:
     return _get_current_dispatch_mode() is not None
 
 
-def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` so that torch.compile leaves it out of its graphs; elsewhere it runs as it is."""
-    disabled: list[Callable[..., Any]] = []
-
-    @functools.wraps(function)
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function, recursive=True))
-        return disabled[0](*args, **kwargs)
-
-    skip_frames(outside)
-    return outside
-
-
 def skip_frames(function: Callable[..., Any]) -> None:
     """Let torch.compile run ``function``, and all that it calls, as they are where it meets them as frames of their own.
 

@@ -64,7 +64,7 @@ class UnshardHandle:
 def _wait_by_hand(unit: Unit) -> None:
     unit.wait()
     engine = engine_of(unit)
-    if engine is None or engine.spans.number is None:
+    if engine is None or engine.means.spans.number is None:
         unit.keep()  # what user code now does with parameters is to hold for the shards
 
 
@@ -165,7 +165,7 @@ class FSDPModule(_Base):
         """
         engine = engine_of(self._attachment().unit)
         if engine is not None:
-            engine.pool.trim()
+            engine.means.pool.trim()
 
     # ---- behaviour ----
 
@@ -181,7 +181,7 @@ class FSDPModule(_Base):
         unit.transport = check_transport(transport)
         engine = engine_of(unit)
         if engine is not None:
-            engine.transport = unit.transport
+            engine.means.transport = unit.transport
             bind_units(engine)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -294,7 +294,7 @@ class FSDPModule(_Base):
         for unit in self._units(recurse):
             unit.max_reductions = max_input_buffers
         engine = self._engine()
-        engine.max_reductions = max((unit.max_reductions for unit in engine.units), default=1)
+        engine.reductions.max_inputs = max((unit.max_reductions for unit in engine.units), default=1)
 
     # ---- prefetch and events ----
 
@@ -486,5 +486,5 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             raise ValueError(f"Expects list of FSDPModules but got {module}")
     engines = [provisional_engine(attachment) for attachment in attachments if attachment is not None]
     for engine in engines[1:]:
-        engine.lanes, engine.pool = engines[0].lanes, engines[0].pool
+        engine.means.lanes, engine.means.pool = engines[0].means.lanes, engines[0].means.pool
         bind_units(engine)

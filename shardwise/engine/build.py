@@ -202,8 +202,7 @@ def _lend(lender: UnitParam, item: _Found, unit: Unit) -> bool:
     lending = next((each for module in owner.modules if (each := attachment_of(module)) is not None), None)
     if lending is not None:
         Hooks(lending).reshard_for_state_dict(item.module)
-    if owner not in unit.borrows:
-        unit.borrows.append(owner)
+    unit.borrow(owner)
     return True
 
 

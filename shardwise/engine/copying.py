@@ -21,7 +21,7 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
 
     Full parameters are given back first.  Gradients are not copied, as ``nn.Parameter`` does not copy its own.
     """
-    for member in attachment.unit.family:
+    for member in (attachment.unit, *attachment.unit.borrows):
         member.reshard()
     is_outermost = PENDING not in memo
     pending: list[tuple[Attachment, Attachment]] = memo.setdefault(PENDING, [])
@@ -60,7 +60,7 @@ def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
     for lender in source.borrows:
         copied = _copy_of(lender, memo)
         if copied is not None:
-            unit.borrows.append(copied)
+            unit.borrow(copied)
     for name in old.forward_methods:
         for module in unit.modules:
             module.__dict__.pop(name, None)

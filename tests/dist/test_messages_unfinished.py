@@ -108,7 +108,7 @@ def test_a_model_whose_gather_fails_does_not_lend_its_full_parameters_again() ->
     batch = torch.ones(2, 8)
     with parts_from(1):
         model(batch).sum().backward()
-        pool = engine_of(model).pool
+        pool = engine_of(model).means.pool
         pool.trim()
         if dist.get_rank() == 0:
             posted: list[int] = []

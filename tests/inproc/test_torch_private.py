@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import torch_private as private
+from shardwise.engine.hooks import dynamo_disabled
 
 
 @pytest.fixture
@@ -320,7 +321,7 @@ def test_dynamo_disabled_keeps_signature_and_result() -> None:
     def double(x: int) -> int:
         return 2 * x
 
-    wrapped = private.dynamo_disabled(double)
+    wrapped = dynamo_disabled(double)
     assert wrapped(3) == 6
     assert inspect.signature(wrapped) == inspect.signature(double)
 

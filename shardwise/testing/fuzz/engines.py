@@ -173,7 +173,7 @@ class EngineSide(Side):
         if self._shows_unsynced:
             attachment = attachment_of(self.model)
             units = live_engine(attachment).units if attachment is not None else []
-            self.hidden = frozenset({"grad"}) if any(unit.unsynced for unit in units) else frozenset()
+            self.hidden = frozenset({"grad"}) if any(unit.earlier.unsynced for unit in units) else frozenset()
         return super().record(moment)
 
     def notes(self) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any, cast
 from shardwise.engine.engine import Engine
 from shardwise.torch_private import parameters_of
 from shardwise.units import shards
+from shardwise.units.backward import Stage
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import Slot
 from shardwise.units.unit import Unit
@@ -35,7 +36,7 @@ def _end_at_the_first_pass() -> None:
     inputs_done = Engine.inputs_done
 
     def at_once(self: Engine, unit: Unit, through: object) -> None:
-        unit.open_passes.clear()
+        unit.backward.open_passes.clear()
         inputs_done(self, unit, through)
 
     cast(Any, Engine).inputs_done = at_once
@@ -43,8 +44,10 @@ def _end_at_the_first_pass() -> None:
 
 def _end_before_the_borrower() -> None:
     def done(self: Engine, unit: Unit, through: object) -> None:
-        unit.open_passes.discard(through)
-        if unit.in_backward and not unit.open_passes and (unit.gradient_arrived or not unit.num_expected):
+        backward = unit.backward
+        backward.open_passes.discard(through)
+        is_left = backward.stage is Stage.RUNNING and not backward.open_passes
+        if is_left and (backward.arrived or not backward.num_expected):
             self.after_backward(unit)
 
     cast(Any, Engine).inputs_done = done
