@@ -60,10 +60,10 @@ class EventLog:
     """What has happened last, and who hears of it.  Units write to it themselves: it is crossed at every call.
 
     Attributes:
-        num_calls: calls so far.  recent: the last of them.
+        num_calls: calls so far.  recent: what the last of them did, and the units they did it to.
         instruments: hear every event.
     """
 
     num_calls: int = 0
-    recent: deque[Call] = field(default_factory=lambda: deque[Call](maxlen=4))
+    recent: deque[tuple[Op, str]] = field(default_factory=lambda: deque[tuple[Op, str]](maxlen=4))
     instruments: list[Instrument] = field(default_factory=list[Instrument])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -18,15 +19,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
-
-
-def swap_storage(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None:
-    """Exchange the memory under two storages; tensors keep their storage object and see the other's bytes."""
-    swap: Callable[[torch.UntypedStorage], None] | None = getattr(left, "_swap_data_ptr_", None)
-    if swap is not None:
-        swap(right)
-    else:
-        _swap_fields(left, right)
 
 
 # Where torch 2.11 keeps what it later swaps itself, in bytes after the start of a storage: the pointer with its context and
@@ -50,6 +42,12 @@ def _swap_fields(left: torch.UntypedStorage, right: torch.UntypedStorage) -> Non
     ctypes.memmove(places[1], kept, _END - _POINTER)
 
 
+swap_storage: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = getattr(
+    torch.UntypedStorage, "_swap_data_ptr_", _swap_fields
+)
+"""Exchanges the memory under two storages; tensors keep their storage object and see the other's bytes."""
+
+
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Return how many holders ``storage`` has beside the Python object passed in: tensors, arrays, works in flight."""
     return torch._C._storage_Use_Count(storage._cdata) - 1  # pyright: ignore[reportAttributeAccessIssue]
@@ -60,10 +58,12 @@ def tensor_use_count(tensor: torch.Tensor) -> int:
     return tensor._use_count() - 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def tensor_use_counts(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return :func:`tensor_use_count` of each."""
-    uses = map(torch.Tensor._use_count, tensors)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
-    return [count - 1 for count in uses]  # pyright: ignore[reportUnknownVariableType]
+def use_counts(tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> list[int]:
+    """Return :func:`tensor_use_count` of each tensor, then :func:`storage_use_count` of each storage."""
+    uses: list[int] = [*map(torch.Tensor._use_count, tensors)]  # pyright: ignore[reportAttributeAccessIssue]
+    count: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
+    uses += [count(storage._cdata) for storage in storages]  # pyright: ignore[reportAttributeAccessIssue]
+    return [found - 1 for found in uses]
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -81,9 +81,8 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that ``tensor`` is a view of, None if it is none."""
-    return tensor._base
+base_of_view: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
+"""Returns the tensor that a tensor is a view of, None if it is none."""
 
 
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
@@ -403,9 +402,8 @@ def state_dict_hooks(optimizer: torch.optim.Optimizer, when: str) -> list[Callab
     return list(getattr(optimizer, f"_optimizer_{when}_hooks").values())
 
 
-def without_torch_function() -> AbstractContextManager[None]:
-    """Return a context in which tensor subclasses do not intercept functions."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Returns a context in which tensor subclasses do not intercept functions."""
 
 
 def forget_meshes() -> None:

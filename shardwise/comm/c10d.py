@@ -203,8 +203,7 @@ class C10dCommunicator:
             backend = torch_private.backend_of(self.group, self.pool.device)
             if backend.supports_tensor_alloc(self.pool.device):
                 return backend.allocate_tensor(numel, dtype=like.dtype, device=self.pool.device), None
-        lease = self.pool.lease(numel * like.dtype.itemsize)
-        return lease.tensor(like.dtype), lease
+        return self.pool.lend(numel, like.dtype)
 
 
 def _give_back(lane: Lane, lease: Lease | None) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.comm.links.link import SpanKind
 from shardwise.engine.backward_watch import BackwardWatch
-from shardwise.engine.forwards import Forward, begun, were_left
+from shardwise.engine.forwards import Forward, is_left, module_frame_id
 from shardwise.engine.journal import Journal
 from shardwise.engine.manual import ManualFinalization
 from shardwise.engine.means import Means
@@ -54,7 +55,9 @@ class Engine:
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
         self._borrowers: dict[Unit, list[Unit]] = {}  # of units that lend parameters
+        self._plain: list[Unit] = []  # those of which parameters may be their own full form
         self._late: list[Unit] = []  # to be resharded when the span is over
+        self._outermost = 0  # the Python frame of the outermost forward
         self._is_graphless = False  # the last forward built no graph
         live_engines.add(self)
 
@@ -62,12 +65,14 @@ class Engine:
         """Carry out the steps of ``units`` from here on."""
         self.units = list(units)
         self.journal.adopt(self.units)
+        self._plain = [unit for unit in self.units if any(group.keeps_plain for group in unit.groups)]
         self._borrowers = {
             lender: [u for u in self.units if lender in u.borrows] for u in self.units for lender in u.borrows
         }
         for unit in self.units:
             unit.host_ref = weakref.ref(self)
             unit.log = self.journal.log
+            unit.backward.on_gradients = _hearing(weakref.ref(self), weakref.ref(unit))
 
     # ---- what units ask for ----
 
@@ -87,11 +92,12 @@ class Engine:
             self.journal.visit(unit, Edge.ENTER_RECOMPUTE)
             unit.wait_with_lenders(self.means.spans.number)
             return
-        if self.forwards and were_left(self.forwards, unit):
+        if self.forwards and unit is self.forwards[0].unit and is_left(self._outermost):
             self.reset()
         if not self.forwards:
             self._begin_forward()
-        self.forwards.append(begun(unit))
+            self._outermost = module_frame_id()
+        self.forwards.append(Forward(unit, sys.exc_info()[1]))
         starts = not unit.awaited and not unit.holders
         ahead = self.journal.visit(unit, Edge.ENTER_FORWARD) if starts else []
         unit.begin_forward(self.means.spans.number)
@@ -110,7 +116,7 @@ class Engine:
             return True
         if not self.forwards or self.forwards[-1].unit is not unit:
             return True
-        if self.forwards.pop().has_raised:
+        if sys.exc_info()[1] is not self.forwards.pop().exception:  # forward has raised
             unit.abort_forward()
             if not self.forwards:
                 self.reset()
@@ -215,14 +221,14 @@ class Engine:
 
     # ---- backward ----
 
-    def before_backward(self, unit: Unit, through: object, made_of: int) -> None:
+    def before_backward(self, unit: Unit, through: object, made_of: list[int]) -> None:
         """Make the full parameters of ``unit`` readable for its backward.
 
-        ``through``: the pass that backward comes to, None if its end is not watched.  ``made_of``: what
-        :attr:`Unit.num_packs` was in that forward.
+        ``through``: the pass that backward comes to, None if its end is not watched.  ``made_of``: how
+        often its groups had been put together in that forward.
         """
         self._begin_backward()
-        if unit.num_packs != made_of:
+        if [group.num_packs for group in unit.groups] != made_of:
             unit.refuse_packing()
         backward = unit.backward
         if through is not None:
@@ -256,7 +262,7 @@ class Engine:
             return
         if any(each.backward.stage is Stage.RUNNING for each in self._borrowers.get(unit, ())):
             return
-        if backward.arrived or not backward.num_expected:
+        if backward.arrived or not backward.expects_any:
             self.after_backward(unit)
 
     def after_backward(self, unit: Unit, reduces: bool = True, is_late: bool = False) -> None:
@@ -291,7 +297,7 @@ class Engine:
         self.manual.check_completed("a backward")
         self.manual.begin_backward()
         new_end = self.watch.begin()
-        for unit in self.units:
+        for unit in self._plain:
             unit.hide_gradients()
         self._enter_span("backward")
         torch_private.call_after_backward(new_end)
@@ -344,7 +350,7 @@ class Engine:
         return params
 
     def _show_gradients(self) -> None:
-        for unit in self.units:
+        for unit in self._plain:
             unit.show_gradients()
 
     def _abort_backward(self) -> None:
@@ -355,7 +361,7 @@ class Engine:
         self.reductions.cancel()
         for unit in self.units:
             unit.drop_gradients()
-            unit.show_gradients()
+        self._show_gradients()
         if not self.forwards:
             self.reset()
 
@@ -380,7 +386,7 @@ class Engine:
         if not is_open:
             return None
         self.manual.hold_open()
-        for unit in self.units:
+        for unit in self._plain:
             unit.hide_gradients()
         self._enter_span("backward")
         try:
@@ -396,7 +402,7 @@ class Engine:
     def complete(self, completion: object) -> None:
         """Wait for reductions and set gradients.  Raises: StateError if ``completion`` has been forgotten."""
         self.manual.check_completion(completion)
-        for unit in self.units:
+        for unit in self._plain:
             unit.hide_gradients()
         try:
             params = self._commit()
@@ -434,6 +440,17 @@ class Engine:
         for unit in self.units:
             unit.abandon()
         self.journal.forget()
+
+
+def _hearing(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit]) -> Callable[[], None]:
+    """Return what the backward of a unit calls when gradients are there from which something may follow."""
+
+    def on_gradients() -> None:
+        engine, unit = engine_ref(), unit_ref()
+        if engine is not None and unit is not None:
+            engine.gradient_arrived(unit)
+
+    return on_gradients
 
 
 def engine_of(unit: Unit) -> Engine | None:

@@ -20,8 +20,8 @@ from shardwise.comm.links.meet import Desk, Offer, meet
 from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
 from shardwise.comm.links.send_recv import MAX_RANKS, PeerLink
 from shardwise.errors import TransportError
+from shardwise.units.bucket import Allocator, FlatBucket
 from shardwise.units.group import ShardGroup
-from shardwise.units.shards import Allocator, FlatBucket
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class Hooks:
         precision = self._unit.precision
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             args, kwargs = cast_floating(args, precision.param_dtype), cast_floating(kwargs, precision.param_dtype)
-        is_watched = self._unit.wants_boundary and torch.is_grad_enabled() and self._has_boundary()
+        is_watched = self._wants_boundary() and torch.is_grad_enabled() and self._has_boundary()
         self._attachment.passes.append(self._watch_inputs(args, kwargs) if is_watched else None)
         return args, kwargs
 
@@ -123,7 +123,7 @@ class Hooks:
         return output if dtype is None else cast_floating(output, dtype)
 
     def _watch_outputs(self, output: Any, through: Pass | None) -> None:
-        made_of = self._unit.num_packs
+        made_of = [group.num_packs for group in self._unit.groups]
 
         def pre_backward(_: Any) -> None:
             self.before_backward(through, made_of)
@@ -155,6 +155,12 @@ class Hooks:
             tensor.register_hook(on_gradient)
         return through
 
+    def _wants_boundary(self) -> bool:
+        # Where counting gradients does not tell the end of the unit's backward, the gradients of its inputs must.
+        backward = self._unit.backward
+        is_told = backward.counts and not backward.ended_late and not backward.has_frozen
+        return not is_told or self._unit.policy.reduces_unused
+
     def _has_boundary(self) -> bool:
         # A recomputed module of several has been counted when it ran first.
         return len(self._unit.modules) == 1 or not is_in_backward()
@@ -173,7 +179,7 @@ class Hooks:
         return attachment.shared_pass
 
     @dynamo_disabled
-    def before_backward(self, through: Pass | None, made_of: int) -> None:
+    def before_backward(self, through: Pass | None, made_of: list[int]) -> None:
         """Runs when the first gradient of an output is known; ``made_of``: the packing of the forward that made it."""
         engine = self._engine()
         if engine is not None:

@@ -52,7 +52,7 @@ class Journal:
 
     def position(self, note: str = "") -> Position:
         """Return where this rank is, for the others to read."""
-        recent = tuple(f"{call.op.value} of unit '{call.unit}'" for call in self.log.recent)
+        recent = tuple(f"{op.value} of unit '{unit}'" for op, unit in self.log.recent)
         return Position(self.log.num_calls, recent, note or self._left_order)
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:

@@ -8,7 +8,8 @@ import torch
 
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.lanes import Lane
-from shardwise.comm.links.link import Spans, Transport
+from shardwise.comm.links.link import Transport
+from shardwise.comm.links.routes import Spans
 from shardwise.engine.group_links import GroupLink
 
 

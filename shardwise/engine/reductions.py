@@ -67,11 +67,12 @@ class Reductions:
         """Reduce ``fresh`` and what earlier backwards have left.  Raises: DesyncError, TransportError."""
         while self._in_flight and (self._in_flight[0].is_due or self._num_inputs() >= self.max_inputs):
             self._advance(self._in_flight.pop(0))
+        earlier = unit.earlier
         # A set: in which order gradients that were held have come is each rank's own affair.
-        params = frozenset((*unit.earlier.held, *fresh)) if unit.earlier.held else frozenset(fresh)
+        params = frozenset((*earlier.held, *fresh)) if earlier.held else frozenset(fresh)
         if params not in self._journal.agreed:
             self._journal.agree_on_gradients(unit, params)
-        launch = _Launch(unit, *unit.earlier.take(fresh))
+        launch = _Launch(unit, *(earlier.take(fresh) if earlier.held or earlier.partial else ({}, {})))
         self._launched.append(launch)
         gradients = add_gradients(launch.held, fresh) if launch.held else fresh
         added = self._absorb(launch, gradients) if self._deferred else launch.partial
@@ -84,7 +85,7 @@ class Reductions:
                 launch.reductions += launch_reductions(group, mine, terms, added, launch.held)
             except TransportError as error:
                 raise self._journal.explain(error, f"gradients of unit '{unit.name}'") from error
-        unit.note(Op.REDUCE, sum([r.num_bytes for r in launch.reductions if r.is_collective]))
+        unit.note(Op.REDUCE, lambda: (sum(r.num_bytes for r in launch.reductions if r.is_collective), False))
         self._in_flight += launch.reductions
 
     def _absorb(self, launch: _Launch, gradients: Gradients) -> Gradients:

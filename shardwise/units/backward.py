@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from enum import Enum
+
+import torch
 
 from shardwise import torch_private
 from shardwise.errors import StateError
+from shardwise.units.param import UnitParam
 
 
 class Stage(Enum):
@@ -29,14 +34,19 @@ LEGAL_STEPS: frozenset[tuple[Stage, Stage]] = frozenset(
 )
 
 
+def _nobody() -> None:
+    return None
+
+
 class UnitBackward:
     """The backward of one unit.  Whoever reads may read the attributes; the methods alone write them.
 
     Attributes:
+        on_gradients: what is called when one has come from which something may follow.
         stage: one arrow of the table above is one method.
         task: the autograd task in which it has begun.
         arrived: ordinals of the parameters whose gradient has come.
-        num_expected: how many parameters want one.  num_frozen: how many do not.
+        counted: how many parameters want one, and how many there are.  has_frozen: some want none.
         open_passes: passes through the unit's modules that it has come to and not left.
         is_nested: gradients have come from a backward within it: they tell nothing of what is still to come.
         counts: the last gradient ends it.  Where checkpoints run backwards of their own, which may use the parameters
@@ -45,24 +55,31 @@ class UnitBackward:
     """
 
     def __init__(self) -> None:
+        self.on_gradients: Callable[[], None] = _nobody
         self.stage = Stage.IDLE
         self.task = -1
         self.arrived: set[int] = set()
-        self.num_expected = 0
-        self.num_frozen = 0
+        self.counted = (0, 0)
+        self.has_frozen = False
         self.open_passes: set[object] = set()
         self.is_nested = False
         self.counts = True
         self.ended_late = False
+
+    @property
+    def expects_any(self) -> bool:
+        """True if parameters want gradients."""
+        return self.counted[0] > 0
 
     def _step(self, new: Stage) -> None:
         if (self.stage, new) not in LEGAL_STEPS:
             raise StateError(f"the backward of a unit is {self.stage.value} and cannot become {new.value}")
         self.stage = new
 
-    def expect(self, num_trainable: int, num_frozen: int) -> None:
-        """Wait for the gradients of ``num_trainable`` parameters."""
-        self.num_expected, self.num_frozen = num_trainable, num_frozen
+    def expect(self, num_trainable: int, num_params: int) -> None:
+        """Wait for the gradients of ``num_trainable`` of ``num_params`` parameters."""
+        self.counted = (num_trainable, num_params)
+        self.has_frozen = num_trainable < num_params
 
     def enter(self, task: int) -> None:
         """The gradient of an output has come, in autograd's ``task``."""
@@ -70,16 +87,26 @@ class UnitBackward:
             self._step(Stage.RUNNING)
         self.task = task
 
-    def arrive(self, ordinal: int) -> bool:
-        """Take note of one gradient; return False if nothing follows from it yet."""
-        self.arrived.add(ordinal)
-        if self.stage is not Stage.RUNNING:
-            if self.stage is Stage.IDLE:
-                self._step(Stage.ARRIVING)
-            return True
-        if self.task != torch_private.graph_task_id():
-            self.is_nested = True  # a checkpoint within the unit runs a backward of its own: others may follow
-        return not self.is_nested and len(self.arrived) >= self.num_expected
+    def hook(self, param: UnitParam) -> Callable[[torch.Tensor], None]:
+        """Return what the full form of ``param`` runs when its gradient has been accumulated."""
+        # Through a weak reference: the full parameter owns the hook, and the unit owns the full parameter.
+        this, ordinal = weakref.ref(self), param.ordinal
+
+        def on_accumulated(_: torch.Tensor) -> None:
+            backward = this()
+            if backward is None:
+                return
+            backward.arrived.add(ordinal)
+            if backward.stage is Stage.RUNNING:
+                if backward.task != torch_private.graph_task_id():
+                    backward.is_nested = True  # a checkpoint within the unit runs its own: others may follow
+                if backward.is_nested or len(backward.arrived) < backward.counted[0]:
+                    return  # the engine knows of this backward, and nothing is complete
+            elif backward.stage is Stage.IDLE:
+                backward._step(Stage.ARRIVING)
+            backward.on_gradients()
+
+        return on_accumulated
 
     def note_nested(self) -> None:
         """What has come is of a weight that the unit lends, from a checkpoint's own backward: there may be more."""
@@ -91,8 +118,8 @@ class UnitBackward:
 
         A frozen parameter may still be read after the last gradient has come; its unit ends at its inputs.
         """
-        is_there = len(self.arrived) >= self.num_expected > 0
-        return is_there and self.counts and not self.num_frozen and not self.is_nested
+        is_there = len(self.arrived) >= self.counted[0] > 0
+        return is_there and self.counts and not self.has_frozen and not self.is_nested
 
     def leave(self, ended_late: bool = False) -> None:
         """The unit's part of the backward is over, and its gradients are taken."""

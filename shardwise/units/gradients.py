@@ -18,7 +18,6 @@ from shardwise.layout.bucket import Bucket
 from shardwise.plan.policy import UnitPolicy
 from shardwise.units.gradient_memory import GradientSection, as_gradient
 from shardwise.units.group import ShardGroup
-from shardwise.units.idle import mark_full
 from shardwise.units.param import UnitParam
 from shardwise.units.precision import CPUOffloadPolicy
 from shardwise.units.reduce_layout import ReduceLayout
@@ -30,7 +29,6 @@ _HERE = nullcontext()
 def take_gradients(group: ShardGroup) -> Gradients:
     """Return the local gradients of the full parameters, in the dtypes that they are reduced in, and clear them there."""
     taken: Gradients = {}
-    mark_full(group.params)  # a unit whose backward reads no parameter is not waited for
     for param in group.params:
         full = param.full
         if full is None:
@@ -180,7 +178,7 @@ class Reduction:
     ) -> None:
         self.group = group
         self.params = params
-        self._comm = group.comm
+        self._comm = group.bound_comm or group.comm
         self.is_partial = self._comm.replicas is not None and not terms.policy.syncs_replicas
         self._layout = _layout_of(group, params, dtype)
         self.has_elements = self._layout.bucket.full_numel > 0
@@ -340,7 +338,7 @@ def launch_reductions(
     packing and the page faults of new memory cost as much as the network within a host.
     """
     launched: list[Reduction] = []
-    comm = group.comm
+    comm = group.bound_comm or group.comm
     may_stay = comm.reduce is None and comm.replicas is not None and group.device.type == "cpu" and terms.hook is None
     if partial:
         gradients = {param: _widened(gradient, partial.get(param)) for param, gradient in gradients.items()}
@@ -387,8 +385,8 @@ def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
 
 def _staging(group: ShardGroup, packing: _Packing, scale: Scale) -> int:
     itemsize = packing.dtype.itemsize
-    comm = group.bound_comm.reduce if group.bound_comm is not None else None
-    link = comm.planned_link if comm is not None else None
+    comm = group.bound_comm
+    link = comm.reduce.planned_link if comm is not None and comm.reduce is not None else None
     if link is not None and link.takes_scatter(packing, scale):
         return link.scatter_staging(packing.layout, itemsize)
     return packing.section_numel * group.axes.num_shards * itemsize

@@ -16,18 +16,19 @@ from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import have_same_bits
 from shardwise.comm.links.routes import RoutedCommunicator
-from shardwise.comm.protocol import BucketEnds, Pending
+from shardwise.comm.protocol import Pending
 from shardwise.errors import StateError
 from shardwise.layout.bucket import build_bucket, by_size
 from shardwise.layout.shard import ChunkShard
 from shardwise.units.axes import MeshAxes
+from shardwise.units.bucket import Allocator, FlatBucket, SubBucket
 from shardwise.units.extension import ExtensionParams
 from shardwise.units.idle import FreedParameter, mark_freed, mark_full, mark_kept, may_be_written
 from shardwise.units.param import UnitParam
 from shardwise.units.placement import sub_parameter
 from shardwise.units.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.units.reduce_layout import ReduceLayout
-from shardwise.units.shards import Allocator, FlatBucket, FullBuffer, Shards, SubBucket, make_full_parameter
+from shardwise.units.shards import Delivery, FullBuffer, ShardEnds, Shards, make_full_parameter
 
 
 @dataclass(slots=True)
@@ -40,56 +41,15 @@ class GroupComm:
     sub: RoutedCommunicator | None = None
 
 
-@dataclass(slots=True)
-class _Delivery:
-    """The receiving end of an all-gather from ``shards`` into a group's full buffers."""
-
-    group: ShardGroup
-    shards: Shards
-    ends: Sequence[BucketEnds] = ()
-
-    def buckets(self) -> Sequence[BucketEnds]:
-        return self.ends
-
-    def shard(self) -> torch.Tensor:
-        return self.shards.section()
-
-    def deliver(self, packed: torch.Tensor) -> None:
-        self.shards.unpack(packed, self.group.hold_fulls())
-
-
-class _BucketEnds:
-    """One bucket of a group, for transports that move parts."""
-
-    def __init__(self, group: ShardGroup, shards: Shards, bucket: FlatBucket, index: int) -> None:
-        self._group_ref, self._shards, self._index = weakref.ref(group), shards, index
-        self._bucket = bucket
-        self.layout, self.dtype, self.full_dtype = bucket.layout, bucket.dtype, bucket.full_dtype
-
-    @property
-    def number(self) -> int | None:
-        return self._bucket.number
-
-    def section(self) -> torch.Tensor:
-        return self._shards.section_of(self._bucket)
-
-    def full_parts(self, rank: int) -> list[torch.Tensor]:
-        group = self._group_ref()
-        assert group is not None
-        return self._shards.full_parts(self._index, rank, group.hold_full(self._index))
-
-    def lose_full(self) -> object:
-        group = self._group_ref()
-        return None if group is None else group.lose_full(self._index)
-
-
 class ShardGroup:
     """Parameters of one unit that share a mesh.
 
     Attributes:
         params: in the order of the modules.  by_size: the order in memory, large ones first.  members: the same as a set.
         full_bytes: of the full parameters beyond the shards.
+        device: of the full parameters.  storage_device: of the shards.
         reduce_dtypes: in which gradients are reduced, by their dtype, of parameters without one of their own.
+        bound_comm: how the group talks, None before an engine is there; :attr:`comm` raises then.
         is_collective: gathering and reducing take a collective.
         keeps_plain: parameters are what they were before, plain tensors that stay registered.
         num_packs: how often parameters were put together.
@@ -117,6 +77,7 @@ class ShardGroup:
         self.reduce_dtypes: dict[torch.dtype, torch.dtype] = {}
         self.offload = offload
         self.device = device
+        self.storage_device = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
         # Beside tensor parallelism the collectives of a shard axis of one rank are issued too, as torch's tests count
         # them; alone it has none.
         has_tensor_parallelism = any(param.inner_spec is not None for param in params)
@@ -132,14 +93,15 @@ class ShardGroup:
         self._fulls: list[FullBuffer] = []
         self.full_bytes = 0
         self._staging: tuple[tuple[Shards, Link | None], tuple[int, bool]] | None = None
-        self._ends: list[_BucketEnds] = []
+        self._travelling: list[FullBuffer] = []
+        self._ends: list[ShardEnds] = []
         self.custom_all_gather: AllGatherFunction | None = None
         self.custom_reduce_scatter: ReduceScatterFunction | None = None
         self.reduce_process_group: dist.ProcessGroup | None = None
         self.reduce_layouts: dict[tuple[object, ...], ReduceLayout] = {}
         self.allocates_from_process_group = False
         self._pool: BufferPool | None = None
-        self._comm: GroupComm | None = None
+        self.bound_comm: GroupComm | None = None
 
     def release(self, params: Sequence[UnitParam]) -> None:
         """Be without those of ``params`` that are members."""
@@ -154,16 +116,11 @@ class ShardGroup:
     # ---- flat memory ----
 
     @property
-    def storage_device(self) -> torch.device:
-        """Where the shards live."""
-        return torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.device
-
-    @property
     def gather_staging(self) -> tuple[int, bool]:
         """Bytes that a launched all-gather holds, and whether its full parameters are among them."""
         if self._main is None or not self.is_collective:
             return 0, False
-        comm = self._comm.shards if self._comm is not None else None
+        comm = self.bound_comm.shards if self.bound_comm is not None else None
         key = (self._main, comm.planned_link if comm is not None else None)
         if self._staging is None or self._staging[0] != key:
             self._staging = (key, self._compute_staging(self._main))
@@ -186,11 +143,11 @@ class ShardGroup:
         return "collectives" if link is None else link.name
 
     def _planned_link(self) -> Link | None:
-        comm = self._comm.shards if self._comm is not None else None
+        comm = self.bound_comm.shards if self.bound_comm is not None else None
         link = comm.planned_link if comm is not None else None
         if link is None or self._main is None or self.extended.params:
             return None
-        return link if link.takes_gather(_Delivery(self, self._main, self._ends)) else None
+        return link if link.takes_gather(Delivery(self._main, self._travelling, self.pool, self._ends)) else None
 
     @property
     def main_buckets(self) -> Sequence[FlatBucket]:
@@ -287,7 +244,8 @@ class ShardGroup:
         self._main = Shards(travelling, self.axes.num_shards, self.device)
         self._sub = None
         self.full_bytes = sum(full.num_bytes for full in self._fulls)
-        self._ends = [_BucketEnds(self, self._main, bucket, index) for index, bucket in enumerate(travelling)]
+        self._travelling = [full for full in self._fulls if not full.is_shared]
+        self._ends = [ShardEnds(self._main, n, full, self._pool) for n, full in enumerate(self._travelling)]
         for params in by_dtype.values():
             for param in params:
                 param.full = None
@@ -326,7 +284,9 @@ class ShardGroup:
     def bind(self, pool: BufferPool, comm: GroupComm) -> None:
         """Use ``pool`` for memory and ``comm`` for collectives from here on."""
         self._pool = pool
-        self._comm = comm
+        self.bound_comm = comm
+        for ends in self._ends:
+            ends.pool = pool
 
     @property
     def pool(self) -> BufferPool:
@@ -338,18 +298,13 @@ class ShardGroup:
         return self._pool
 
     @property
-    def bound_comm(self) -> GroupComm | None:
-        """How the group talks, None before an engine is there."""
-        return self._comm
-
-    @property
     def comm(self) -> GroupComm:
         """How the group talks."""
-        if self._comm is None:
+        if self.bound_comm is None:
             raise StateError(
                 "a collective was asked for before an engine was there; run the root's forward or unshard()"
             )
-        return self._comm
+        return self.bound_comm
 
     def gather(self, from_sub: bool, checks: bool = True) -> Pending | None:
         """Launch the all-gather of the full parameters; None if there is nothing to wait for.
@@ -358,31 +313,20 @@ class ShardGroup:
         """
         if not from_sub and (checks or self._main is None):
             self.ensure_packed()
-        ways = self._comm or self.comm
+        ways = self.bound_comm or self.comm
         shards, comm = (self._sub, ways.sub) if from_sub else (self._main, ways.shards)
         assert shards is not None
-        delivery = _Delivery(self, shards, () if from_sub or self.extended.params else self._ends)
-        if self.extended.params and not from_sub:
-            return self.extended.gather(delivery if shards.buckets else None, comm, self.pool)
+        is_extended = bool(self.extended.params) and not from_sub
         if not shards.buckets:
-            return None
+            return self.extended.gather(None, comm, self.pool) if is_extended else None
+        ends = () if from_sub or is_extended else self._ends
+        delivery = Delivery(shards, self._travelling, self._pool or self.pool, ends)
+        if is_extended:
+            return self.extended.gather(delivery, comm, self.pool)
         if comm is None:
             delivery.deliver(delivery.shard())
             return None
         return comm.all_gather(delivery)
-
-    def hold_full(self, number: int) -> torch.Tensor:
-        """Return the 1-D full buffer of bucket ``number``, with memory under it."""
-        return self._fulls[number].hold(self.pool)
-
-    def lose_full(self, number: int) -> object:
-        """Take the memory under the full buffer of bucket ``number`` out of use; return what keeps it alive."""
-        return self._fulls[number].lose()
-
-    def hold_fulls(self) -> list[torch.Tensor]:
-        """Return the 1-D full buffers of the buckets that travel, with memory under them."""
-        pool = self._pool or self.pool
-        return [full.hold(pool) for full in self._fulls if not full.is_shared]
 
     def register_full(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
         """Hang the full parameters on the modules; return how many of them want gradients.
@@ -453,7 +397,7 @@ class ShardGroup:
         param = bucket.params[index]
         if self._fulls[number].is_shared:
             return make_full_parameter(param.local, 0, param)
-        return make_full_parameter(self.hold_full(number), bucket.layout.full_offsets[index], param)
+        return make_full_parameter(self._fulls[number].hold(self.pool), bucket.layout.full_offsets[index], param)
 
     @staticmethod
     def _sync_requires_grad(
@@ -534,7 +478,7 @@ class ShardGroup:
             return None  # on an accelerator the host would have to wait for the answer
         rank = self.axes.shard_rank
         for index, bucket in enumerate(self._main.buckets):
-            full_parts = self._main.full_parts(index, rank, self.hold_full(index))
+            full_parts = self._main.full_parts(index, rank, self._travelling[index].hold(self.pool))
             for param, mine, full in zip(bucket.params, self._main.own_parts(index, rank), full_parts, strict=True):
                 if not have_same_bits(mine, full):
                     return param
@@ -597,7 +541,7 @@ class ShardGroup:
         assert self.sub_axes is not None
         num_shards, rank = self.sub_axes.num_shards, self.sub_axes.shard_rank
         buckets: list[SubBucket] = []
-        for bucket, full in zip(self._buckets, self.hold_fulls(), strict=True):
+        for bucket, full in zip(self._buckets, [full.hold(self.pool) for full in self._travelling], strict=True):
             cuts = [ChunkShard(shard.shape, shard.dim, num_shards) for shard in bucket.layout.shards]
             dtype = bucket.full_dtype
             layout = build_bucket(cuts, self._alignment(dtype), self._alignment(dtype))

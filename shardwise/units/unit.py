@@ -35,10 +35,6 @@ class Host(Protocol):
         """Order the all-gather that follows after what has been done to shards."""
         ...
 
-    def gradient_arrived(self, unit: Unit) -> None:
-        """Hear that a gradient of ``unit`` is there from which something may follow."""
-        ...
-
 
 def _nobody() -> None:
     return None
@@ -110,20 +106,6 @@ class Unit:
         if lender not in self.borrows:
             self.borrows = (*self.borrows, lender)
 
-    @property
-    def wants_boundary(self) -> bool:
-        """True when counting gradients does not tell the end of its backward: the gradients of its inputs must."""
-        backward = self.backward
-        return backward.ended_late or self.policy.reduces_unused or backward.num_frozen > 0 or not backward.counts
-
-    @property
-    def num_packs(self) -> int:
-        """How often its parameters were put together anew, because somebody has replaced them or changed their dtype."""
-        total = 0
-        for group in self.groups:
-            total += group.num_packs
-        return total
-
     def refuse_packing(self) -> None:
         """Raise StateError: parameters were put together anew since the forward whose backward runs."""
         raise StateError(
@@ -183,13 +165,15 @@ class Unit:
         self.state = new
         self.is_full = type(new) is Unsharded
 
-    def note(self, op: Op, num_bytes: int = 0, in_place: bool = False) -> None:
-        """Tell whoever listens what this unit has just done."""
-        log, call = self.log, Call(op, self.name, num_bytes, in_place)
+    def note(self, op: Op, measure: Callable[[], tuple[int, bool]] = lambda: (0, False)) -> None:
+        """Tell whoever listens what this unit has just done; ``measure``: the bytes, and the place, of the call."""
+        log = self.log
         log.num_calls += 1
-        log.recent.append(call)
-        for instrument in log.instruments:
-            instrument.on_event(call)
+        log.recent.append((op, self.name))
+        if log.instruments:
+            call = Call(op, self.name, *measure())
+            for instrument in log.instruments:
+                instrument.on_event(call)
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
         host = self.host_ref()
@@ -221,8 +205,7 @@ class Unit:
         except TransportError as error:
             raise self._explained(error) from error
         self._enter(Gathering(Source(version, span), tuple(launched)))
-        num_bytes, is_in_place = self.gather_staging
-        self.note(Op.UNSHARD, num_bytes, is_in_place)
+        self.note(Op.UNSHARD, lambda: self.gather_staging)
 
     def wait(self, span: int | None = None) -> None:
         """Register the full parameters once the all-gather has delivered them; launches it if nobody has."""
@@ -241,11 +224,12 @@ class Unit:
             self._check_is_copy()
         num_trainable = num_params = 0
         for group in self.groups:
-            num_trainable += group.register_full(self._gradient_hook)
+            num_trainable += group.register_full(self.backward.hook)
             num_params += len(group.params)
-        self.backward.expect(num_trainable, num_params - num_trainable)
+        if (num_trainable, num_params) != self.backward.counted:
+            self.backward.expect(num_trainable, num_params)
         self._enter(Unsharded(Source(state.source.version, span)))
-        self.note(Op.WAIT, self.full_bytes)
+        self.note(Op.WAIT, lambda: (self.full_bytes, False))
 
     def reshard(self, in_span: bool = False) -> bool:
         """Give the full parameters back and register the shards; what was written to the full ones goes there.
@@ -268,7 +252,7 @@ class Unit:
             group.register_sharded(self.policy.keeps_full_memory)
         self._enter(Sharded())
         if was_full:
-            self.note(Op.RESHARD, self.full_bytes)
+            self.note(Op.RESHARD, lambda: (self.full_bytes, False))
         return True
 
     def discard(self) -> None:
@@ -352,7 +336,7 @@ class Unit:
         for group in self.groups:
             group.cut_to_sub(self.policy.keeps_full_memory)
         self._enter(Subsharded(source))
-        self.note(Op.RESHARD, self.full_bytes)
+        self.note(Op.RESHARD, lambda: (self.full_bytes, False))
         return True
 
     # ---- changes made by others ----
@@ -427,27 +411,14 @@ class Unit:
 
     # ---- gradients ----
 
-    def _gradient_hook(self, param: UnitParam) -> Callable[[torch.Tensor], None]:
-        # Through weak references alone: the full parameter owns the hook, and the unit owns the full parameter.
-        unit_ref, ordinal = weakref.ref(self), param.ordinal
-
-        def on_accumulated(_: torch.Tensor) -> None:
-            unit = unit_ref()
-            if unit is None:
-                return
-            if unit.backward.arrive(ordinal):
-                host = unit.host_ref()
-                if host is not None:
-                    host.gradient_arrived(unit)
-
-        return on_accumulated
-
     def take_gradients(self, is_late: bool = False) -> Gradients:
         """End its backward: return the gradients in their reduce dtypes, zeros for unused ones if the policy says so.
 
         ``is_late``: some have not come, and the whole backward has ended.
         """
         taken: Gradients = {}
+        if not self.is_full:
+            mark_full(self.params)  # a unit whose backward reads no parameter is not waited for
         for group in self.groups:
             gradients = take_gradients(group)
             if self.policy.reduces_unused:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from shardwise.engine.engine import Engine
 from shardwise.torch_private import parameters_of
-from shardwise.units import shards
+from shardwise.units import bucket
 from shardwise.units.backward import Stage
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import Slot
@@ -20,7 +20,7 @@ from shardwise.zero import overlap
 from shardwise.zero.stepper import ShareStepper
 
 # What the functions of these modules look up by name.
-_IN_SHARDS = cast(Any, shards)
+_IN_BUCKET = cast(Any, bucket)
 _IN_OVERLAP = cast(Any, overlap)
 
 
@@ -47,7 +47,7 @@ def _end_before_the_borrower() -> None:
         backward = unit.backward
         backward.open_passes.discard(through)
         is_left = backward.stage is Stage.RUNNING and not backward.open_passes
-        if is_left and (backward.arrived or not backward.num_expected):
+        if is_left and (backward.arrived or not backward.expects_any):
             self.after_backward(unit)
 
     cast(Any, Engine).inputs_done = done
@@ -62,8 +62,8 @@ def _watch_no_full_form() -> None:
 
 
 def _move_what_is_held() -> None:
-    _IN_SHARDS.is_held = lambda tensor: False
-    _IN_SHARDS.is_own = lambda tensor: False
+    _IN_BUCKET.is_held = lambda tensor: False
+    _IN_BUCKET.is_own = lambda tensor: False
 
 
 FIXES: dict[str, Callable[[], None]] = {
