@@ -323,7 +323,7 @@ class FSDPModule(_Base):
         """
         group = self._single_group("set_custom_all_gather")
         if group is not None:
-            group.custom_all_gather = comm
+            group.custom.all_gather = comm
             bind_units(self._engine())
 
     def set_custom_reduce_scatter(self, comm: ReduceScatterFunction) -> None:
@@ -333,7 +333,7 @@ class FSDPModule(_Base):
         """
         group = self._single_group("set_custom_reduce_scatter")
         if group is not None:
-            group.custom_reduce_scatter = comm
+            group.custom.reduce_scatter = comm
             bind_units(self._engine())
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
@@ -357,7 +357,7 @@ class FSDPModule(_Base):
                 ranks = tuple(dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.shard_mesh_dim)))
                 if enable and ranks not in made:
                     made[ranks] = group_of(ranks)
-                group.reduce_process_group = made[ranks] if enable else None
+                group.custom.reduce_group = made[ranks] if enable else None
         bind_units(self._engine())
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -366,12 +366,12 @@ class FSDPModule(_Base):
         Raises: AssertionError together with a custom communication, which allocates by itself.
         """
         for group in self._unit().groups:
-            if group.custom_all_gather is not None or group.custom_reduce_scatter is not None:
+            if group.custom.all_gather is not None or group.custom.reduce_scatter is not None:
                 raise AssertionError(
                     "set_allocate_memory_from_process_group_for_comm cannot be used together with set_custom_all_gather "
                     "or set_custom_reduce_scatter: a custom communication allocates its own buffers"
                 )
-            group.allocates_from_process_group = enable
+            group.custom.allocates_from_group = enable
         bind_units(self._engine())
 
     # ---- plumbing ----

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +53,22 @@ class ReduceScatterFunction(Protocol):
     ) -> dist.Work | None:
         """Reduce ``input_tensor`` over ranks and leave this rank's section in ``output_tensor``."""
         ...
+
+
+@dataclass(slots=True)
+class CustomCollectives:
+    """What a user wants of the collectives of some parameters.
+
+    Attributes:
+        all_gather, reduce_scatter: what to call in place of the backend's.
+        allocates_from_group: staging buffers come from the process group's own allocator, where its backend has one.
+        reduce_group: where reduce-scatters run, beside all-gathers.
+    """
+
+    all_gather: AllGatherFunction | None = None
+    reduce_scatter: ReduceScatterFunction | None = None
+    allocates_from_group: bool = False
+    reduce_group: dist.ProcessGroup | None = None
 
 
 def all_gather_single(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
@@ -111,13 +128,13 @@ class _Launched:
 class C10dCommunicator:
     """A process group, its lane and the pool that its buffers come from."""
 
-    def __init__(self, group: dist.ProcessGroup, lane: Lane, pool: BufferPool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, lane: Lane, pool: BufferPool, custom: CustomCollectives | None = None
+    ) -> None:
         self.group = group
         self.lane = lane
         self.pool = pool
-        self.custom_all_gather: AllGatherFunction | None = None
-        self.custom_reduce_scatter: ReduceScatterFunction | None = None
-        self.allocates_from_process_group = False
+        self.custom = custom or CustomCollectives()
         self._size = group.size()
         self._rank = group.rank()
 
@@ -136,11 +153,11 @@ class C10dCommunicator:
         """
         with self.lane.run() if self.lane.is_concurrent else _HERE:
             shard = pieces.shard()
-            packed, lease = self._buffer(shard.numel() * self._size, shard, self.custom_all_gather)
-            if self.custom_all_gather is None:
+            packed, lease = self._buffer(shard.numel() * self._size, shard, self.custom.all_gather)
+            if self.custom.all_gather is None:
                 work = all_gather_single(packed, shard, self.group)
             else:
-                work = self.custom_all_gather(packed, shard, self.group, async_op=True)
+                work = self.custom.all_gather(packed, shard, self.group, async_op=True)
 
         def end() -> None:
             pieces.deliver(packed)
@@ -151,25 +168,25 @@ class C10dCommunicator:
     def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
         """Fill one packed buffer, reduce it, and hand this rank's section to ``pieces.deliver``."""
         like = torch.empty(0, dtype=pieces.dtype, device=self.pool.device)
-        packed, lease = self._buffer(pieces.section_numel * self._size, like, self.custom_reduce_scatter)
+        packed, lease = self._buffer(pieces.section_numel * self._size, like, self.custom.reduce_scatter)
         pieces.fill(packed)
         if self.lane.is_concurrent:
             self.lane.keep(packed)
             self.lane.wait_current()
         before, op, after = resolve_scale(scale, self._size)
         with self.lane.run() if self.lane.is_concurrent else _HERE:
-            if self.custom_reduce_scatter is None:
+            if self.custom.reduce_scatter is None:
                 output = pieces.target()
             else:
-                output = self.custom_reduce_scatter.allocate(
+                output = self.custom.reduce_scatter.allocate(
                     (pieces.section_numel,), dtype=pieces.dtype, device=packed.device
                 )
             if before is not None:
                 packed.div_(before)
-            if self.custom_reduce_scatter is None:
+            if self.custom.reduce_scatter is None:
                 work = reduce_scatter_single(output, packed, self.group, op)
             else:
-                work = self.custom_reduce_scatter(output, packed, self.group, op, async_op=True)
+                work = self.custom.reduce_scatter(output, packed, self.group, op, async_op=True)
 
         def end() -> None:
             if after is not None:
@@ -199,7 +216,7 @@ class C10dCommunicator:
     ) -> tuple[torch.Tensor, Lease | None]:
         if custom is not None:
             return custom.allocate((numel,), dtype=like.dtype, device=self.pool.device), None
-        if self.allocates_from_process_group:
+        if self.custom.allocates_from_group:
             backend = torch_private.backend_of(self.group, self.pool.device)
             if backend.supports_tensor_alloc(self.pool.device):
                 return backend.allocate_tensor(numel, dtype=like.dtype, device=self.pool.device), None

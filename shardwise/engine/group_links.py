@@ -157,7 +157,7 @@ class GroupLink:
 
 def can_link(group: ShardGroup, process_group: dist.ProcessGroup) -> bool:
     """True if the ranks of ``process_group`` may find a link for ``group``: tensors on CPU, several ranks, gloo."""
-    if group.device.type != "cpu" or group.storage_device.type != "cpu" or process_group.size() == 1:
+    if group.device.type != "cpu" or group.place.storage_device.type != "cpu" or process_group.size() == 1:
         return False
     return torch_private.is_gloo(process_group)
 

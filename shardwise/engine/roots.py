@@ -117,7 +117,7 @@ def _check_materialized(attachments: Sequence[Attachment]) -> None:
         (p.fqn, p.local.device)
         for each in attachments
         for group in each.unit.groups
-        if isinstance(group.offload, CPUOffloadPolicy)
+        if isinstance(group.place.offload, CPUOffloadPolicy)
         for p in group.params
         if p.local.device.type != "cpu"
     ]

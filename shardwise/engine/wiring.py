@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
 from shardwise.comm.agree import Bulletin
-from shardwise.comm.c10d import C10dCommunicator
+from shardwise.comm.c10d import C10dCommunicator, CustomCollectives
 from shardwise.comm.lanes import Lane
 from shardwise.comm.links.link import Transport, default_transport
 from shardwise.comm.links.routes import RoutedCommunicator
@@ -46,23 +48,22 @@ def communicators(group: ShardGroup, means: Means) -> GroupComm:
     """Return how ``group`` talks, on the lanes and with the memory of ``means``, as its settings say."""
     axes, lanes = group.axes, means.lanes
 
-    def over(process_group: dist.ProcessGroup, lane: Lane) -> RoutedCommunicator:
-        packed = C10dCommunicator(process_group, lane, means.pool)
-        packed.custom_all_gather = group.custom_all_gather
-        packed.custom_reduce_scatter = group.custom_reduce_scatter
-        packed.allocates_from_process_group = group.allocates_from_process_group
+    def over(process_group: dist.ProcessGroup, lane: Lane, custom: CustomCollectives) -> RoutedCommunicator:
+        packed = C10dCommunicator(process_group, lane, means.pool, custom)
         return RoutedCommunicator(packed, means.spans)
 
+    custom = group.custom
     shards = reduce = replicas = sub = None
     if group.is_collective and axes.shard_mesh_dim is not None:
         process_group = axes.mesh.get_group(axes.shard_mesh_dim)
-        shards = over(process_group, lanes.gather)
-        reduce = over(group.reduce_process_group or process_group, lanes.reduce)
+        shards = over(process_group, lanes.gather, custom)
+        reduce = over(custom.reduce_group or process_group, lanes.reduce, custom)
     if axes.replicate_mesh_dim is not None and axes.num_replicas > 1:
-        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), lanes.reduce)
+        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), lanes.reduce, custom)
     if group.sub_axes is not None and group.sub_axes.shard_mesh_dim is not None:
-        sub = over(group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim), lanes.gather)
-        sub.packed.custom_all_gather = None
+        sub = over(
+            group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim), lanes.gather, replace(custom, all_gather=None)
+        )
     return GroupComm(shards, reduce, replicas, sub)
 
 

@@ -19,7 +19,6 @@ from shardwise.plan.policy import UnitPolicy
 from shardwise.units.gradient_memory import GradientSection, as_gradient
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import UnitParam
-from shardwise.units.precision import CPUOffloadPolicy
 from shardwise.units.reduce_layout import ReduceLayout
 
 Gradients = dict[UnitParam, torch.Tensor]
@@ -41,9 +40,11 @@ def take_gradients(group: ShardGroup) -> Gradients:
             continue  # frozen since forward
         if type(gradient) is not torch.Tensor:
             gradient = _local_gradient(gradient, param, group)
-        dtype = group.reduce_dtypes.get(gradient.dtype) if param.grad_dtype is None and not param.keeps_dtype else None
+        dtype = (
+            group.dtypes.by_gradient.get(gradient.dtype) if param.grad_dtype is None and not param.keeps_dtype else None
+        )
         if dtype is None:
-            dtype = group.dtype_of_reduction(param, gradient.dtype)
+            dtype = group.dtypes.of_reduction(param, gradient.dtype)
         taken[param] = gradient if gradient.dtype is dtype else gradient.to(dtype)
     return taken
 
@@ -187,7 +188,7 @@ class Reduction:
         self._scale = scale_of(group, dtype, terms.policy)
         self._pending: Pending | None = None
         self._is_scattered = False
-        is_final = not self.is_partial and group.storage_device == group.device
+        is_final = not self.is_partial and group.place.storage_device == group.device
         is_final = is_final and _dtypes_of_gradients(params) <= {dtype, None}
         self._packing = _Packing(self._layout, gradients, dtype, group.device, is_final)
 
@@ -284,15 +285,16 @@ class Reduction:
             return packing.result.gradients
         group, section = self.group, packing.target()
         dtypes = {param.dtype_of_gradient or packing.dtype for param in self.params}
-        if dtypes == {packing.dtype} and section.device == group.storage_device:
+        if dtypes == {packing.dtype} and section.device == group.place.storage_device:
             return GradientSection(self._layout.places, section).gradients
         if len(dtypes) > 1:
             return [
-                as_gradient(param, window.to(group.storage_device, param.dtype_of_gradient or packing.dtype, copy=True))
+                as_gradient(
+                    param, window.to(group.place.storage_device, param.dtype_of_gradient or packing.dtype, copy=True)
+                )
                 for param, window in self.windows().items()
             ]
-        pins = isinstance(group.offload, CPUOffloadPolicy) and group.offload.can_pin
-        packing.result = self._layout.memory.take(dtypes.pop(), group.storage_device, pins)
+        packing.result = self._layout.memory.take(dtypes.pop(), group.place.storage_device, group.place.pins)
         packing.result.flat.copy_(section)
         return packing.result.gradients
 
@@ -375,7 +377,7 @@ def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
     """Return the bytes that the reduction of all trainable parameters stages."""
     if not group.is_collective:
         return 0
-    trainable = {param: group.dtype_of_reduction(param) for param in group.params if param.sharded.requires_grad}
+    trainable = {param: group.dtypes.of_reduction(param) for param in group.params if param.sharded.requires_grad}
     total = 0
     for dtype, params in _by_reduce_dtype(group, trainable):
         packing = _Packing(_layout_of(group, params, dtype), [], dtype, group.device)

@@ -11,11 +11,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool, Lease
+from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import section_parts
 from shardwise.comm.protocol import BucketEnds
 from shardwise.layout.bucket import Bucket, align
 from shardwise.layout.shard import Move, row_major
 from shardwise.units.bucket import FlatBucket, SubBucket, view_of
+from shardwise.units.idle import FreedParameter, mark_freed
 from shardwise.units.param import UnitParam
 
 _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share
@@ -194,11 +196,11 @@ class Shards:
 class ShardEnds:
     """One bucket, for transports that move parts.  ``pool``: where its full buffer finds memory."""
 
-    def __init__(self, shards: Shards, index: int, full: FullBuffer, pool: BufferPool | None) -> None:
+    def __init__(self, shards: Shards, index: int, full: FullBuffer) -> None:
         bucket = shards.buckets[index]
         assert isinstance(bucket, FlatBucket)
         self._shards, self._index, self._bucket, self._full = shards, index, bucket, full
-        self.pool = pool
+        self.pool: BufferPool | None = None
         self.layout, self.dtype, self.full_dtype = bucket.layout, bucket.dtype, bucket.full_dtype
 
     @property
@@ -237,3 +239,63 @@ class Delivery:
 
     def deliver(self, packed: torch.Tensor) -> None:
         self.shards.unpack(packed, [full.hold(self.pool) for full in self.fulls])
+
+
+class Packing:
+    """Buckets and their full buffers: made anew, whole, when parameters have another dtype or place.
+
+    Attributes:
+        buckets: those that travel first.  fulls: the full buffer of each.
+        travelling: those of what travels.  shards: its sections.  ends: what takes it in parts.
+        full_bytes: of the full parameters beyond the shards.
+    """
+
+    def __init__(self, buckets: list[FlatBucket], num_shards: int, device: torch.device) -> None:
+        self.buckets = sorted(buckets, key=lambda bucket: not bucket.travels)  # numbered as in what travels
+        for bucket in self.buckets:
+            bucket.stage()
+            for param in bucket.params:
+                param.full = None
+                param.is_hooked = False
+        self.fulls = [FullBuffer(b.layout, b.full_dtype, device, is_shared=not b.travels) for b in self.buckets]
+        self.shards = Shards([bucket for bucket in self.buckets if bucket.travels], num_shards, device)
+        self.full_bytes = sum(full.num_bytes for full in self.fulls)
+        self.travelling = [full for full in self.fulls if not full.is_shared]
+        self.ends = [ShardEnds(self.shards, number, full) for number, full in enumerate(self.travelling)]
+        self._staging: tuple[Link | None, tuple[int, bool]] | None = None
+
+    def bind(self, pool: BufferPool | None) -> None:
+        """Let parts find memory in ``pool``."""
+        for ends in self.ends:
+            ends.pool = pool
+
+    def hold(self, pool: BufferPool) -> list[torch.Tensor]:
+        """Return the 1-D full buffers of the buckets that travel, with memory under them."""
+        return [full.hold(pool) for full in self.travelling]
+
+    def staging(self, link: Link | None) -> tuple[int, bool]:
+        """Return the bytes that an all-gather by ``link`` stages, and whether its full parameters are among them."""
+        if self._staging is None or self._staging[0] is not link:
+            self._staging = (link, self._compute_staging(link))
+        return self._staging[1]
+
+    def _compute_staging(self, link: Link | None) -> tuple[int, bool]:
+        if link is None:
+            return self.shards.packed_bytes, False
+        stagings = [link.gather_staging(each.layout, each.full_dtype.itemsize) for each in self.shards.buckets]
+        in_place = any(is_in_place for _, is_in_place in stagings)
+        return sum(num_bytes for num_bytes, _ in stagings) + (self.full_bytes if in_place else 0), in_place
+
+    def drop(self, keeps_memory: bool) -> None:
+        """Let nobody use the full parameters, and give their memory back unless ``keeps_memory``."""
+        for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
+            if not keeps_memory:
+                buffer.drop()
+            if not buffer.is_shared:
+                mark_freed(bucket.params, has_memory=buffer.is_held)
+
+    def leave(self) -> None:
+        """Give memory back that is kept while nobody uses it: another packing takes the place of this one."""
+        for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
+            if all(type(param.full) is FreedParameter for param in bucket.params):
+                buffer.drop()

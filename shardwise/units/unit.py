@@ -431,14 +431,14 @@ class Unit:
         for param in group.params:
             if not param.sharded.requires_grad:
                 continue
-            if group.takes_any_gradient(param):  # whether its gradient has come or not: so every rank finds it
+            if group.dtypes.takes_any_gradient(param):  # whether its gradient has come or not: so every rank finds it
                 raise ConfigError(
                     f"{param.fqn} (unit '{self.name}') has grad_dtype None, so a rank that does not use it cannot know the "
                     "dtype of the zeros that set_reduce_scatter_unused_params sends; give reduce_dtype in mp_policy, or a "
                     "dtype to grad_dtype"
                 )
             if param not in gradients:
-                dtype = group.dtype_of_reduction(param)
+                dtype = group.dtypes.of_reduction(param)
                 gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
 
     def hide_gradients(self) -> None:

@@ -126,7 +126,7 @@ class RoutedCommunicator:
 
     def all_gather(self, pieces: GatherEnds) -> Pending:
         """Gather by the link or through one packed buffer."""
-        if self.packed.custom_all_gather is None:
+        if self.packed.custom.all_gather is None:
             link = self._spans.link(self.packed.group, lambda link: link.takes_gather(pieces))
             if link is not None:
                 return link.all_gather(pieces)
@@ -134,7 +134,7 @@ class RoutedCommunicator:
 
     def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
         """Reduce by the link or through one packed buffer."""
-        if self.packed.custom_reduce_scatter is None:
+        if self.packed.custom.reduce_scatter is None:
             link = self._spans.link(self.packed.group, lambda link: link.takes_scatter(pieces, scale))
             if link is not None:
                 return link.reduce_scatter(pieces, scale)
