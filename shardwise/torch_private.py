@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
@@ -251,12 +252,17 @@ def default_store() -> torch.distributed.Store | None:
     return None if type(inner) is torch.distributed.Store or "Fake" in type(inner).__name__ else store
 
 
-def timeout_s_of(group: torch.distributed.ProcessGroup, device: torch.device) -> float:
-    """Return after how many seconds a collective of ``group`` gives up."""
-    try:
-        return group._get_backend(device).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):  # backends without options, threads as ranks
-        return 300.0
+def timeout_s_of(group: dist.ProcessGroup, device: torch.device | None = None) -> float:
+    """Return after how many seconds a collective of ``group`` gives up, on ``device`` or on the first that it serves.
+
+    Where no backend says (threads as ranks, a fake one): what torch gives to a new group.
+    """
+    for each in [torch.device("cpu"), torch.device(accelerator_type())] if device is None else [device]:
+        try:
+            return group._get_backend(each).options._timeout.total_seconds()
+        except (AttributeError, RuntimeError):
+            continue
+    return default_pg_timeout.total_seconds()
 
 
 def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
@@ -320,16 +326,6 @@ def process_group_store(group: dist.ProcessGroup) -> dist.Store:
     from torch.distributed.distributed_c10d import _get_process_group_store
 
     return _get_process_group_store(group)
-
-
-def process_group_timeout_s(group: dist.ProcessGroup) -> float:
-    """Return the seconds after which a collective of ``group`` gives up; 1800 where the backend does not say."""
-    for device in (torch.device("cpu"), torch.device("cuda")):
-        try:
-            return group._get_backend(device).options._timeout.total_seconds()
-        except (RuntimeError, AttributeError):
-            continue
-    return 1800.0
 
 
 def tensor_without_memory(kind: type[_Kind], like: torch.Tensor, dtype: torch.dtype) -> _Kind:

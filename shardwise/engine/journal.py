@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 
-from shardwise.comm.agree import Bulletin, Position
+from shardwise.comm.bulletin import Bulletin, Position
 from shardwise.errors import DesyncError
 from shardwise.events import Call, Event, Instrument, Op, OrderChanged
 from shardwise.plan.order import Edge, Order, Visit
