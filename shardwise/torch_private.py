@@ -367,6 +367,16 @@ def add_all(targets: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]) ->
     torch._foreach_add_(list(targets), list(addends))
 
 
+def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors of one dtype and device by the 0-dim ``factor``, in place, in one call."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def norms_of(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the norm of each tensor, computed in the real ``dtype``, in one call; none of them may be empty or complex."""
+    return list(torch._foreach_norm(list(tensors), order, dtype))
+
+
 # --- ShardedOptimizer (optim/, api/sharded_optimizer.py) ---
 
 
