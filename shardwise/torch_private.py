@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
@@ -250,12 +251,17 @@ def default_store() -> torch.distributed.Store | None:
     return None if type(inner) is torch.distributed.Store or "Fake" in type(inner).__name__ else store
 
 
-def timeout_s_of(group: torch.distributed.ProcessGroup, device: torch.device) -> float:
-    """Return after how many seconds a collective of ``group`` gives up."""
-    try:
-        return group._get_backend(device).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):  # backends without options, threads as ranks
-        return 300.0
+def timeout_s_of(group: dist.ProcessGroup, device: torch.device | None = None) -> float:
+    """Return after how many seconds a collective of ``group`` gives up, on ``device`` or on the first that it serves.
+
+    Where no backend says (threads as ranks, a fake one): what torch gives to a new group.
+    """
+    for each in [torch.device("cpu"), torch.device(accelerator_type())] if device is None else [device]:
+        try:
+            return group._get_backend(each).options._timeout.total_seconds()
+        except (AttributeError, RuntimeError):
+            continue
+    return default_pg_timeout.total_seconds()
 
 
 def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
@@ -305,16 +311,6 @@ def process_group_store(group: dist.ProcessGroup) -> dist.Store:
     return _get_process_group_store(group)
 
 
-def process_group_timeout_s(group: dist.ProcessGroup) -> float:
-    """Return the seconds after which a collective of ``group`` gives up; 1800 where the backend does not say."""
-    for device in (torch.device("cpu"), torch.device("cuda")):
-        try:
-            return group._get_backend(device).options._timeout.total_seconds()
-        except (RuntimeError, AttributeError):
-            continue
-    return 1800.0
-
-
 def tensor_without_memory(kind: type[_Kind], like: torch.Tensor, dtype: torch.dtype) -> _Kind:
     """Return a tensor of the subclass ``kind`` with the shape, strides and device of ``like`` and nothing in it."""
     return torch.Tensor._make_wrapper_subclass(kind, like.shape, strides=like.stride(), dtype=dtype, device=like.device)  # pyright: ignore[reportReturnType]
@@ -352,6 +348,16 @@ def is_accumulation(func: Any) -> bool:
 def add_all(targets: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]) -> None:
     """Add each addend to its target, in place, in one call."""
     torch._foreach_add_(list(targets), list(addends))
+
+
+def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors of one dtype and device by the 0-dim ``factor``, in place, in one call."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def norms_of(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the norm of each tensor, computed in the real ``dtype``, in one call; none of them may be empty or complex."""
+    return list(torch._foreach_norm(list(tensors), order, dtype))
 
 
 # --- ShardedOptimizer (optim/, api/sharded_optimizer.py) ---

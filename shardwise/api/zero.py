@@ -21,6 +21,7 @@ from shardwise.comm.owned import broadcast_object as _broadcast_object
 from shardwise.errors import StateError
 from shardwise.layout.owners import Piece
 from shardwise.optim.checkpointed import Checkpoint
+from shardwise.optim.clip import Limit
 from shardwise.optim.owned import OwnedGradient
 from shardwise.zero.checkpoint import ShardedState
 from shardwise.zero.checks import (
@@ -33,7 +34,7 @@ from shardwise.zero.checks import (
     describe_params,
     flatten_groups,
 )
-from shardwise.zero.clip import clip_gradients
+from shardwise.zero.gradients import clip_gradients
 from shardwise.zero.join import ZeroJoinHook
 from shardwise.zero.local import make_local_optimizer
 from shardwise.zero.pieces import LocalPiece
@@ -181,7 +182,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         stepper.known.check(self.share, self.board, f"clip_grad_norm_() before step {self.num_steps + 1}")
         # In Join not every rank is here, but those that are have all gradients.
         owner = None if stepper.is_joining else stepper
-        return clip_gradients(self.share, owner, max_norm, norm_type, error_if_nonfinite)
+        return clip_gradients(self.share, owner, Limit(max_norm, norm_type, error_if_nonfinite))
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the whole state to group rank ``to``, tensor by tensor, for :meth:`state_dict` there.  Collective.

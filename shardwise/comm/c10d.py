@@ -173,7 +173,7 @@ class C10dCommunicator:
         if self.lane.is_concurrent:
             self.lane.keep(packed)
             self.lane.wait_current()
-        before, op, after = resolve_scale(scale, self._size)
+        by = resolve_scale(scale, self._size)
         with self.lane.run() if self.lane.is_concurrent else _HERE:
             if self.custom.reduce_scatter is None:
                 output = pieces.target()
@@ -181,16 +181,16 @@ class C10dCommunicator:
                 output = self.custom.reduce_scatter.allocate(
                     (pieces.section_numel,), dtype=pieces.dtype, device=packed.device
                 )
-            if before is not None:
-                packed.div_(before)
+            if by.before is not None:
+                packed.div_(by.before)
             if self.custom.reduce_scatter is None:
-                work = reduce_scatter_single(output, packed, self.group, op)
+                work = reduce_scatter_single(output, packed, self.group, by.op)
             else:
-                work = self.custom.reduce_scatter(output, packed, self.group, op, async_op=True)
+                work = self.custom.reduce_scatter(output, packed, self.group, by.op, async_op=True)
 
         def end() -> None:
-            if after is not None:
-                output.div_(after)
+            if by.after is not None:
+                output.div_(by.after)
             _give_back(self.lane, lease)
             pieces.deliver(output)
 
@@ -199,15 +199,15 @@ class C10dCommunicator:
     def all_reduce(self, tensor: torch.Tensor, scale: Scale) -> Pending:
         """Reduce ``tensor`` over the group, in place."""
         self.lane.wait_current()
-        before, op, after = resolve_scale(scale, self._size)
+        by = resolve_scale(scale, self._size)
         with self.lane.run() if self.lane.is_concurrent else _HERE:
-            if before is not None:
-                tensor.div_(before)
-            work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+            if by.before is not None:
+                tensor.div_(by.before)
+            work = dist.all_reduce(tensor, op=by.op, group=self.group, async_op=True)
 
         def end() -> None:
-            if after is not None:
-                tensor.div_(after)
+            if by.after is not None:
+                tensor.div_(by.after)
 
         return _Launched(work, self.lane, end, lambda: None)
 
@@ -231,16 +231,25 @@ def _give_back(lane: Lane, lease: Lease | None) -> None:
         lease.release()
 
 
-def resolve_scale(scale: Scale, size: int) -> tuple[float | None, Any, float | None]:
-    """Return (division before, reduce op, division after) that carry out ``scale`` on a group of ``size`` ranks."""
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How a backend carries out a scale: divide by ``before`` (None: do not), reduce by ``op``, divide by ``after``."""
+
+    before: float | None
+    op: Any
+    after: float | None
+
+
+def resolve_scale(scale: Scale, size: int) -> Arithmetic:
+    """Return what carries out ``scale`` on a group of ``size`` ranks."""
     divisor = float(size) if scale.divisor is None else scale.divisor
     if scale.split:
         before = 1.0
         while divisor % before == 0 and divisor / before > before:
             before *= 2
-        return (before if before != 1 else None), dist.ReduceOp.SUM, divisor / before
+        return Arithmetic(before if before != 1 else None, dist.ReduceOp.SUM, divisor / before)
     if divisor == 1:
-        return None, dist.ReduceOp.SUM, None
+        return Arithmetic(None, dist.ReduceOp.SUM, None)
     if divisor == size and not scale.sum_only:
-        return None, dist.ReduceOp.AVG, None
-    return None, dist.ReduceOp.SUM, divisor
+        return Arithmetic(None, dist.ReduceOp.AVG, None)
+    return Arithmetic(None, dist.ReduceOp.SUM, divisor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-from shardwise.comm.agree import Bulletin, Position
+from shardwise.comm.bulletin import Bulletin, Position
 from shardwise.errors import DesyncError
 from shardwise.events import EventLog, Op, OrderChanged
 from shardwise.plan.order import Edge, Order, Visit

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
-from shardwise.comm.agree import Bulletin
+from shardwise.comm.bulletin import Bulletin
 from shardwise.comm.c10d import C10dCommunicator, CustomCollectives
 from shardwise.comm.lanes import Lane
 from shardwise.comm.links.link import Transport, default_transport
 from shardwise.comm.links.routes import RoutedCommunicator
+from shardwise.comm.posts import number_posts
 from shardwise.engine.engine import Engine
 from shardwise.engine.group_links import GroupLink, can_link
 from shardwise.engine.means import Means
@@ -37,11 +38,11 @@ def _bulletin(units: list[Unit], device: torch.device) -> Bulletin | None:
     if store is None:
         return None
     largest = max(meshes, key=lambda mesh: mesh.size())
-    ranks = largest.mesh.flatten().tolist()
+    ranks = tuple(largest.mesh.flatten().tolist())
     if len(ranks) == 1:
         return None
     timeout_s = torch_private.timeout_s_of(largest.get_group(0), device)
-    return Bulletin(store, ranks, dist.get_rank(), timeout_s)
+    return Bulletin(number_posts(store, "engine", ranks, ranks.index(dist.get_rank()), timeout_s))
 
 
 def communicators(group: ShardGroup, means: Means) -> GroupComm:

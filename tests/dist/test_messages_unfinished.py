@@ -15,8 +15,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ends import Ends, Gradients, make_link
 from helpers.inside import engine_of, parts_from
-from helpers.messages import Ends, Gradients, make_link
 from helpers.ranks import on_ranks
 from torch import nn
 

@@ -174,6 +174,14 @@ def test_copy_all_and_add_all() -> None:
     assert [t.tolist() for t in targets] == [[2.0, 2.0], [1.0, 1.0, 1.0]]
 
 
+def test_scale_all_and_norms_of() -> None:
+    tensors = [torch.full((2,), 2.0, dtype=torch.bfloat16), torch.ones((1, 4), dtype=torch.bfloat16)]
+    private.scale_all(tensors, torch.tensor(0.5, dtype=torch.bfloat16))
+    assert [t.tolist() for t in tensors] == [[1.0, 1.0], [[0.5] * 4]]
+    assert torch.equal(torch.stack(private.norms_of(tensors, 2.0, torch.float32)), torch.tensor([2.0**0.5, 1.0]))
+    assert [norm.item() for norm in private.norms_of(tensors, float("inf"), torch.float32)] == [1.0, 0.5]
+
+
 def test_graph_task_and_end_of_backward() -> None:
     seen: list[object] = []
     x = torch.ones(2, requires_grad=True)
