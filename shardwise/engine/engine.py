@@ -21,7 +21,7 @@ from shardwise.engine.journal import Journal
 from shardwise.engine.notes import note
 from shardwise.errors import StateError, TransportError
 from shardwise.events import Op
-from shardwise.plan.order import Edge
+from shardwise.plan.visits import Edge
 from shardwise.units.gradients import (
     Gradients,
     Reduction,

@@ -13,10 +13,10 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
+from shardwise.comm.communicator import BucketEnds, Pending
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import have_same_bits
 from shardwise.comm.links.routes import RoutedCommunicator
-from shardwise.comm.protocol import BucketEnds, Pending
 from shardwise.errors import StateError
 from shardwise.layout.bucket import build_bucket, by_size
 from shardwise.layout.shard import ChunkShard

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch.distributed as dist
 
 from shardwise import torch_private
-from shardwise.comm.protocol import GatherEnds, Pending, Scale, ScatterEnds
+from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.errors import ConfigError
 from shardwise.layout.bucket import Bucket
 

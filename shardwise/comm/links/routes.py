@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm.c10d import C10dCommunicator
+from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.links.link import Link, Spans
-from shardwise.comm.protocol import GatherEnds, Pending, Scale, ScatterEnds
 
 
 class RoutedCommunicator:
