@@ -229,3 +229,21 @@ def test_no_function_returns_a_bare_tuple_of_many() -> None:
             if is_tuple and isinstance(node.slice, ast.Tuple) and len(node.slice.elts) > MOST_RETURNED:
                 found.append(f"{place}:{function.name} -> {ast.unparse(function.returns)}")
     assert not found, "name the parts in a frozen dataclass"
+
+
+# Files of one name in several rooms, because each is what the name says in its room.
+SAME_IDEA = {
+    "checkpoint",  # the command, a state dict for DCP, the fuzzer's phases: checkpoints, all of them
+    "gradients",  # of a unit, of a share
+    "optimizers",  # those that a checkpoint saves, those that were made before their parameters were sharded
+    "state",  # that a unit is in, that a user saves
+}
+
+
+def test_no_file_name_stands_for_two_ideas() -> None:
+    rooms: dict[str, list[str]] = {}
+    for path in FILES:
+        if path.stem != "__init__":
+            rooms.setdefault(path.stem, []).append(path.relative_to(ROOT).parent.as_posix())
+    repeated = {name: places for name, places in rooms.items() if len(places) > 1}
+    assert set(repeated) == SAME_IDEA, f"name what is in the file, not what kind of thing it is: {repeated}"

@@ -15,7 +15,7 @@ from shardwise.optim.checkpointed import Checkpoint, only_saved
 from shardwise.optim.clip import Limit, Part, clip_parts, part_of
 from shardwise.optim.forms import StateForm, copy_options, in_form, is_flat, options_of, unflattened
 from shardwise.optim.named_state import ByName, NamedGroup, OwnGroup, StateView, full_value, unwrap, wrap
-from shardwise.optim.owned import OwnedGradient
+from shardwise.optim.owned_gradient import OwnedGradient
 from shardwise.optim.pieces import (
     Piece,
     clear_gradient,

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool, Lease
+from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.lanes import Lane
-from shardwise.comm.protocol import GatherEnds, Pending, Scale, ScatterEnds
 
 
 class AllGatherFunction(Protocol):

@@ -19,7 +19,7 @@ from shardwise.engine.means import Means
 from shardwise.engine.notes import note
 from shardwise.engine.reductions import Reductions
 from shardwise.events import Op
-from shardwise.plan.order import Edge
+from shardwise.plan.visits import Edge
 from shardwise.units.backward import Stage
 from shardwise.units.gradients import run_gradient_hooks
 from shardwise.units.param import UnitParam

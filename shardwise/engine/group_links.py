@@ -21,7 +21,7 @@ from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
 from shardwise.comm.links.send_recv import MAX_RANKS, PeerLink
 from shardwise.comm.posts import Posts
 from shardwise.errors import TransportError
-from shardwise.units.bucket import Allocator, FlatBucket
+from shardwise.units.flat_bucket import Allocator, FlatBucket
 from shardwise.units.group import ShardGroup
 
 

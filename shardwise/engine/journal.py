@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from shardwise.comm.bulletin import Bulletin, Position
 from shardwise.errors import DesyncError
 from shardwise.events import EventLog, Op, OrderChanged
-from shardwise.plan.order import Edge, Order, Visit
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.prefetch import StepPlan, UnitFacts, plan_step
+from shardwise.plan.visits import Edge, Order, Visit
 from shardwise.units.param import UnitParam
 from shardwise.units.unit import Unit
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate
 from shardwise import torch_private
 from shardwise.comm.matrices import sum_of
 from shardwise.errors import ConfigError
-from shardwise.optim.owned import GradientOwner, OwnedGradient
+from shardwise.optim.owned_gradient import GradientOwner, OwnedGradient
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.comm.matrices import Expected, exchange, exchange_objects
 from shardwise.errors import StateError
-from shardwise.optim.meeting import Matrix, Meeting, boxes_of
+from shardwise.optim.matrix_owners import Matrix, Meeting, boxes_of
 from shardwise.optim.pieces import PerPiece
 
 State = dict[str, Any]

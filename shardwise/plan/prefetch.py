@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardwise.events import Call, Op
-from shardwise.plan.order import Edge, Order
 from shardwise.plan.policy import UnitPolicy
+from shardwise.plan.visits import Edge, Order
 
 
 @dataclass(frozen=True, slots=True)

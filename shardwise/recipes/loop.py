@@ -15,7 +15,7 @@ from shardwise.recipes.checkpoints import Progress, finish_saving, load_newest, 
 from shardwise.recipes.config import TrainConfig, learning_rate
 from shardwise.recipes.doors import DOORS, Door, local_optimizer
 from shardwise.recipes.gpt import build_gpt, next_byte_loss
-from shardwise.recipes.memory import HeldBytes, measure_held, peak_bytes
+from shardwise.recipes.held_bytes import HeldBytes, measure_held, peak_bytes
 from shardwise.recipes.parallel import build_meshes, compile_blocks, split_heads, why_not_compiled
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Run

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.comm.carve import is_own
+from shardwise.comm.communicator import Pending, Scale
 from shardwise.comm.lanes import Lane
-from shardwise.comm.protocol import Pending, Scale
 from shardwise.layout import bucket as layout_bucket
 from shardwise.layout.bucket import Bucket
 from shardwise.plan.policy import UnitPolicy

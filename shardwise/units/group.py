@@ -12,17 +12,17 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import CustomCollectives
+from shardwise.comm.communicator import Pending
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import have_same_bits
 from shardwise.comm.links.routes import RoutedCommunicator
-from shardwise.comm.protocol import Pending
 from shardwise.errors import StateError
 from shardwise.layout.bucket import build_bucket, by_size
 from shardwise.layout.shard import ChunkShard
 from shardwise.units.axes import MeshAxes
-from shardwise.units.bucket import FlatBucket, SubBucket
-from shardwise.units.dtypes import Dtypes
 from shardwise.units.extension import ExtensionParams
+from shardwise.units.flat_bucket import FlatBucket, SubBucket
+from shardwise.units.group_dtypes import Dtypes
 from shardwise.units.idle import mark_full, mark_kept, may_be_written
 from shardwise.units.param import UnitParam
 from shardwise.units.place import Place

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.layout.bucket import build_bucket
-from shardwise.units.bucket import Allocator, FlatBucket
+from shardwise.units.flat_bucket import Allocator, FlatBucket
 from shardwise.units.param import UnitParam
 from shardwise.units.precision import CPUOffloadPolicy, OffloadPolicy
 

@@ -11,12 +11,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool, Lease
+from shardwise.comm.communicator import BucketEnds
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import section_parts
-from shardwise.comm.protocol import BucketEnds
 from shardwise.layout.bucket import Bucket, align
 from shardwise.layout.shard import Move, row_major
-from shardwise.units.bucket import FlatBucket, SubBucket, view_of
+from shardwise.units.flat_bucket import FlatBucket, SubBucket, view_of
 from shardwise.units.idle import FreedParameter, mark_freed
 from shardwise.units.param import UnitParam
 

@@ -15,9 +15,9 @@ from shardwise.comm.owned import Owned, PendingReduce, reduce_to_owners
 from shardwise.errors import StateError
 from shardwise.layout.owners import Piece
 from shardwise.optim.clip import Limit
-from shardwise.optim.owned import GradientOwner, OwnedGradient, make_owned
-from shardwise.zero.compare import are_same
-from shardwise.zero.pieces import LocalPiece, elements_of, gradient_for
+from shardwise.optim.owned_gradient import GradientOwner, OwnedGradient, make_owned
+from shardwise.zero.local_pieces import LocalPiece, elements_of, gradient_for
+from shardwise.zero.same_gradients import are_same
 from shardwise.zero.share import Share
 
 MESSAGE_BYTES = 4 * 1024 * 1024  # two messages are on their way at a time, each copied once out and once in

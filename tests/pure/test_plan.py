@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from shardwise import StateError
 from shardwise.events import Op
 from shardwise.plan.memory import peak_bytes, unsharded_bytes
-from shardwise.plan.order import Edge, Order, Visit
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.prefetch import UnitFacts, plan_step
+from shardwise.plan.visits import Edge, Order, Visit
 from shardwise.units.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, Unsharded, check_move
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from shardwise.comm.protocol import GatherEnds, Pending, Scale, ScatterEnds
+from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.errors import ConfigError
 from shardwise.layout.bucket import Bucket
 

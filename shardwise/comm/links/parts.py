@@ -8,7 +8,7 @@ import torch
 
 from shardwise import torch_private
 from shardwise.comm.c10d import resolve_scale
-from shardwise.comm.protocol import Scale
+from shardwise.comm.communicator import Scale
 from shardwise.layout.bucket import Bucket
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from shardwise import torch_private
 from shardwise.comm.c10d import C10dCommunicator
+from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.links.link import Link, SpanKind
-from shardwise.comm.protocol import GatherEnds, Pending, Scale, ScatterEnds
 
 
 @dataclass(slots=True)

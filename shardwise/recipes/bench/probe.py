@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.recipes.memory import peak_rss_bytes
+from shardwise.recipes.held_bytes import peak_rss_bytes
 
 SAMPLE_S = 0.001
 

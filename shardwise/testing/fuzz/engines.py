@@ -17,7 +17,7 @@ from shardwise.engine.attachment import attachment_of
 from shardwise.engine.roots import live_engine
 from shardwise.testing.fuzz import peers
 from shardwise.testing.fuzz.case import Contender
-from shardwise.testing.fuzz.memory import Watch
+from shardwise.testing.fuzz.most_alive import Watch
 from shardwise.testing.fuzz.optims import OPTIMIZERS
 from shardwise.testing.fuzz.record import Record
 from shardwise.testing.fuzz.sides import Play, Seat, Side

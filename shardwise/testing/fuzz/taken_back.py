@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from shardwise.engine.engine import Engine
 from shardwise.torch_private import parameters_of
-from shardwise.units import bucket
+from shardwise.units import flat_bucket
 from shardwise.units.backward import Stage
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import Slot
@@ -20,7 +20,7 @@ from shardwise.zero import overlap
 from shardwise.zero.stepper import ShareStepper
 
 # What the functions of these modules look up by name.
-_IN_BUCKET = cast(Any, bucket)
+_IN_BUCKET = cast(Any, flat_bucket)
 _IN_OVERLAP = cast(Any, overlap)
 
 

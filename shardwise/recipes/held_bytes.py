@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.optim.owned import OwnedGradient
+from shardwise.optim.owned_gradient import OwnedGradient
 
 
 @dataclass(frozen=True, slots=True)
