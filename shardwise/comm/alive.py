@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from shardwise.black_box import WAITS, note
 from shardwise.errors import TransportError
 
 LOOK_S = 0.5  # between two looks at the process of a rank that is late
@@ -77,6 +78,7 @@ def read_post(store: dist.Store, key: str, rank: int, timeout_s: float) -> str:
     # Not by store.wait: torch writes a warning to stderr for every wait that runs out, and late ranks are nothing unusual.
     start = time.monotonic()
     looked, pause_s = start, _LEAST_PAUSE_S
+    note(f"{WAITS}rank {rank}", key)
     while True:
         try:
             if store.check([key]):

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from shardwise.black_box import EVERYBODY, Track, note
 from shardwise.comm.alive import LOOK_S, announce, is_gone
 from shardwise.comm.store import JobStore
 from shardwise.errors import DesyncError, StateError, TransportError
@@ -42,6 +43,7 @@ class Board:
     timeout_s: float
     has_peers: bool
     num_agreements: int = field(default=0)
+    track: Track = field(default_factory=lambda: Track(""))
 
     def agree(self, what: str, facts: Sequence[str] = (), error: BaseException | None = None) -> None:
         """Return once every rank has called this with the same ``what`` and ``facts``; else raise on all ranks.
@@ -118,6 +120,7 @@ class Board:
     ) -> list[str]:
         number = self.num_agreements
         self.num_agreements += 1
+        self.track.note("agreement", what)
         place = f"{self.prefix}/agree/{number}"
         text = f"{type(error).__name__}: {error}" if error is not None else ""
         self.store.set(f"{place}/{self.rank}", json.dumps([what, _digest(facts), text, said]))
@@ -207,6 +210,7 @@ class Board:
     def _poll(self, look: Callable[[], _T | None], limit_s: float) -> _T | None:
         start = looked = time.monotonic()
         pause_s = 0.0002
+        note(EVERYBODY)
         while True:
             result, now = look(), time.monotonic()
             if result is not None or now - start >= limit_s:
@@ -238,7 +242,8 @@ def open_board(group: dist.ProcessGroup | None, topic: str) -> Board:
     if known is not None:
         announce(known, dist.get_rank())
     number = store.add(f"shardwise/{topic}/opened/{rank}", 1)
-    return Board(group, rank, size, store, f"shardwise/{topic}/{number}", process_group_timeout_s(group), has_peers)
+    timeout_s = process_group_timeout_s(group)
+    return Board(group, rank, size, store, f"shardwise/{topic}/{number}", timeout_s, has_peers, track=Track(f"{topic} {number}"))
 
 
 def first_difference(facts: dict[int, list[str]]) -> str:

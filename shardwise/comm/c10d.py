@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
+from shardwise.black_box import EVERYBODY, note
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.lanes import Lane
 from shardwise.comm.protocol import GatherEnds, Pending, Scale, ScatterEnds
@@ -92,6 +93,7 @@ class _Launched:
         if end is None:
             return
         if self._work is not None:
+            note(EVERYBODY)
             self._work.wait()
         if self._mark is not None:
             self._lane.current_waits(self._mark)

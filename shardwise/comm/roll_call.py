@@ -10,6 +10,7 @@ import time
 
 import torch.distributed as dist
 
+from shardwise.black_box import Track
 from shardwise.comm.alive import announce, read_post
 from shardwise.comm.store import JobStore
 from shardwise.errors import StateError, TransportError
@@ -32,6 +33,7 @@ class RollCall:
         self._store, self._prefix, self._members, self._timeout_s = store, prefix, members, timeout_s
         self.rank, self.size = rank, len(members)
         self._number = 0
+        self._track = Track(prefix)
 
     def branch(self, name: str) -> RollCall:
         """Return another order of calls, for another thread; ``name`` is the same on all ranks and new."""
@@ -47,6 +49,7 @@ class RollCall:
             return [said]
         number, self._number = self._number, self._number + 1
         place = f"{self._prefix}/{number}"
+        self._track.note("meeting")
         if self.rank:
             store.set(f"{place}/{self.rank}", said)
             # Who waits for the answer waits longer: rank 0 knows who is missing.

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 
+from shardwise.black_box import next_track
 from shardwise.comm.agree import Bulletin, Position
 from shardwise.errors import DesyncError
 from shardwise.events import Call, Event, Instrument, Op, OrderChanged
@@ -21,6 +22,7 @@ class Journal:
 
     Attributes:
         plan: the prediction made from the last step's order; None until a step has shown one.
+        track: what this rank does, for the black box.
         depth: units to unshard ahead of their use.
         instruments: hear every event.
         bulletin: where ranks compare plans and say where they are when a collective fails; None without other ranks.
@@ -28,6 +30,7 @@ class Journal:
     """
 
     def __init__(self) -> None:
+        self.track = next_track("engine")
         self.plan: StepPlan | None = None
         self.depth = 1
         self.instruments: list[Instrument] = []
@@ -56,6 +59,7 @@ class Journal:
         """Remember ``event`` and tell every instrument."""
         if isinstance(event, Call):
             self._num_calls += 1
+            self.track.note(event.op, event.unit)
             self._recent.append(event)
         else:
             self._left_order = f"expected unit '{event.expected}', found unit '{event.found}'"
@@ -93,6 +97,7 @@ class Journal:
         number = self._numbers.get(unit)
         if number is None:
             return
+        self.track.note(edge.value, unit.name)
         position = len(self._visits)
         self._visits.append(Visit(number, edge))
         if not self._follows_plan or self.plan is None:

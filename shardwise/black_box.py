@@ -1,0 +1,97 @@
+"""What this process has done lately: a ring of its last few thousand events, always on.
+
+Whoever does something that other ranks wait for, or waits for them, says so here in one line.  That costs less than a
+microsecond: one tuple, nothing formatted.  ``shardwise.record`` writes the ring down when something fails, and
+``shardwise diagnose`` reads it; :mod:`shardwise.testing.faults` hears of every event before what it announces is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+NUM_EVENTS = 4096
+WAITS = "waits for "  # begins the place of an event after which its thread waits: "waits for rank 3", "waits for process 88"
+EVERYBODY = f"{WAITS}all ranks"
+ERROR = "error"  # the place of an error of ours when it is made
+
+# Monotonic seconds, id of the thread, name of the track, count on the track, place, what.
+Entry: TypeAlias = tuple[float, int, str, int, str, str]
+# Gets place, what, and the object that it is about; returns True if the thing announced shall be left out.
+Hearer: TypeAlias = Callable[[str, str, object], bool]
+
+_ring: deque[Entry] = deque(maxlen=NUM_EVENTS)  # of this process: who looks at it wants to see all threads
+_hearers: list[Hearer] = []  # changed by hearing() alone
+_numbers: dict[str, itertools.count[int]] = {}
+_append, _now, _thread = _ring.append, time.monotonic, threading.get_ident
+
+
+def note(place: str, what: str = "", subject: object = None) -> bool:
+    """Say that this process comes to ``place``; return True if a fault wants that it is left out."""
+    _append((_now(), _thread(), "", 0, place, what))
+    return bool(_hearers) and _tell(place, what, subject)
+
+
+class Track:
+    """A sequence of events that all ranks of a group make in the same order, so that their counts can be compared.
+
+    Attributes:
+        name: the same on every rank of the group, and of no other sequence.
+        count: of the events so far.
+    """
+
+    __slots__ = ("count", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+
+    def note(self, place: str, what: str = "", subject: object = None) -> bool:
+        """Do as :func:`note`, for the next event of the track."""
+        self.count = count = self.count + 1
+        _append((_now(), _thread(), self.name, count, place, what))
+        return bool(_hearers) and _tell(place, what, subject)
+
+
+def next_track(topic: str) -> Track:
+    """Return a new track: the n-th of a topic on this rank is the n-th on the others."""
+    return Track(f"{topic} {next(_numbers.setdefault(topic, itertools.count(1)))}")
+
+
+def entries() -> list[Entry]:
+    """Return the last ``NUM_EVENTS`` events, oldest first."""
+    while True:
+        try:
+            return list(_ring)
+        except RuntimeError:  # another thread has added one meanwhile
+            continue
+
+
+def last_time() -> float:
+    """Return when the last event was, in monotonic seconds; 0 before the first."""
+    try:
+        return _ring[-1][0]
+    except IndexError:
+        return 0.0
+
+
+@contextmanager
+def hearing(hearer: Hearer) -> Generator[None, None, None]:
+    """Let ``hearer`` be called at every event of every thread, before what the event announces."""
+    _hearers.append(hearer)
+    try:
+        yield
+    finally:
+        _hearers.remove(hearer)
+
+
+def _tell(place: str, what: str, subject: object) -> bool:
+    is_left_out = False
+    for hearer in list(_hearers):
+        is_left_out |= hearer(place, what, subject)
+    return is_left_out
