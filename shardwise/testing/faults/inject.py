@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -31,12 +31,14 @@ class Injected:
 
     Attributes:
         fault: which.  num_struck: how often it has struck this process.
+        tell: called right before it strikes.
         step: the number of the running step.
     """
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self.num_struck = 0
+        self.tell: Callable[[], None] = lambda: None
         self.step = 1
         self.is_over = False
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -57,6 +59,7 @@ class Injected:
             return False
         self.num_struck += 1
         self.is_over = self.num_struck >= fault.times
+        self.tell()
         strike(fault, subject)
         return is_left_out(fault)
 
