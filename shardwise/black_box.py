@@ -27,6 +27,7 @@ Hearer: TypeAlias = Callable[[str, str, object], bool]
 
 _ring: deque[Entry] = deque(maxlen=NUM_EVENTS)  # of this process: who looks at it wants to see all threads
 _hearers: list[Hearer] = []  # changed by hearing() alone
+_witnesses: list[Callable[[str], None]] = []  # changed by witnessing() alone
 _numbers: dict[str, itertools.count[int]] = {}
 _append, _now, _thread = _ring.append, time.monotonic, threading.get_ident
 
@@ -35,6 +36,13 @@ def note(place: str, what: str = "", subject: object = None) -> bool:
     """Say that this process comes to ``place``; return True if a fault wants that it is left out."""
     _append((_now(), _thread(), "", 0, place, what))
     return bool(_hearers) and _tell(place, what, subject)
+
+
+def note_error(text: str) -> None:
+    """Say that an error of ours was made here."""
+    _append((_now(), _thread(), "", 0, ERROR, text))
+    for witness in list(_witnesses):
+        witness(text)
 
 
 class Track:
@@ -88,6 +96,16 @@ def hearing(hearer: Hearer) -> Generator[None, None, None]:
         yield
     finally:
         _hearers.remove(hearer)
+
+
+@contextmanager
+def witnessing(witness: Callable[[str], None]) -> Generator[None, None, None]:
+    """Let ``witness`` be called with the text of every error of ours, where it is made."""
+    _witnesses.append(witness)
+    try:
+        yield
+    finally:
+        _witnesses.remove(witness)
 
 
 def _tell(place: str, what: str, subject: object) -> bool:

@@ -14,7 +14,7 @@ class ShardwiseError(Exception):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        black_box.note(black_box.ERROR, f"{type(self).__name__}: {args[0] if args else ''}", self)
+        black_box.note_error(f"{type(self).__name__}: {args[0] if args else ''}")
 
 
 class ConfigError(ShardwiseError, ValueError):

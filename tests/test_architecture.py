@@ -15,7 +15,7 @@ ROOT = Path(shardwise.__file__).parent
 LINES: tuple[tuple[str, ...], ...] = (
     ("black_box",),
     ("events", "errors", "torch_private", "one_host"),
-    ("layout",),
+    ("layout", "doctor"),
     ("plan", "comm"),
     ("units", "optim"),
     ("engine", "zero"),

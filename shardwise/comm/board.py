@@ -243,7 +243,9 @@ def open_board(group: dist.ProcessGroup | None, topic: str) -> Board:
         announce(known, dist.get_rank())
     number = store.add(f"shardwise/{topic}/opened/{rank}", 1)
     timeout_s = process_group_timeout_s(group)
-    return Board(group, rank, size, store, f"shardwise/{topic}/{number}", timeout_s, has_peers, track=Track(f"{topic} {number}"))
+    return Board(
+        group, rank, size, store, f"shardwise/{topic}/{number}", timeout_s, has_peers, track=Track(f"{topic} {number}")
+    )
 
 
 def first_difference(facts: dict[int, list[str]]) -> str:

@@ -54,7 +54,9 @@ def _struck_wrongly(job: Job, ending: Ending) -> str:
     """Return what is wrong with the end of the rank that was struck, an empty text if nothing is."""
     kind = job.fault.kind if job.fault is not None else "diverge"
     if kind in _ENDS_PROCESS:
-        return "" if ending.code == _ENDS_PROCESS[kind] else f"ended with code {ending.code} although it was sent {kind}"
+        return (
+            "" if ending.code == _ENDS_PROCESS[kind] else f"ended with code {ending.code} although it was sent {kind}"
+        )
     if kind == "stop":
         return ""
     if kind == "interrupt" and ending.error == "KeyboardInterrupt":
