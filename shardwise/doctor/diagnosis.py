@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from shardwise.black_box import ERROR, WAITS
 from shardwise.doctor.record import Event, Reason, Record, Stack
 
-_RECENT_S = 0.5  # a rank that does other things than waiting is not waiting because of what it waited for long ago
+_GAP_S = 30.0  # between reasons to write: what was before is another trouble, which has passed
+_MOVED = 16  # events between two reasons, which say the same: ranks that fail tidy up, and ask each other
+_BEFORE_S = 1.0  # an error comes before what is written because of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ def _behind(track: str, events: Mapping[int, Sequence[Event]]) -> Behind | None:
 
 def _waiting(rank: int, record: Record, by_rank: Mapping[int, Record]) -> Waiting | None:
     """Return what the main thread of ``rank`` waited for when it wrote first; errors come after that."""
-    written_s = record.reasons[0].time_s if record.reasons else record.written_s
+    written_s = _began_s(record)
     events = [e for e in record.events if e.thread == record.main_thread and e.time_s <= written_s and e.place != ERROR]
     if not events or not events[-1].place.startswith(WAITS):
         return None
@@ -207,8 +209,13 @@ def _blamed(waiting: Sequence[Waiting], ranks: Sequence[int]) -> tuple[int, ...]
 
 
 def _failure(rank: int, record: Record) -> Failure | None:
-    errors = [Failure(rank, event.time_s, event.what) for event in record.events if event.place == ERROR]
-    told = [Failure(rank, each.time_s, each.text) for each in record.reasons if not _is_question(each.text)]
+    since_s = _began_s(record) - _BEFORE_S
+    errors = [Failure(rank, e.time_s, e.what) for e in record.events if e.place == ERROR and e.time_s >= since_s]
+    told = [
+        Failure(rank, each.time_s, each.text)
+        for each in record.reasons
+        if each.time_s >= since_s and not _is_question(each.text)
+    ]
     return min([*errors, *told], key=lambda each: each.time_s, default=None)
 
 
@@ -218,4 +225,17 @@ def _is_question(text: str) -> bool:
 
 def _main_stack(record: Record) -> Stack | None:
     """Return where the main thread was when the rank wrote first: later it is on its way out."""
-    return next((stack for stack in record.stacks if stack.thread == record.main_thread), None)
+    since_s = _began_s(record)
+    mine = [stack for stack in record.stacks if stack.thread == record.main_thread and stack.time_s >= since_s]
+    return mine[0] if mine else None
+
+
+def _began_s(record: Record) -> float:
+    """Return when the rank first wrote because of its last trouble."""
+    began_s = record.written_s
+    for reason in reversed(record.reasons):
+        moved = sum(1 for event in record.events if event.track and reason.time_s < event.time_s < began_s)
+        if began_s - reason.time_s > _GAP_S or moved > _MOVED:
+            break
+        began_s = reason.time_s
+    return began_s

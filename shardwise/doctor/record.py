@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 VERSION = 1
 MOST_TEXT = 400  # characters of one text
+
+
+_OF_OTHERS = (
+    "/torch/",
+    "/shardwise/",
+    "/threading.py",
+    "/contextlib.py",
+    "<frozen",
+    "/multiprocessing/",
+    "/concurrent/",
+)
+
+
+def own_line(frames: Sequence[str]) -> str:
+    """Return the innermost of ``frames`` that is neither torch's nor ours, with what it was in; "nowhere" without any."""
+    own = [frame for frame in frames if not any(part in frame for part in _OF_OTHERS)]
+    innermost = frames[-1] if frames else "nowhere"
+    if not own:
+        return innermost
+    return own[-1] if own[-1] == innermost else f"{own[-1]}, in {innermost.rsplit(' ', 1)[-1]}()"
 
 
 @dataclass(frozen=True, slots=True)

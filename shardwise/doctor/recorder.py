@@ -8,7 +8,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise import black_box
-from shardwise.doctor.record import Event, Reason, Record, Stack, to_lines
+from shardwise.doctor.record import Event, Reason, Record, Stack, own_line, to_lines
 from shardwise.doctor.watch import Watch
 from shardwise.torch_private import process_group_timeout_s
 
@@ -25,6 +25,7 @@ PATTERN = "rank-*.jsonl"
 BLACK_BOX = "black_box"  # the folder of records in the folder of a run
 STALL_S = 60.0
 _MOST_REASONS, _MOST_STACKS, _MOST_FRAMES = 16, 128, 40
+_OWN_FILES = ("/shardwise/doctor/recorder.py", "/shardwise/black_box.py", "/shardwise/errors.py")
 _QUIET = ("ConfigError", "LayoutError")  # wrong arguments: nobody waits, and the message says all
 
 
@@ -48,24 +49,31 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and error is not None:
-            self.write(_describe(kind, error, trace))
+        if error is not None:
+            self._write_raised(error, trace)
         self.close()
 
     def close(self) -> None:
         """Write no more, and leave signals and hooks as they were."""
         self._stack.close()
+        black_box.forget()
 
     def write(self, reason: str) -> Path | None:
         """Write the last events, and where every thread is now; return the file, None if that could not be done."""
+        return self._write(reason, ())
+
+    def _write_raised(self, error: BaseException, trace: TracebackType | None) -> None:
+        frames = _lines_of_trace(trace)
+        self._write(_describe(error, frames), frames)
+
+    def _write(self, reason: str, raised: tuple[str, ...]) -> Path | None:
         if os.getpid() != self._pid or not self._lock.acquire(timeout=1.0):  # a forked child has no say; see a signal
             return None
         try:
             now_s = time.time()
             self._learn_rank()
-            if len(self._reasons) < _MOST_REASONS:
-                self._reasons.append(Reason(now_s, reason))
-                self._stacks += _stacks_of_all_threads(now_s)[: _MOST_STACKS - len(self._stacks)]
+            self._reasons = [*self._reasons, Reason(now_s, reason)][-_MOST_REASONS:]
+            self._stacks = [*self._stacks, *_stacks_of_all_threads(now_s, raised)][-_MOST_STACKS:]
             return self._put(self._record(now_s))
         except Exception:  # a full disk, a folder that is gone, an interpreter on its way out: training goes on
             return None
@@ -79,7 +87,7 @@ class Recorder:
         self._learn_rank()
         self._forget_last_run()
         self._stack.enter_context(black_box.witnessing(self._on_error))
-        self._stack.enter_context(_excepthook(self._on_uncaught))
+        self._stack.enter_context(_excepthook(self._write_raised))
         watch = Watch(self._signalled, self._stalled, self._limit_s)
         self._stack.callback(watch.close)
         watch.open()
@@ -87,9 +95,6 @@ class Recorder:
     def _on_error(self, text: str) -> None:
         if not text.startswith(_QUIET):
             self.write(text)
-
-    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.write(_describe(kind, error, trace))
 
     def _signalled(self) -> None:
         self.write("asked by SIGUSR1")
@@ -174,11 +179,11 @@ def record(folder: str | Path, *, stall_s: float | None = None) -> Recorder:
 
 
 @contextlib.contextmanager
-def _excepthook(hear: Callable[[type[BaseException], BaseException, TracebackType | None], None]) -> Any:
+def _excepthook(hear: Callable[[BaseException, TracebackType | None], None]) -> Generator[None, None, None]:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        hear(kind, error, trace)
+        hear(error, trace)
         before(kind, error, trace)
 
     sys.excepthook = hook
@@ -189,29 +194,36 @@ def _excepthook(hear: Callable[[type[BaseException], BaseException, TracebackTyp
             sys.excepthook = before
 
 
-def _describe(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
-    """Say what was raised, and in which line."""
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = "" if trace is None else f" [{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}]"
-    return f"{kind.__name__}: {error}"[:300] + where
+def _describe(error: BaseException, frames: tuple[str, ...]) -> str:
+    return f"{type(error).__name__}: {error}"[:300] + (f" [{own_line(frames)}]" if frames else "")
 
 
-def _stacks_of_all_threads(now_s: float) -> list[Stack]:
+def _stacks_of_all_threads(now_s: float, raised: tuple[str, ...]) -> list[Stack]:
+    """Return where every thread is, the main one first; the calling one was at ``raised`` if that is not empty."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]  the documented way to all threads
-    main = threading.main_thread().ident
+    main, mine = threading.main_thread().ident, threading.get_ident()
     order = sorted(frames, key=lambda ident: (ident != main, ident))
-    return [Stack(now_s, ident, names.get(ident, "?"), _lines_of(frames[ident])) for ident in order]
+    lines = {ident: _lines_of(frames[ident]) for ident in order} | ({mine: raised} if raised else {})
+    return [Stack(now_s, ident, names.get(ident, "?"), lines[ident]) for ident in order]
 
 
 def _lines_of(frame: FrameType | None) -> tuple[str, ...]:
     found: list[str] = []
     while frame is not None and len(found) < _MOST_FRAMES:
-        code = frame.f_code
-        found.append(f"{code.co_filename}:{frame.f_lineno} {code.co_name}")
+        if not frame.f_code.co_filename.endswith(_OWN_FILES):
+            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return tuple(reversed(found))
+
+
+def _lines_of_trace(trace: TracebackType | None) -> tuple[str, ...]:
+    found: list[str] = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        found.append(f"{code.co_filename}:{trace.tb_lineno} {code.co_name}")
+        trace = trace.tb_next
+    return tuple(found[-_MOST_FRAMES:])
 
 
 def _plain(value: Any) -> Any:

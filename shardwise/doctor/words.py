@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardwise.doctor.diagnosis import Behind, Diagnosis, Failure, Parting, Waiting
+from shardwise.doctor.record import own_line
 
-_OF_OTHERS = (
-    "/torch/",
-    "/shardwise/",
-    "/threading.py",
-    "/contextlib.py",
-    "<frozen",
-    "/multiprocessing/",
-    "/concurrent/",
-)
 _MOST_LISTED = 8
 
 
@@ -33,7 +26,7 @@ def in_words(diagnosis: Diagnosis) -> Iterator[str]:
         yield from (f"  {_wait(each)}" for each in diagnosis.waiting[:_MOST_LISTED])
     yield ""
     yield "where the program was, in your own code"
-    yield from (f"  rank {rank}: {_own_line(stack.frames)}" for rank, stack in list(diagnosis.stacks.items())[:16])
+    yield from (f"  rank {rank}: {own_line(stack.frames)}" for rank, stack in list(diagnosis.stacks.items())[:16])
     yield ""
     yield "what to look at next"
     yield from (f"  {line}" for line in advice(diagnosis))
@@ -77,7 +70,8 @@ def _failure(failure: Failure, is_first: bool) -> str:
 
 def _wait(waiting: Waiting) -> str:
     whom = _ranks(waiting.whom) if waiting.whom else "all ranks"
-    return f"rank {waiting.rank} waited for {whom} for {waiting.since_s:.1f} s at {waiting.where or 'a collective'}"
+    where = re.sub(r"^shardwise/\S+", "its word in the store", waiting.where)
+    return f"rank {waiting.rank} waited for {whom} for {waiting.since_s:.1f} s at {where or 'a collective'}"
 
 
 def advice(diagnosis: Diagnosis) -> Iterator[str]:
@@ -85,31 +79,24 @@ def advice(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.missing:
         who = _ranks(diagnosis.missing)
         yield f"why {who} ended: the kernel's log (dmesg) for 'out of memory', the launcher's output, the host itself"
+    raised = [each for each in diagnosis.failures if not each.text.startswith(("DesyncError", "TransportError"))]
     for parting in diagnosis.partings[:1]:
         odd = _odd(parting.found)
+        if raised and raised[0].rank in odd:  # it parted from the others because it was leaving
+            break
         yield (
             f"what {_ranks(odd)} did otherwise before event {parting.count} of {parting.track}: code that depends on the rank "
             "or its data, another number of microbatches, a layer that is skipped or frozen, another version or config"
         )
-    raised = [each for each in diagnosis.failures if not each.text.startswith(("DesyncError", "TransportError"))]
     if raised:
         yield f"the error of rank {raised[0].rank}: {raised[0].text.split(chr(10))[0][:160]}"
     if not diagnosis.partings:
         for rank in diagnosis.blamed[:4]:
             if rank in diagnosis.stacks:
-                yield f"rank {rank}, which others waited for: it was at {_own_line(diagnosis.stacks[rank].frames)}"
+                yield f"rank {rank}, which others waited for: it was at {own_line(diagnosis.stacks[rank].frames)}"
     if not (diagnosis.missing or diagnosis.partings or raised or diagnosis.blamed):
-        behind = diagnosis.behind[0].ranks if diagnosis.behind else ()
-        yield f"the stacks of {_ranks(behind)}" if behind else "nothing: these ranks were well when they wrote"
-
-
-def _own_line(frames: Sequence[str]) -> str:
-    """Return the innermost line that is neither torch's nor ours, and what it was in."""
-    own = [frame for frame in frames if not any(part in frame for part in _OF_OTHERS)]
-    innermost = frames[-1] if frames else "nowhere"
-    if not own:
-        return innermost
-    return own[-1] if own[-1] == innermost else f"{own[-1]}, in {innermost.rsplit(' ', 1)[-1]}()"
+        behind = [_ranks(each.ranks) for each in diagnosis.behind[:1]]
+        yield f"the stacks of {behind[0]}" if behind else "nothing: these ranks were well when they wrote"
 
 
 def _odd(found: Mapping[int, str]) -> tuple[int, ...]:

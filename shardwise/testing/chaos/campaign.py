@@ -25,7 +25,7 @@ FAULTS: dict[str, tuple[Kind, type[BaseException]]] = {
     "late": ("delay", RuntimeError),
     "drop": ("drop", RuntimeError),
 }
-_STEP_OF = {"init": 1, "checkpoint save": 3, "checkpoint load": 4, "consolidation": 5}
+_STEP_OF = {"init": 1, "checkpoint save": 2, "checkpoint load": 3, "consolidation": 5}
 _SHORT_TIMEOUT_S, _LONG_TIMEOUT_S = 6.0, 30.0
 _PROMPT_S, _AFTER_TIMEOUT_S = 12.0, 14.0
 
