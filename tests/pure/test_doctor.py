@@ -81,7 +81,9 @@ def test_who_is_waited_for_and_waits_for_nobody_is_blamed() -> None:
     (waiting,) = found.waiting
     assert (waiting.rank, waiting.whom, waiting.since_s) == (0, (1,), 1.0)
     assert found.blamed == (1,)
-    assert any("rank 1, which others waited for: it was at /home/me/train.py:12 main" in line for line in in_words(found))
+    assert any(
+        "rank 1, which others waited for: it was at /home/me/train.py:12 main" in line for line in in_words(found)
+    )
 
 
 def test_waiting_for_everybody_blames_those_that_do_not_wait() -> None:
@@ -106,7 +108,9 @@ def test_a_rank_that_leaves_by_its_own_error_is_not_said_to_diverge() -> None:
 
 
 def test_trouble_that_has_passed_is_not_the_failure_of_now() -> None:
-    record = record_of(0, (note(1.0, ERROR, "CheckpointError: disk full"), *events_of(["unshard"] * 200)), "ValueError: x")
+    record = record_of(
+        0, (note(1.0, ERROR, "CheckpointError: disk full"), *events_of(["unshard"] * 200)), "ValueError: x"
+    )
     early = Reason(1.0, "CheckpointError: disk full")
     found = diagnose([replace(record, reasons=(early, *record.reasons))])
     assert [each.text for each in found.failures] == ["ValueError: x"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwise.comm.links.link import TRANSPORTS
-from shardwise.testing.chaos.job import Ending, Job, run_job
+from shardwise.testing.chaos.job import Job, Run, run_job
 from shardwise.testing.chaos.judge import Verdict, judge
 from shardwise.testing.chaos.program import DIVERGENCES, DOORS, ENGINE_DOORS, Program
 from shardwise.testing.faults import Fault
@@ -35,7 +35,7 @@ class Result:
     """A job, how its ranks ended, and what is wrong with that."""
 
     job: Job
-    endings: tuple[Ending, ...]
+    run: Run
     verdict: Verdict
 
 
@@ -117,14 +117,14 @@ class Campaign:
 
     def run(self, job: Job) -> Result:
         """Run and judge ``job``."""
-        endings = tuple(run_job(job))
-        return Result(job, endings, judge(job, endings, self.undisturbed(job.program, job.num_ranks)))
+        run = run_job(job)
+        return Result(job, run, judge(job, run.endings, self.undisturbed(job.program, job.num_ranks)))
 
     def undisturbed(self, program: Program, num_ranks: int) -> tuple[str, ...]:
         """Return the digests of a run of ``program`` without a fault."""
         key = (program, num_ranks)
         if key not in self._undisturbed:
-            endings = run_job(Job(program, num_ranks, timeout_s=60.0, limit_s=60.0))
+            endings = run_job(Job(program, num_ranks, timeout_s=60.0, limit_s=60.0)).endings
             wrong = [each.trace or f"code {each.code}" for each in endings if not each.digest]
             assert not wrong, f"{program} fails without a fault:\n{wrong[0]}"
             self._undisturbed[key] = tuple(each.digest for each in endings)

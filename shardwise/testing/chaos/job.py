@@ -22,6 +22,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from shardwise import record
+from shardwise.doctor.diagnosis import diagnose
+from shardwise.doctor.record import read_record
+from shardwise.doctor.recorder import BLACK_BOX, PATTERN
+from shardwise.doctor.words import in_words
 from shardwise.errors import ShardwiseError
 from shardwise.one_host import PREFIX, stay_on_loopback
 from shardwise.testing.chaos.program import DIVERGENCES, Program
@@ -29,6 +34,7 @@ from shardwise.testing.chaos.train import train
 from shardwise.testing.faults import Fault, inject
 
 _PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "shardwise.testing.chaos.train")
+_STALL_S = 4.0
 _LEAVE_S = 5.0  # for ranks that have said how they ended to end
 
 
@@ -103,8 +109,16 @@ class _Said:
     time_s: float = 0.0
 
 
-def run_job(job: Job) -> list[Ending]:
-    """Run ``job`` to its end; return how every rank has ended, in rank order."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How every rank of a job has ended, in rank order, and what ``shardwise diagnose`` says of that."""
+
+    endings: tuple[Ending, ...]
+    report: tuple[str, ...]
+
+
+def run_job(job: Job) -> Run:
+    """Run ``job`` to its end."""
     context: Any = mp.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOAD))
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}chaos-") as name:
@@ -129,7 +143,12 @@ def run_job(job: Job) -> list[Ending]:
                 process.join()
             for pipe in pipes:
                 pipe.close()
-        return [_ending(said.get(rank), codes[rank], struck, place / f"stderr-{rank}") for rank in range(job.num_ranks)]
+        ranks = range(job.num_ranks)
+        endings = [_ending(said.get(rank), codes[rank], struck, place / f"stderr-{rank}") for rank in ranks]
+        records = [
+            each for path in sorted((place / BLACK_BOX).glob(PATTERN)) if (each := read_record(path)) is not None
+        ]
+        return Run(tuple(endings), tuple(in_words(diagnose(records))) if records else ())
 
 
 def _listen(job: Job, pipes: Sequence[Connection], started: float) -> tuple[float, dict[int, _Said]]:
@@ -194,7 +213,7 @@ def _outcome(job: Job, rank: int, store: str, folder: str, pipe: Connection) -> 
         program = DIVERGENCES[job.divergence](program)
     try:
         _join(job, rank, store)
-        with _fault(job, rank, pipe):
+        with record(Path(folder) / BLACK_BOX, stall_s=_STALL_S), _fault(job, rank, pipe):
             digest = train(program, Path(folder) / "checkpoints")
         return _Said(digest, time_s=time.monotonic())
     except BaseException as error:
