@@ -42,8 +42,8 @@ def _happened(diagnosis: Diagnosis) -> Iterator[str]:
         yield from _parting(parting)
     for behind in diagnosis.behind[:2]:
         yield _behind(behind)
-    for failure in diagnosis.failures[:_MOST_LISTED]:
-        yield _failure(failure, is_first=failure is diagnosis.failures[0] and len(diagnosis.failures) > 1)
+    for place, failure in enumerate(diagnosis.failures[:_MOST_LISTED]):
+        yield _failure(failure, is_first=place == 0 and len(diagnosis.failures) > 1)
     if not (diagnosis.missing or diagnosis.partings or diagnosis.behind or diagnosis.failures):
         yield "nothing that differs between the ranks, and no error"
 
