@@ -22,16 +22,20 @@ _OF_OTHERS = (
     "/concurrent/",
 )
 
-_TESTING = "/shardwise/testing/chaos/train.py"  # a program, as a user's
+_PROGRAMS = ("/shardwise/recipes/", "/shardwise/testing/chaos/train.py")  # they call the library as a user's do
 
 
 def own_line(frames: Sequence[str]) -> str:
     """Return the innermost of ``frames`` that is neither torch's nor ours, with what it was in; "nowhere" without any."""
-    own = [frame for frame in frames if _TESTING in frame or not any(part in frame for part in _OF_OTHERS)]
+    own = [frame for frame in frames if _is_any(frame, _PROGRAMS) or not _is_any(frame, _OF_OTHERS)]
     innermost = frames[-1] if frames else "nowhere"
     if not own:
         return innermost
     return own[-1] if own[-1] == innermost else f"{own[-1]}, in {innermost.rsplit(' ', 1)[-1]}()"
+
+
+def _is_any(frame: str, parts: Sequence[str]) -> bool:
+    return any(part in frame for part in parts)
 
 
 @dataclass(frozen=True, slots=True)

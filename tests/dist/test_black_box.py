@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.commands import clean_environment
+from helpers.commands import COMMAND, clean_environment, options, start, wait_for_training
 from helpers.jobs import Job, tell
+from helpers.runs import write_text
 
 import shardwise
 from shardwise import DesyncError, black_box
@@ -209,3 +210,16 @@ def test_diagnose_prints_the_report_and_says_what_an_empty_folder_means(
     with shardwise.record(tmp_path / "black_box") as recorder:
         recorder.write("a test")
     assert main(["diagnose", str(tmp_path)]) == 0
+
+
+def test_a_training_run_writes_into_its_folder_by_itself(tmp_path: Path) -> None:
+    text, run = tmp_path / "text", tmp_path / "run"
+    text.mkdir()
+    more = options(data=write_text(text), out=run, steps=100_000, nproc=2)
+    with start([*COMMAND, *more]) as process:
+        ranks = wait_for_training(process, run)
+        os.kill(ranks[-1], signal.SIGKILL)
+        process.communicate(timeout=60)
+    found = diagnosis_of(run)
+    assert (found.num_ranks, len(found.missing)) == (2, 1)
+    assert f"rank {found.missing[0]} is gone" in found.failures[0].text
