@@ -68,7 +68,7 @@ def test_the_rank_that_raised_is_named_first_with_its_line(pool: WorkerPool, tmp
     found = diagnosis_of(tmp_path)
     assert [each.rank for each in found.failures] == [1, 0]
     assert "ValueError: injected" in found.failures[0].text
-    assert "test_black_box.py" in found.failures[0].text
+    assert "chaos/train.py" in found.failures[0].text  # the line of the program, not that of the library
     assert "the error of rank 1: ValueError: injected" in lines_of(found)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import count
 from pathlib import Path
 
-from shardwise.testing.chaos.campaign import Campaign, Result, matrix, random_jobs
+from shardwise.testing.chaos.campaign import Campaign, Result, draw, matrix, until
 from shardwise.testing.chaos.job import Job
 from shardwise.testing.chaos.table import embed, line_of, summary_of, tables_of
 
@@ -16,20 +17,23 @@ from shardwise.testing.chaos.table import embed, line_of, summary_of, tables_of
 def main() -> int:
     """Run jobs and say how each ended; return 1 if one ended as none should."""
     parser = argparse.ArgumentParser(prog="python -m shardwise.testing.chaos", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0, help="of random jobs (default: 30)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random jobs (default: 0)")
-    parser.add_argument("--most", type=int, help="number of random jobs after which to end")
-    parser.add_argument("--matrix", action="store_true", help="every door, transport, fault and place once instead")
+    parser.add_argument("--minutes", type=float, default=30.0, help="after which no job is begun (default: 30)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    parser.add_argument("--most", type=int, help="number of jobs after which to end")
+    parser.add_argument(
+        "--matrix", action="store_true", help="every door, transport, fault and place once, in random order"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="world sizes of the matrix (default: 2)")
-    parser.add_argument("--every", type=int, default=1, help="with --matrix: every n-th job")
     parser.add_argument("--only", default="", help="jobs whose line has this text")
     parser.add_argument("--table", type=Path, help="write the results into this page, between its markers")
     arguments = parser.parse_args()
-    jobs: Iterable[Job] = random_jobs(arguments.minutes, arguments.seed)
+    rng = random.Random(arguments.seed)
+    jobs: Iterable[Job] = (draw(rng) for _ in count())
     if arguments.matrix:
-        jobs = islice(matrix(arguments.ranks), 0, None, arguments.every)
+        every = list(matrix(arguments.ranks))
+        jobs = rng.sample(every, len(every))
     results: list[Result] = []
-    for result in _run(islice(jobs, arguments.most), arguments.only):
+    for result in _run(until(jobs, arguments.minutes, arguments.most), arguments.only):
         results.append(result)
         print(line_of(result), flush=True)
     print(summary_of(results))

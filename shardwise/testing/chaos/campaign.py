@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from shardwise.comm.links.link import TRANSPORTS
 from shardwise.testing.chaos.job import Job, Run, run_job
@@ -134,9 +135,12 @@ class Campaign:
         return self._undisturbed[key]
 
 
-def random_jobs(minutes: float, seed: int, now: Callable[[], float] = time.monotonic) -> Iterator[Job]:
-    """Yield random jobs until ``minutes`` are over."""
-    rng = random.Random(seed)
+def until(
+    jobs: Iterable[Job], minutes: float, most: int | None, now: Callable[[], float] = time.monotonic
+) -> Iterator[Job]:
+    """Yield ``jobs`` until ``minutes`` are over, at most ``most``."""
     end = now() + 60 * minutes
-    while now() < end:
-        yield draw(rng)
+    for job in islice(jobs, most):
+        if now() >= end:
+            return
+        yield job

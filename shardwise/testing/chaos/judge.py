@@ -63,8 +63,8 @@ def _struck_wrongly(job: Job, ending: Ending) -> str:
         return ""
     if kind == "raise" and "injected: " in ending.text:
         return ""
-    if kind == "diverge" and ending.digest:
-        return ""  # it is the others that miss it
+    if kind in ("diverge", "drop") and ending.digest:
+        return ""  # it is the others that miss something
     return _ended_badly(ending) or ("" if _is_allowed(job, ending) else _raw(ending))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -86,5 +87,6 @@ def _messages(results: Sequence[Result]) -> Iterator[str]:
 
 def _plain(text: str) -> str:
     """Return ``text`` on one line of a table, without the addresses and paths of one machine."""
+    text = re.sub(r"(?<![\w.])/\S*?/(?=checkpoints)", "FOLDER/", text)
     cut = text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + " ..."
     return cut.replace("|", "/").replace("`", "'").replace("<", "(").replace(">", ")")

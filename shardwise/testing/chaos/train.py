@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
@@ -19,6 +20,7 @@ from torch.optim import SGD, Adam, Optimizer
 from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard, replicate, set_default_transport
 from shardwise.checkpoint import finish, load, save
 from shardwise.testing.chaos.program import Program
+from shardwise.torch_private import process_group_timeout_s
 
 _SAVED_AFTER, _LOADED_AFTER = 1, 2  # before the step in which faults strike: what they change stays
 
@@ -78,13 +80,28 @@ def build(program: Program) -> Parts:
     num_ranks = dist.get_world_size()
     mesh = None
     if door == "hsdp" and not program.mesh_is_flat:
-        mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("replicas", "shards"))
+        mesh = _two_axes(num_ranks)
     for block in net.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
     if door == "whole_matrix":
         return Parts(net, net, ShardedOptimizer(dict(net.named_parameters()), torch.optim.Muon, lr=0.05))
     return Parts(net, net, SGD(net.parameters(), lr=0.05, momentum=0.9))
+
+
+def _two_axes(num_ranks: int) -> DeviceMesh:
+    """Return a mesh of two replicas whose groups have the job's timeout: those of ``init_device_mesh`` have torch's own."""
+    world = dist.group.WORLD
+    assert world is not None
+    timeout = timedelta(seconds=process_group_timeout_s(world))
+    rows = torch.arange(num_ranks).view(2, -1)
+    groups: list[dist.ProcessGroup] = []
+    for lists in (rows.t().tolist(), rows.tolist()):
+        for ranks in lists:
+            group = dist.new_group(ranks, timeout=timeout)
+            if dist.get_rank() in ranks:
+                groups.append(group)
+    return DeviceMesh.from_group(groups, "cpu", mesh=rows, mesh_dim_names=("replicas", "shards"))
 
 
 def train(program: Program, folder: Path) -> str:
