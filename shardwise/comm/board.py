@@ -188,7 +188,7 @@ class Board:
                 f"{self.timeout_s:g} s. Every rank must make the same calls in the same order."
             )
         )
-        self.report_failure(text)
+        self.report_failure(f"rank {self.rank} made a call alone: {text}")
         self.store.set(f"{self.prefix}/stuck/{self.rank}", what)
         raise DesyncError(text)
 

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.comm.board import first_difference
-from shardwise.comm.matrices import Expected, Ranks, exchange, exchange_objects, ranks_along, ranks_of_group
+from shardwise.comm.matrices import Expected, Ranks, ranks_along, ranks_of_group
 from shardwise.errors import DesyncError, StateError
 from shardwise.layout.owners import assign_owners
+from shardwise.optim.exchanges import exchange, exchange_objects
 from shardwise.optim.forms import load_indexed
 from shardwise.optim.meeting import Matrix, Meeting, all_boxes, leaf_of, make_matrix, without_memory
 from shardwise.optim.pieces import PerPiece, Piece, gradient_of, is_sharded, is_sharded_tensor, local_of, state_of_piece
