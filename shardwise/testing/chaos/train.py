@@ -99,7 +99,7 @@ def _two_axes(num_ranks: int) -> DeviceMesh:
     for lists in (rows.t().tolist(), rows.tolist()):
         for ranks in lists:
             group = dist.new_group(ranks, timeout=timeout)
-            if dist.get_rank() in ranks:
+            if isinstance(group, dist.ProcessGroup):  # of other ranks it is a number
                 groups.append(group)
     return DeviceMesh.from_group(groups, "cpu", mesh=rows, mesh_dim_names=("replicas", "shards"))
 
