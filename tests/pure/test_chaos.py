@@ -67,6 +67,7 @@ def test_what_ddp_itself_raises_is_the_users_and_what_comes_from_our_optimizer_i
     raw = Ending(0, error="RuntimeError", text="Connection closed", seconds=0.5)
     assert wrong(job, replace(raw, trace="torch/nn/parallel/distributed.py"), GONE) == ""
     assert "raw" in wrong(job, replace(raw, trace="shardwise/zero/stepper.py"), GONE)
+    assert "raw" in wrong(KILL, replace(raw, trace="torch/nn/parallel/distributed.py"), GONE)
 
 
 def test_the_same_seed_draws_the_same_jobs_and_every_job_can_be() -> None:

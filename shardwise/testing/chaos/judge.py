@@ -10,8 +10,6 @@ from shardwise.testing.chaos.job import Ending, Job
 from shardwise.testing.chaos.program import diverges
 
 _ENDS_PROCESS = {"kill": -9, "terminate": -15}
-# Where the ranks wait in DistributedDataParallel, which is the user's: what it raises is not ours.
-_IN_DDP = ("init", "forward", "backward", "between steps", "evaluation", "optimizer step", "reduction")
 _NUM = r"(?:rank|ranks|rank\(s\)) "
 
 
