@@ -17,6 +17,7 @@ from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.api.temporary import policy
 from shardwise.api.zero import ZeroRedundancyOptimizer
 from shardwise.comm.links.link import set_default_transport
+from shardwise.doctor.recorder import record
 from shardwise.errors import (
     CheckpointError,
     ConfigError,
@@ -64,6 +65,7 @@ __all__ = [
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "policy",
+    "record",
     "register_fsdp_forward_method",
     "replicate",
     "set_default_transport",

@@ -6,9 +6,15 @@ Every class also derives from the built-in type that torch raises in the same pl
 
 from __future__ import annotations
 
+from shardwise import black_box
+
 
 class ShardwiseError(Exception):
     """Base of every error that shardwise raises on purpose."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        black_box.note_error(f"{type(self).__name__}: {args[0] if args else ''}")
 
 
 class ConfigError(ShardwiseError, ValueError):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from shardwise.black_box import Track
+
 
 class Op(str, Enum):
     """What a unit does to its parameters or gradients."""
@@ -60,10 +62,12 @@ class EventLog:
     """What has happened last, and who hears of it.  Units write to it themselves: it is crossed at every call.
 
     Attributes:
+        track: for the black box: all events of an engine in their order.
         num_calls: calls so far.  recent: what the last of them did, and the units they did it to.
         instruments: hear every event.
     """
 
+    track: Track = field(default_factory=lambda: Track("no engine"))
     num_calls: int = 0
     recent: deque[tuple[Op, str]] = field(default_factory=lambda: deque[tuple[Op, str]](maxlen=4))
     instruments: list[Instrument] = field(default_factory=list[Instrument])

@@ -13,8 +13,9 @@ import shardwise
 
 ROOT = Path(shardwise.__file__).parent
 LINES: tuple[tuple[str, ...], ...] = (
+    ("black_box",),
     ("events", "errors", "torch_private", "one_host"),
-    ("layout",),
+    ("layout", "doctor"),
     ("plan", "comm"),
     ("units", "optim"),
     ("engine", "zero"),
@@ -25,7 +26,7 @@ LINES: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {name: level for level, names in enumerate(LINES) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
-PURE = ("layout", "plan", "events", "errors")
+PURE = ("layout", "plan", "events", "errors", "black_box")
 
 
 def owner(path: Path) -> str:

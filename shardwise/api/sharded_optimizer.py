@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise import torch_private
+from shardwise.black_box import note
 from shardwise.errors import ConfigError
 from shardwise.optim.checkpointed import Checkpoint, only_saved
 from shardwise.optim.clip import Limit, Part, clip_parts, part_of
@@ -83,6 +84,7 @@ class ShardedOptimizer(Optimizer):
         flat: bool = True,
         **optimizer_kwargs: Any,
     ) -> None:
+        note("init", "ShardedOptimizer")
         self.named_params: dict[str, torch.Tensor] = _checked_params(named_params)
         self._pieces: dict[str, list[Piece]] = {n: pieces_of(n, p) for n, p in self.named_params.items()}
         split = _split_by_pattern(list(self.named_params), groups)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from shardwise.black_box import note
 from shardwise.comm.board import open_board
 from shardwise.comm.owned import broadcast_object as _broadcast_object
 from shardwise.errors import StateError
@@ -96,6 +97,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.partition: Partition = partition
         self._mixed_dtypes = mixed_dtypes
         self._groups: list[dict[str, Any]] = []
+        note("init", "ZeroRedundancyOptimizer")
 
         def build() -> list[str]:
             given = checked_params(params)

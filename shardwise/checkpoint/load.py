@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.black_box import note
 from shardwise.checkpoint.carriers import Apply
 from shardwise.checkpoint.files import DiskFiles, Files
 from shardwise.checkpoint.folder import list_checkpoints, note_verified
@@ -151,6 +152,7 @@ def _load_one(path: Path, state: Mapping[str, Any], strict: bool, skipped: tuple
 
 def _stage(path: Path, state: Mapping[str, Any], strict: bool, roll: RollCall) -> _Staged:
     files = DiskFiles()
+    note("checkpoint load", str(path))
     foreign = None if MANIFEST in files.names(path) else find_foreign(files, path)
     if foreign is not None:
         path, names = foreign

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwise.black_box import note
 from shardwise.checkpoint.blocks import sum_of
 from shardwise.checkpoint.contents import Contents, merged
 from shardwise.checkpoint.dtypes import bytes_of
@@ -96,6 +97,7 @@ class Saver:
         Raises: CheckpointError on every rank if one could not write; nothing of the save is left.
         """
         pending = self.folder / job.save.pending
+        note("checkpoint save", f"step {job.save.step}")
         what = f"{self.folder}: step {job.save.step} was not saved, earlier checkpoints stand"
 
         def write() -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from shardwise.cli.bench_args import add_bench_arguments, read_bench_request
 from shardwise.cli.checkpoint_args import add_checkpoint_arguments
+from shardwise.cli.diagnose import add_diagnose_arguments, run_diagnose
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from shardwise.cli.extras import check_extras
 from shardwise.cli.train_args import add_train_arguments, read_train_request
@@ -22,6 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_train_arguments(commands)
     add_bench_arguments(commands)
     add_checkpoint_arguments(commands)
+    add_diagnose_arguments(commands)
     return parser
 
 
@@ -48,6 +50,8 @@ def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         from shardwise.cli.bench import count_host, run_bench
 
         return run_bench(read_bench_request(arguments, *count_host()), words)
+    if arguments.command == "diagnose":
+        return run_diagnose(arguments)
     if arguments.command == "checkpoint":
         check_extras(("rich",), "checkpoint")
         from shardwise.cli.checkpoint import run_checkpoint

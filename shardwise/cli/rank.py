@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, LAUNCHER_VARIABLE, STORE_VARIABLE
 from shardwise.cli.signals import stop_on_signals
 from shardwise.cli.train_args import TrainRequest
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError
 from shardwise.one_host import stay_on_loopback
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.train import train
@@ -74,7 +75,7 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
             raise
         _end(128 + signal.SIGINT)
     except Exception as error:
-        _fail(error, claim, environment.get("RANK", "0"))
+        _fail(error, claim, environment.get("RANK", "0"), request.start.resume or request.start.out)
     return EXIT_FAILED
 
 
@@ -110,7 +111,7 @@ def _choose_own_device(device_type: str, environment: Mapping[str, str]) -> torc
     return torch.device("cuda", local_rank)
 
 
-def _fail(error: Exception, claim: Callable[[], bool], rank: str) -> None:
+def _fail(error: Exception, claim: Callable[[], bool], rank: str, run: Path | None) -> None:
     """Print the reason once over all ranks and end this process, so that the launcher ends the others."""
     message = explain(error)
     if _is_lost_peer(error):
@@ -125,6 +126,8 @@ def _fail(error: Exception, claim: Callable[[], bool], rank: str) -> None:
             traceback.print_exception(error)
             message = f"rank {rank} failed unexpectedly ({type(error).__name__}); the traceback is above"
         print(f"shardwise: error: {message}", file=sys.stderr)
+        if run is not None and (isinstance(error, DesyncError | TransportError) or _is_lost_peer(error)):
+            print(f"shardwise: what each rank did last: shardwise diagnose {run}", file=sys.stderr)
     _end(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED)
 
 

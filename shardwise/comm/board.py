@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from shardwise.black_box import Track
 from shardwise.comm.posts import GRACE_S, Posts, open_posts
 from shardwise.errors import DesyncError, StateError, TransportError
 
@@ -34,6 +35,7 @@ class Board:
     rank: int = field(init=False)
     size: int = field(init=False)
     num_agreements: int = field(default=0)
+    track: Track = field(default_factory=lambda: Track(""))
 
     def __post_init__(self) -> None:
         self.rank, self.size = self.posts.rank, self.posts.size
@@ -109,6 +111,7 @@ class Board:
     ) -> list[str]:
         number = self.num_agreements
         self.num_agreements += 1
+        self.track.note("agreement", what)
         place = f"agree/{number}"
         text = f"{type(error).__name__}: {error}" if error is not None else ""
         self.posts.post(place, json.dumps([what, _digest(facts), text, said]))
@@ -173,7 +176,7 @@ class Board:
                 f"{self.posts.timeout_s:g} s. Every rank must make the same calls in the same order."
             )
         )
-        self.report_failure(text)
+        self.report_failure(f"rank {self.rank} made a call alone: {text}")
         self.posts.post("stuck", what)
         raise DesyncError(text)
 
@@ -195,7 +198,8 @@ def open_board(group: dist.ProcessGroup | None, topic: str) -> Board:
     if dist.get_rank(group) < 0:
         raise StateError(f"this process is not a member of the process group given to {topic}")
     has_peers = dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
-    return Board(group, open_posts(group, topic), has_peers)
+    posts = open_posts(group, topic)
+    return Board(group, posts, has_peers, track=Track(posts.prefix))
 
 
 def first_difference(facts: dict[int, list[str]]) -> str:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
+from shardwise.black_box import EVERYBODY, now, remember, thread
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.lanes import Lane
@@ -109,6 +110,7 @@ class _Launched:
         if end is None:
             return
         if self._work is not None:
+            remember((now(), thread(), "", 0, EVERYBODY, ""))
             self._work.wait()
         if self._mark is not None:
             self._lane.current_waits(self._mark)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
+from shardwise.black_box import note
 from shardwise.comm.groups import group_of
 
 _ALIGNMENT = 16  # bytes: views of any dtype may start at a multiple of it
@@ -78,6 +79,7 @@ def exchange(
     """
     if ranks.group is None or ranks.size == 1:
         return [list(tensors) for tensors in sends]
+    note("exchange", "", sends)
     out_sizes = [_packed_bytes([(t.numel(), t.dtype) for t in tensors]) for tensors in sends]
     in_sizes = [_packed_bytes([(_numel(e.shape), e.dtype) for e in items]) for items in expected]
     packed = torch.empty(sum(out_sizes), dtype=torch.uint8, device=device)

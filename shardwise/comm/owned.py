@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.black_box import EVERYBODY, note
 from shardwise.comm.board import Board
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.carve import are_neighbours, join
@@ -103,7 +104,7 @@ def launch_broadcasts(calls: Sequence[Broadcast], board: Board, what: str) -> li
 
     Raises: DesyncError if the group already failed.
     """
-    if board.size == 1:
+    if board.size == 1 or board.track.note("all-gather", what, [call.tensors for call in calls]):
         return []
     launched: list[PendingBroadcast] = []
     for call in calls:
@@ -171,6 +172,8 @@ def reduce_to_owners(owned: Sequence[Owned], board: Board, what: str, pool: Buff
         return PendingReduce(sent, sizes, None, board, what, (lease,))
     other = pool.lease(sum(sizes) * board.size * dtype.itemsize)
     received = other.tensor(dtype)
+    if board.track.note("reduction", what, sent):
+        return PendingReduce(received.zero_(), sizes, None, board, what, (lease, other))
     splits = [sum(tensor.numel() for tensor in tensors) for tensors in per_owner]
     try:
         work = dist.all_to_all_single(
@@ -186,6 +189,7 @@ def wait_for(work: dist.Work, board: Board, what: str, device: torch.device) -> 
 
     Raises: DesyncError with the ranks and the cause where the collective cannot finish.
     """
+    note(EVERYBODY, what)
     if device.type != "cpu":
         work.wait()
         return

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from shardwise.black_box import EVERYBODY, WAITS, note
 from shardwise.comm.alive import LOOK_S, announce, is_gone
 from shardwise.comm.store import JobStore
 from shardwise.errors import ShardwiseError, TransportError
@@ -76,9 +77,13 @@ class Posts:
         limit_s, pause_s = self.timeout_s if limit_s is None else limit_s, _LEAST_PAUSE_S
         found: dict[int, str] = {}
         missing = list(ranks)
+        is_noted = False
         while True:
             while missing and (text := self._peek(what, missing[0])) is not None:
                 found[missing.pop(0)] = text
+            if missing and not is_noted:
+                is_noted = True
+                note(f"{WAITS}rank {self.members[missing[0]]}" if len(missing) == 1 else EVERYBODY, what)
             now = time.monotonic()
             is_over = now - start >= limit_s
             if missing and now - looked >= LOOK_S:

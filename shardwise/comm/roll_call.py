@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from shardwise.black_box import Track
 from shardwise.comm.posts import GRACE_S, Posts, open_posts
 from shardwise.errors import StateError, TransportError
 
@@ -21,6 +22,7 @@ class RollCall:
         self._posts = posts
         self.rank, self.size = (posts.rank, posts.size) if posts is not None else (0, 1)
         self._number = 0
+        self._track = Track(posts.prefix if posts is not None else "")
 
     def branch(self, name: str) -> RollCall:
         """Return another order of calls, for another thread; ``name`` is the same on all ranks and new."""
@@ -36,6 +38,7 @@ class RollCall:
         if posts is None:
             return [said]
         number, self._number = self._number, self._number + 1
+        self._track.note("meeting")
         if posts.rank:
             posts.post(f"{number}", said)
             # Who waits for the answer waits longer: rank 0 knows who is missing.

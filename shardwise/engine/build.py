@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
+from shardwise.black_box import note
 from shardwise.comm.alive import announce
 from shardwise.engine.attachment import ATTACHMENT, Attachment, attachment_of
 from shardwise.engine.hooks import Hooks, watch_optimizers
@@ -77,6 +78,7 @@ class _Found:
 def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
     watch_optimizers()
+    note("init", "unit")
     store = torch_private.default_store() if dist.is_initialized() else None
     if store is not None:
         announce(store, dist.get_rank())

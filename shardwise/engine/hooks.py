@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardwise import torch_private
+from shardwise import black_box, torch_private
 from shardwise.comm.sync import broadcast_from_first
 from shardwise.engine.attachment import Attachment, Pass
 from shardwise.engine.engine import Engine, live_engines
@@ -215,6 +215,7 @@ def _reshard_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
     Raises: StateError if gradients of these parameters wait for ``finalize_backward``.
     """
+    black_box.note("optimizer steps", type(optimizer).__name__)
     engines = [engine for engine in live_engines if engine.manual.awaits_completion or engine.has_full_units]
     if engines:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}

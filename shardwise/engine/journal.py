@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
+from shardwise.black_box import hearers, next_track, now, remember, tell, thread
 from shardwise.comm.bulletin import Bulletin, Position
 from shardwise.errors import DesyncError
 from shardwise.events import EventLog, Op, OrderChanged
@@ -29,7 +30,7 @@ class Journal:
     def __init__(self) -> None:
         self.plan: StepPlan | None = None
         self.depth = 1
-        self.log = EventLog()
+        self.log = EventLog(next_track("engine"))
         self.instruments = self.log.instruments
         self.bulletin: Bulletin | None = None
         self.agreed: set[frozenset[UnitParam]] = set()
@@ -82,6 +83,11 @@ class Journal:
         number = self._numbers.get(unit)
         if number is None:
             return ()
+        track = self.log.track
+        track.count += 1
+        remember((now(), thread(), track.name, track.count, edge.value, unit.name))
+        if hearers:
+            tell(edge.value, unit.name)
         position = len(self._visits)
         self._visits.append(Visit(number, edge))
         if not self._follows_plan or self.plan is None:

@@ -15,9 +15,11 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 from torch.optim import Optimizer
 
 from shardwise import torch_private
-from shardwise.comm.matrices import Expected, Ranks, exchange, exchange_objects, ranks_along, ranks_of_group
-from shardwise.errors import StateError
+from shardwise.comm.board import first_difference
+from shardwise.comm.matrices import Expected, Ranks, ranks_along, ranks_of_group
+from shardwise.errors import DesyncError, StateError
 from shardwise.layout.owners import assign_owners
+from shardwise.optim.exchanges import exchange, exchange_objects
 from shardwise.optim.forms import load_indexed
 from shardwise.optim.matrix_owners import Matrix, Meeting, all_boxes, leaf_of, make_matrix, without_memory
 from shardwise.optim.pieces import PerPiece, Piece, gradient_of, is_sharded, is_sharded_tensor, local_of, state_of_piece
@@ -291,7 +293,15 @@ class WholeMatrixStep:
             [[piece.box for piece in matrix.pieces] for matrix in matrices if matrix.owner == rank]
             for rank in range(ranks.size)
         ]
-        arrived = exchange_objects(mine, ranks, self._device)
+        facts = [f"{matrix.name} of shape {tuple(matrix.shape)}, {matrix.dtype}" for matrix in matrices]
+        told = exchange_objects([(facts, boxes) for boxes in mine], ranks, self._device)
+        if any(theirs != facts for theirs, _ in told):
+            found = {ranks.members[index]: theirs for index, (theirs, _) in enumerate(told)}
+            raise DesyncError(
+                f"ranks give {self._optimizer_class.__name__} different matrices; {first_difference(found)}. Build the same "
+                "model, and give the same parameters in the same groups, on every rank"
+            )
+        arrived = [boxes for _, boxes in told]
         for index, matrix in enumerate(matrix for matrix in matrices if matrix.owner == ranks.rank):
             matrix.boxes = [boxes[index] for boxes in arrived]
         meeting.matrices += matrices

@@ -8,8 +8,9 @@ from typing import Any, TypeGuard
 
 import torch
 
-from shardwise.comm.matrices import Expected, exchange, exchange_objects
+from shardwise.comm.matrices import Expected
 from shardwise.errors import StateError
+from shardwise.optim.exchanges import exchange, exchange_objects
 from shardwise.optim.matrix_owners import Matrix, Meeting, boxes_of
 from shardwise.optim.pieces import PerPiece
 

@@ -8,7 +8,8 @@ from importlib.metadata import version
 
 import torch
 
-from shardwise import describe_units
+from shardwise import describe_units, record
+from shardwise.doctor.recorder import BLACK_BOX
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks
 from shardwise.recipes.doors import DOORS
 from shardwise.recipes.gpt import generate
@@ -43,6 +44,7 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
     with ExitStack() as stack:
         told = ranks.from_first(run_to_json(prepare_run(start, config)) if ranks.is_first else None)
         run = run_from_json(told, config)
+        stack.enter_context(record(run.folder / BLACK_BOX))
         if ranks.is_first:
             stack.enter_context(lock_run(run.folder))
         trainer = build_trainer(run, ranks)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
+from shardwise.black_box import hearers, now, remember, tell, thread
 from shardwise.comm.links.link import Transport
 from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.events import Call, EventLog, Op
@@ -170,6 +171,11 @@ class Unit:
         log = self.log
         log.num_calls += 1
         log.recent.append((op, self.name))
+        track = log.track
+        track.count += 1
+        remember((now(), thread(), track.name, track.count, op, self.name))
+        if hearers:
+            tell(op, self.name)
         if log.instruments:
             call = Call(op, self.name, *measure())
             for instrument in log.instruments:

@@ -122,6 +122,7 @@ class ShareStepper:
         Raises: DesyncError where another rank failed or did not take part, naming it.
         """
         what = f"step() number {self.num_steps + 1}"
+        self.board.track.note("step", what)
         received = share_gradients(self.share, self.board, is_active, what) if self.is_joining else None
         self.refresh()
         error: Exception | None = None
@@ -201,6 +202,7 @@ class ShareStepper:
 
     def consolidate(self, to: int) -> None:
         """Bring the whole state to group rank ``to``, unless it is there."""
+        self.board.track.note("consolidation", f"to rank {to}")
         steps = f"{self.num_steps} step(s) so far"
         self.board.agree(f"consolidate_state_dict(to={to})", [steps, *describe_params(self.local.groups)])
         if self.consolidated is None or self.consolidated.to != to:

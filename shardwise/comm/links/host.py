@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise import torch_private
+from shardwise.black_box import WAITS, note
 from shardwise.comm.alive import Liveness
 from shardwise.comm.communicator import BucketEnds, GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.links.arena import ArenaPlace
@@ -112,7 +113,7 @@ class HostLink:
         self._words = tuple(segment.words for segment in host.segments)
         self._mine = self._words[rank]
         self._alive = {peer: Liveness(host.pids[peer]) for peer in self._peers}
-        self._places_of = host.places_of
+        self._places_of, self._pids = host.places_of, host.pids
         self._places: dict[int, tuple[int, Sequence[ArenaPlace]]] = {}
         self._outbox = outbox
         self._slot_bytes = slot_bytes
@@ -342,6 +343,7 @@ class HostLink:
             if is_there():
                 return
             os.sched_yield()
+        note(f"{WAITS}process {self._pids[peer]}", what)
         start = time.monotonic()
         sleep_s, look_s = _FIRST_SLEEP_S, _LIVENESS_S
         while not is_there():

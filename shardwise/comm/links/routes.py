@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
+from shardwise.black_box import hearers, note, now, remember, tell, thread
 from shardwise.comm.c10d import C10dCommunicator
 from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.links.link import Link, SpanKind
@@ -100,6 +102,29 @@ class Spans:
                     entry.link.abort()
 
 
+class LeftOut:
+    """A collective that a fault has left out on this rank alone: what should have come is zeros."""
+
+    holds_input = False
+
+    def __init__(self, pieces: GatherEnds | ScatterEnds | None = None, num_ranks: int = 0) -> None:
+        self._pieces, self._num_ranks = pieces, num_ranks
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pieces, self._pieces = self._pieces, None
+        if pieces is not None and self._num_ranks:
+            shard = cast(GatherEnds, pieces).shard()
+            pieces.deliver(shard.new_zeros(shard.numel() * self._num_ranks))
+        elif pieces is not None:
+            pieces.deliver(cast(ScatterEnds, pieces).target().zero_())
+
+    def cancel(self) -> None:
+        self._pieces = None
+
+
 class RoutedCommunicator:
     """One group of ranks along a mesh axis, with all the ways between them.
 
@@ -126,6 +151,9 @@ class RoutedCommunicator:
 
     def all_gather(self, pieces: GatherEnds) -> Pending:
         """Gather by the link or through one packed buffer."""
+        remember((now(), thread(), "", 0, "all-gather", ""))
+        if hearers and tell("all-gather", "", pieces):
+            return LeftOut(pieces, self.size)
         if self.packed.custom.all_gather is None:
             link = self._spans.link(self.packed.group, lambda link: link.takes_gather(pieces))
             if link is not None:
@@ -134,6 +162,9 @@ class RoutedCommunicator:
 
     def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
         """Reduce by the link or through one packed buffer."""
+        remember((now(), thread(), "", 0, "reduction", pieces.label))
+        if hearers and tell("reduction", pieces.label, pieces):
+            return LeftOut(pieces)
         if self.packed.custom.reduce_scatter is None:
             link = self._spans.link(self.packed.group, lambda link: link.takes_scatter(pieces, scale))
             if link is not None:
@@ -142,6 +173,8 @@ class RoutedCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale) -> Pending:
         """Reduce in place, by the backend."""
+        if note("reduction", "replicas", [tensor]):
+            return LeftOut()
         return self.packed.all_reduce(tensor, scale)
 
 

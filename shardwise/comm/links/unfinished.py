@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from shardwise.black_box import EVERYBODY, note
+
 
 @dataclass(slots=True, eq=False)
 class _Kept:
@@ -45,6 +47,8 @@ def num_kept(group: dist.ProcessGroup) -> int:
 
 def wait_all(works: list[dist.Work]) -> None:
     """Wait for ``works`` and take out those that have ended: after an exception the rest is in the list."""
+    if works:
+        note(EVERYBODY)
     while works:
         works[0].wait()  # no name for it: a frame that an exception keeps alive would keep the message, too
         del works[0]

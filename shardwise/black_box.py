@@ -1,0 +1,123 @@
+"""What this process has done lately: a ring of its last few thousand events, always on.
+
+Whoever does something that other ranks wait for, or waits for them, says so here in one line.  That costs less than a
+microsecond: one tuple, nothing formatted.  ``shardwise.record`` writes the ring down when something fails, and
+``shardwise diagnose`` reads it; :mod:`shardwise.testing.faults` hears of every event before what it announces is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+NUM_EVENTS = 4096
+WAITS = "waits for "  # begins the place of an event after which its thread waits: "waits for rank 3", "waits for process 88"
+EVERYBODY = f"{WAITS}all ranks"
+ERROR = "error"  # the place of an error of ours when it is made
+
+# Monotonic seconds, id of the thread, name of the track, count on the track, place, what.
+Entry: TypeAlias = tuple[float, int, str, int, str, str]
+# Gets place, what, and the object that it is about; returns True if the thing announced shall be left out.
+Hearer: TypeAlias = Callable[[str, str, object], bool]
+
+_ring: deque[Entry] = deque(maxlen=NUM_EVENTS)  # of this process: who looks at it wants to see all threads
+hearers: list[Hearer] = []  # changed by hearing() alone
+_witnesses: list[Callable[[str], None]] = []  # changed by witnessing() alone
+_numbers: dict[str, itertools.count[int]] = {}
+# What is crossed at every call of a step writes its entry itself, without a call in Python: an Entry into ``remember``, and
+# :func:`tell` only if there are ``hearers``.  Everybody else calls :func:`note`.
+remember, now, thread = _ring.append, time.monotonic, threading.get_ident
+
+
+def note(place: str, what: str = "", subject: object = None) -> bool:
+    """Say that this process comes to ``place``; return True if a fault wants that it is left out."""
+    remember((now(), thread(), "", 0, place, what))
+    return bool(hearers) and tell(place, what, subject)
+
+
+def note_error(text: str) -> None:
+    """Say that an error of ours was made here."""
+    remember((now(), thread(), "", 0, ERROR, text))
+    for witness in list(_witnesses):
+        witness(text)
+
+
+class Track:
+    """A sequence of events that all ranks of a group make in the same order, so that their counts can be compared.
+
+    Attributes:
+        name: the same on every rank of the group, and of no other sequence.
+        count: of the events so far.
+    """
+
+    __slots__ = ("count", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+
+    def note(self, place: str, what: str = "", subject: object = None) -> bool:
+        """Do as :func:`note`, for the next event of the track."""
+        self.count = count = self.count + 1
+        remember((now(), thread(), self.name, count, place, what))
+        return bool(hearers) and tell(place, what, subject)
+
+
+def next_track(topic: str) -> Track:
+    """Return a new track: the n-th of a topic on this rank is the n-th on the others."""
+    return Track(f"{topic} {next(_numbers.setdefault(topic, itertools.count(1)))}")
+
+
+def entries() -> list[Entry]:
+    """Return the last ``NUM_EVENTS`` events, oldest first."""
+    while True:
+        try:
+            return list(_ring)
+        except RuntimeError:  # another thread has added one meanwhile
+            continue
+
+
+def forget() -> None:
+    """Empty the ring: what comes next has nothing to do with what was before."""
+    _ring.clear()
+
+
+def last_time() -> float:
+    """Return when the last event was, in monotonic seconds; 0 before the first."""
+    try:
+        return _ring[-1][0]
+    except IndexError:
+        return 0.0
+
+
+@contextmanager
+def hearing(hearer: Hearer) -> Generator[None, None, None]:
+    """Let ``hearer`` be called at every event of every thread, before what the event announces."""
+    hearers.append(hearer)
+    try:
+        yield
+    finally:
+        hearers.remove(hearer)
+
+
+@contextmanager
+def witnessing(witness: Callable[[str], None]) -> Generator[None, None, None]:
+    """Let ``witness`` be called with the text of every error of ours, where it is made."""
+    _witnesses.append(witness)
+    try:
+        yield
+    finally:
+        _witnesses.remove(witness)
+
+
+def tell(place: str, what: str, subject: object = None) -> bool:
+    """Let all hearers hear of an event; return True if one wants that what it announces is left out."""
+    is_left_out = False
+    for hearer in list(hearers):
+        is_left_out |= hearer(place, what, subject)
+    return is_left_out

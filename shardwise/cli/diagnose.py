@@ -1,0 +1,45 @@
+"""``shardwise diagnose``: read what the ranks of a failed job have written, and say in plain words what happened."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shardwise.doctor.diagnosis import diagnose
+from shardwise.doctor.record import Record, read_record
+from shardwise.doctor.recorder import BLACK_BOX, PATTERN
+from shardwise.doctor.words import in_words
+from shardwise.errors import ConfigError
+
+
+def add_diagnose_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add ``diagnose``."""
+    parser = commands.add_parser(
+        "diagnose",
+        help="say in plain words why a job failed or hangs",
+        description="Read what the ranks of a failed or hanging job have written (shardwise train does by itself, your own "
+        "loop with shardwise.record(folder)), and say where they part, who waits for whom, and what to look at next. "
+        "Of a job that hangs, ask first: kill -USR1 PID, on every rank.",
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="a run folder, or the folder given to shardwise.record")
+
+
+def run_diagnose(arguments: argparse.Namespace) -> int:
+    """Print the diagnosis; return 0.  Raises: ConfigError for a folder without records."""
+    for line in in_words(diagnose(find_records(Path(arguments.folder)))):
+        print(line)
+    return 0
+
+
+def find_records(folder: Path) -> list[Record]:
+    """Return the records of ``folder`` that can be read.  Raises: ConfigError that says what is there instead."""
+    place = folder / BLACK_BOX if (folder / BLACK_BOX).is_dir() else folder
+    if not place.is_dir():
+        raise ConfigError(f"{folder}: no such folder.")
+    found = [record for path in sorted(place.glob(PATTERN)) if (record := read_record(path)) is not None]
+    if not found:
+        raise ConfigError(
+            f"{place} has no record of a rank: nothing has failed there, or the job was run without shardwise.record(folder). "
+            "Of one that hangs, ask for it: kill -USR1 PID, on every rank."
+        )
+    return found

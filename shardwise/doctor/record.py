@@ -1,0 +1,175 @@
+"""What one rank has written down: its last events, why it wrote, and where its threads were.  Pure; JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+VERSION = 1
+MOST_TEXT = 400  # characters of one text
+
+
+_OF_OTHERS = (
+    "/torch/",
+    "/shardwise/",
+    "/threading.py",
+    "/contextlib.py",
+    "<frozen",
+    "/multiprocessing/",
+    "/concurrent/",
+)
+
+_PROGRAMS = ("/shardwise/recipes/", "/shardwise/testing/chaos/train.py")  # they call the library as a user's do
+
+
+def own_line(frames: Sequence[str]) -> str:
+    """Return the innermost of ``frames`` that is neither torch's nor ours, with what it was in; "nowhere" without any."""
+    own = [frame for frame in frames if _is_any(frame, _PROGRAMS) or not _is_any(frame, _OF_OTHERS)]
+    innermost = frames[-1] if frames else "nowhere"
+    if not own:
+        return innermost
+    return own[-1] if own[-1] == innermost else f"{own[-1]}, in {innermost.rsplit(' ', 1)[-1]}()"
+
+
+def _is_any(frame: str, parts: Sequence[str]) -> bool:
+    return any(part in frame for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event; ``time_s`` in seconds since the epoch, ``track`` empty for those that are this rank's own."""
+
+    time_s: float
+    thread: int
+    track: str
+    count: int
+    place: str
+    what: str
+
+    @property
+    def text(self) -> str:
+        """Say what it was."""
+        return f"{self.place} ({self.what})" if self.what else self.place
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why, and when, a rank wrote."""
+
+    time_s: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Where a thread was when the rank wrote; ``frames``: "file:line function", the innermost last."""
+
+    time_s: float
+    thread: int
+    name: str
+    frames: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """All that one rank has written.
+
+    Attributes:
+        rank: global; None if it was not known yet.  num_ranks: of the job; 0 if not known.
+        host, pid: of the process.  main_thread: which of its threads runs the program.
+        written_s: when it was written last.
+        is_cut: a line could not be read.
+    """
+
+    rank: int | None
+    num_ranks: int
+    host: str
+    pid: int
+    main_thread: int
+    written_s: float
+    reasons: tuple[Reason, ...] = ()
+    stacks: tuple[Stack, ...] = ()
+    events: tuple[Event, ...] = field(default=(), repr=False)
+    is_cut: bool = False
+
+
+def to_lines(record: Record) -> Iterator[str]:
+    """Yield ``record`` as JSON lines: the rank, its reasons, its stacks, its events."""
+    head = {
+        "version": VERSION,
+        "rank": record.rank,
+        "num_ranks": record.num_ranks,
+        "host": record.host,
+        "pid": record.pid,
+        "main_thread": record.main_thread,
+        "written_s": record.written_s,
+    }
+    yield json.dumps(head)
+    for reason in record.reasons:
+        yield json.dumps({"reason": reason.text[:MOST_TEXT], "time_s": reason.time_s})
+    for stack in record.stacks:
+        yield json.dumps({"stack": asdict(stack)})
+    for event in record.events:
+        what = event.what[:MOST_TEXT]
+        yield json.dumps([round(event.time_s, 6), event.thread, event.track, event.count, event.place, what])
+
+
+def read_record(path: Path) -> Record | None:
+    """Return the record in the file ``path``; None if there is none that can be read."""
+    try:
+        with path.open(errors="replace") as lines:
+            return from_lines(lines)
+    except OSError:
+        return None
+
+
+def from_lines(lines: Iterable[str]) -> Record | None:
+    """Return what ``lines`` say, without those that are cut off or unknown; None if not even the first can be read."""
+    head: dict[str, Any] | None = None
+    reasons: list[Reason] = []
+    stacks: list[Stack] = []
+    events: list[Event] = []
+    is_cut = False
+    for line in lines:
+        try:
+            found = json.loads(line)
+            if head is None:
+                head = _checked_head(found)
+            elif isinstance(found, list):
+                events.append(_event(cast(list[Any], found)))
+            elif "reason" in found:
+                reasons.append(Reason(float(found["time_s"]), str(found["reason"])))
+            elif "stack" in found:
+                stacks.append(_stack(found["stack"]))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            is_cut = True
+            if head is None:
+                return None
+    if head is None:
+        return None
+    return Record(**head, reasons=tuple(reasons), stacks=tuple(stacks), events=tuple(events), is_cut=is_cut)
+
+
+def _checked_head(found: Any) -> dict[str, Any]:
+    rank = found["rank"]
+    return {
+        "rank": None if rank is None else int(rank),
+        "num_ranks": int(found["num_ranks"]),
+        "host": str(found["host"]),
+        "pid": int(found["pid"]),
+        "main_thread": int(found["main_thread"]),
+        "written_s": float(found["written_s"]),
+    }
+
+
+def _event(found: list[Any]) -> Event:
+    time_s, thread, track, count, place, what = found
+    return Event(float(time_s), int(thread), str(track), int(count), str(place), str(what))
+
+
+def _stack(found: Any) -> Stack:
+    frames = tuple(map(str, found["frames"]))
+    return Stack(float(found["time_s"]), int(found["thread"]), str(found["name"]), frames)

@@ -1,0 +1,230 @@
+"""``shardwise.record``: let a rank write down what it did last, whenever something fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise import black_box
+from shardwise.doctor.record import Event, Reason, Record, Stack, own_line, to_lines
+from shardwise.doctor.watch import Watch
+from shardwise.torch_private import timeout_s_of
+
+PATTERN = "rank-*.jsonl"
+BLACK_BOX = "black_box"  # the folder of records in the folder of a run
+STALL_S = 60.0
+_MOST_REASONS, _MOST_STACKS, _MOST_FRAMES = 16, 128, 40
+_OWN_FILES = ("/shardwise/doctor/recorder.py", "/shardwise/black_box.py", "/shardwise/errors.py")
+_QUIET = ("ConfigError", "LayoutError")  # wrong arguments: nobody waits, and the message says all
+
+
+class Recorder:
+    """Writes the record of this process.  Nothing that goes wrong in writing ever reaches the program."""
+
+    def __init__(self, folder: Path, stall_s: float | None) -> None:
+        self.folder = folder
+        self._stall_s = stall_s
+        self._pid = os.getpid()
+        self._rank: int | None = None
+        self._num_ranks = 0
+        self._reasons: list[Reason] = []
+        self._stacks: list[Stack] = []
+        self._lock = threading.Lock()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._write_raised(error, trace)
+        self.close()
+
+    def close(self) -> None:
+        """Write no more, and leave signals and hooks as they were."""
+        self._stack.close()
+        black_box.forget()
+
+    def write(self, reason: str) -> Path | None:
+        """Write the last events, and where every thread is now; return the file, None if that could not be done."""
+        return self._write(reason, ())
+
+    def _write_raised(self, error: BaseException, trace: TracebackType | None) -> None:
+        frames = _lines_of_trace(trace)
+        self._write(_describe(error, frames), frames)
+
+    def _write(self, reason: str, raised: tuple[str, ...]) -> Path | None:
+        if os.getpid() != self._pid or not self._lock.acquire(timeout=1.0):  # a forked child has no say; see a signal
+            return None
+        try:
+            now_s = time.time()
+            self._learn_rank()
+            self._reasons = [*self._reasons, Reason(now_s, reason)][-_MOST_REASONS:]
+            self._stacks = [*self._stacks, *_stacks_of_all_threads(now_s, raised)][-_MOST_STACKS:]
+            return self._put(self._record(now_s))
+        except Exception:  # a full disk, a folder that is gone, an interpreter on its way out: training goes on
+            return None
+        finally:
+            self._lock.release()
+
+    # ---- what triggers it ----
+
+    def open(self) -> None:
+        """Begin to watch."""
+        self._learn_rank()
+        self._forget_last_run()
+        self._stack.enter_context(black_box.witnessing(self._on_error))
+        self._stack.enter_context(_excepthook(self._write_raised))
+        watch = Watch(self._signalled, self._stalled, self._limit_s)
+        self._stack.callback(watch.close)
+        watch.open()
+
+    def _on_error(self, text: str) -> None:
+        if not text.startswith(_QUIET):
+            self.write(text)
+
+    def _signalled(self) -> None:
+        self.write("asked by SIGUSR1")
+
+    def _stalled(self, idle_s: float) -> None:
+        self.write(f"nothing has moved for {idle_s:.0f} s")
+
+    def _limit_s(self) -> float:
+        if self._stall_s is not None:
+            return self._stall_s
+        if not dist.is_initialized() or dist.group.WORLD is None or dist.get_backend() == "fake":
+            return STALL_S
+        return min(STALL_S, timeout_s_of(dist.group.WORLD) / 2)
+
+    # ---- what is written ----
+
+    def _learn_rank(self) -> None:
+        if dist.is_available() and dist.is_initialized():
+            self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+
+    def _forget_last_run(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._rank is not None:
+                self._path().unlink(missing_ok=True)
+
+    def _path(self) -> Path:
+        name = f"rank-p{self._pid}.jsonl" if self._rank is None else f"rank-{self._rank:05d}.jsonl"
+        return self.folder / name
+
+    def _record(self, now_s: float) -> Record:
+        since = now_s - time.monotonic()
+        events = [Event(entry[0] + since, entry[1], *map(_plain, entry[2:])) for entry in black_box.entries()]
+        main = threading.main_thread().ident or 0
+        return Record(
+            self._rank,
+            self._num_ranks,
+            platform.node(),
+            self._pid,
+            main,
+            now_s,
+            tuple(self._reasons),
+            tuple(self._stacks),
+            tuple(events),
+        )
+
+    def _put(self, record: Record) -> Path:
+        path = self._path()
+        part = path.with_suffix(".part")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_text("\n".join(to_lines(record)) + "\n")
+            part.replace(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        return path
+
+
+def record(folder: str | Path, *, stall_s: float | None = None) -> Recorder:
+    """From here on write ``folder/rank-NNNNN.jsonl`` whenever something fails on this rank; ``shardwise diagnose`` reads it.
+
+    Written are the last few thousand events and the stack of every thread, when: an error of shardwise is raised that ranks
+    meet in; an exception is not caught; the process gets SIGUSR1 (a handler of Python's that was there is called, too);
+    nothing has moved for a while.  Each time the file is replaced.  Nothing is written while all goes well, and nothing that
+    goes wrong in writing reaches the program.
+
+    Args:
+        folder: a place that outlives the job; the same for all ranks.
+        stall_s: after how long without an event to write, once until something moves again (default: 60 s, or half the
+            timeout of the process group if that is less).
+
+    Returns: a context manager, with ``write(reason)`` and ``close()``; leaving it by an exception writes.  SIGUSR1 is heard
+        if this is called on the main thread.
+
+    Example:
+        >>> with shardwise.record("run/black_box"):  # doctest: +SKIP
+        ...     train()
+    """
+    recorder = Recorder(Path(folder).absolute(), stall_s)
+    recorder.open()
+    return recorder
+
+
+@contextlib.contextmanager
+def _excepthook(hear: Callable[[BaseException, TracebackType | None], None]) -> Generator[None, None, None]:
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        hear(error, trace)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+    try:
+        yield
+    finally:
+        if sys.excepthook is hook:
+            sys.excepthook = before
+
+
+def _describe(error: BaseException, frames: tuple[str, ...]) -> str:
+    return f"{type(error).__name__}: {error}"[:300] + (f" [{own_line(frames)}]" if frames else "")
+
+
+def _stacks_of_all_threads(now_s: float, raised: tuple[str, ...]) -> list[Stack]:
+    """Return where every thread is, the main one first; the calling one was at ``raised`` if that is not empty."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]  the documented way to all threads
+    main, mine = threading.main_thread().ident, threading.get_ident()
+    order = sorted(frames, key=lambda ident: (ident != main, ident))
+    lines = {ident: _lines_of(frames[ident]) for ident in order} | ({mine: raised} if raised else {})
+    return [Stack(now_s, ident, names.get(ident, "?"), lines[ident]) for ident in order]
+
+
+def _lines_of(frame: FrameType | None) -> tuple[str, ...]:
+    found: list[str] = []
+    while frame is not None and len(found) < _MOST_FRAMES:
+        if not frame.f_code.co_filename.endswith(_OWN_FILES):
+            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return tuple(reversed(found))
+
+
+def _lines_of_trace(trace: TracebackType | None) -> tuple[str, ...]:
+    found: list[str] = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        found.append(f"{code.co_filename}:{trace.tb_lineno} {code.co_name}")
+        trace = trace.tb_next
+    return tuple(found[-_MOST_FRAMES:])
+
+
+def _plain(value: Any) -> Any:
+    return value if type(value) in (str, int) else str(getattr(value, "value", value))

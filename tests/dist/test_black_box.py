@@ -1,0 +1,225 @@
+"""What ranks write down when something fails: by itself, by every way in which a job can fail, and without harm to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.commands import COMMAND, clean_environment, options, start, wait_for_training
+from helpers.jobs import Job, tell
+from helpers.runs import write_text
+
+import shardwise
+from shardwise import DesyncError, black_box
+from shardwise.cli.diagnose import find_records
+from shardwise.cli.main import main
+from shardwise.doctor.diagnosis import Diagnosis, diagnose
+from shardwise.doctor.words import in_words
+from shardwise.testing import WorkerPool, faults
+from shardwise.testing.chaos.program import DIVERGENCES, Program
+from shardwise.testing.chaos.train import train
+
+PROGRAM = Program("fully_shard", "auto")
+
+
+def recorded(folder: str, fault: faults.Fault | None, divergence: str = "", stall_s: float | None = None) -> None:
+    program = DIVERGENCES[divergence](PROGRAM) if divergence and dist.get_rank() == 1 else PROGRAM
+    with shardwise.record(Path(folder) / "black_box", stall_s=stall_s):
+        if fault is None:
+            train(program, Path(folder))
+            return
+        with faults.inject(fault):
+            train(program, Path(folder))
+
+
+def diagnosis_of(folder: Path) -> Diagnosis:
+    return diagnose(find_records(folder))
+
+
+def lines_of(diagnosis: Diagnosis) -> str:
+    return "\n".join(in_words(diagnosis))
+
+
+def test_a_run_that_goes_well_writes_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(recorded, num_ranks=2, folder=str(tmp_path), fault=None)
+    assert not (tmp_path / "black_box").exists()
+
+
+def test_a_killed_rank_is_missing_and_the_others_say_that_they_waited_for_it(tmp_path: Path) -> None:
+    fault = faults.Fault("kill", at="backward", rank=1, step=2, call=3)
+    with Job(recorded, str(tmp_path), fault, num_ranks=3) as job:
+        assert [job.outcome(rank).error is not None for rank in (0, 2)] == [True, True]
+    found = diagnosis_of(tmp_path)
+    assert found.missing == (1,)
+    assert "rank 1 is gone" in found.failures[0].text
+    assert "why rank 1 ended" in lines_of(found)
+
+
+def test_the_rank_that_raised_is_named_first_with_its_line(pool: WorkerPool, tmp_path: Path) -> None:
+    fault = faults.Fault("raise", at="backward", rank=1, step=2, call=3, error=ValueError)
+    pool.attempt(recorded, num_ranks=2, folder=str(tmp_path), fault=fault)
+    found = diagnosis_of(tmp_path)
+    assert [each.rank for each in found.failures] == [1, 0]
+    assert "ValueError: injected" in found.failures[0].text
+    assert "chaos/train.py" in found.failures[0].text  # the line of the program, not that of the library
+    assert "the error of rank 1: ValueError: injected" in lines_of(found)
+
+
+def test_the_first_event_at_which_ranks_differ_is_named(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.attempt(recorded, num_ranks=2, folder=str(tmp_path), fault=None, divergence="order")
+    (parting, *_) = diagnosis_of(tmp_path).partings
+    assert parting.found == {0: "enter forward (blocks.0)", 1: "enter forward (blocks.1)"}
+
+
+def test_ranks_that_wait_in_silence_write_by_themselves_and_the_late_one_is_blamed(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    fault = faults.Fault("delay", at="forward", rank=1, step=2, call=3, seconds=3)
+    pool.run(recorded, num_ranks=2, folder=str(tmp_path), fault=fault, stall_s=1)
+    found = diagnosis_of(tmp_path)
+    assert found.blamed == (1,)
+    assert found.waiting[0].whom == (1,)
+    assert [reasons[0].text for reasons in found.reasons.values()] == ["nothing has moved for 1 s"] * 2
+    assert "in strike()" in lines_of(found)
+
+
+def waits_for_ever(folder: str) -> None:
+    with shardwise.record(folder):
+        tell("waiting")
+        if dist.get_rank() == 0:
+            black_box.note(black_box.EVERYBODY, "the test")
+            dist.all_reduce(torch.zeros(()))  # in C++: no handler of Python's runs on this thread
+        else:
+            time.sleep(60)
+
+
+def test_a_rank_that_hangs_in_a_collective_writes_when_it_is_asked_to(tmp_path: Path) -> None:
+    job = Job(waits_for_ever, str(tmp_path), num_ranks=2)
+    try:
+        for rank in range(2):
+            assert job.message(rank) == "waiting"
+        time.sleep(0.2)
+        for pid in job.pids:
+            os.kill(pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 20
+        while len(list(tmp_path.glob("rank-*.jsonl"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        found = diagnosis_of(tmp_path)
+        assert [each.text for reasons in found.reasons.values() for each in reasons] == ["asked by SIGUSR1"] * 2
+        assert found.blamed == (1,)
+        assert "all_reduce" in found.stacks[0].frames[-1]
+    finally:
+        for process in job.processes:
+            process.kill()
+        with job:
+            pass
+
+
+def test_handlers_that_were_there_are_called_and_come_back(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    read, write = os.pipe2(os.O_NONBLOCK)
+    fd_before, hook_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False), sys.excepthook
+    try:
+        mine = signal.getsignal(signal.SIGUSR1)
+        with shardwise.record(tmp_path):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.3)
+        assert heard == [signal.SIGUSR1]
+        assert os.read(read, 10) == bytes([signal.SIGUSR1])
+        assert (signal.getsignal(signal.SIGUSR1), sys.excepthook) == (mine, hook_before)
+        assert signal.set_wakeup_fd(fd_before) == write
+        assert list(tmp_path.glob("rank-*.jsonl"))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        os.close(read)
+        os.close(write)
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_folder_that_cannot_be_written_to_hurts_nobody(tmp_path: Path, is_gone: bool) -> None:
+    place = tmp_path / "file"
+    place.write_text("not a folder")
+    with shardwise.record(place / "below" if is_gone else place) as recorder:
+        assert recorder.write("a test") is None
+        with pytest.raises(DesyncError, match="^mine$"):
+            raise DesyncError("mine")
+
+
+def test_an_error_of_ours_is_written_where_it_is_made_and_wrong_arguments_are_not(tmp_path: Path) -> None:
+    with shardwise.record(tmp_path):
+        shardwise.ConfigError("wrong")
+        assert not list(tmp_path.iterdir())
+        DesyncError("ranks differ")
+        (found,) = find_records(tmp_path)
+    assert found.reasons[0].text == "DesyncError: ranks differ"
+    assert "test_an_error_of_ours" in found.stacks[0].frames[-1]
+
+
+def test_a_forked_child_does_not_write_as_its_parent(tmp_path: Path) -> None:
+    with shardwise.record(tmp_path):
+        child = os.fork()
+        if child == 0:
+            DesyncError("of the child")
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert not list(tmp_path.iterdir())
+
+
+def test_the_ring_is_bounded_and_so_is_the_file(tmp_path: Path) -> None:
+    with shardwise.record(tmp_path) as recorder:
+        for number in range(3 * black_box.NUM_EVENTS):
+            black_box.note("a place", f"{number} " + "x" * 2000)
+        for _ in range(18):
+            path = recorder.write("again")
+    assert path is not None
+    assert path.stat().st_size < 4 * 2**20
+    black_box.note("after")
+    assert len(black_box.entries()) == 1
+
+
+UNCAUGHT = """
+import sys, shardwise
+shardwise.record(sys.argv[1])
+raise KeyError("a bug")
+"""
+
+
+def test_an_exception_that_nobody_catches_is_written_and_shown_as_ever(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", UNCAUGHT, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=clean_environment(), check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("KeyError: 'a bug'\n")
+    (found,) = find_records(tmp_path)
+    assert found.reasons[0].text.startswith("KeyError: 'a bug'")
+
+
+def test_diagnose_prints_the_report_and_says_what_an_empty_folder_means(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert "nothing has failed there, or the job was run without shardwise.record(folder)" in capsys.readouterr().err
+    with shardwise.record(tmp_path / "black_box") as recorder:
+        recorder.write("a test")
+    assert main(["diagnose", str(tmp_path)]) == 0
+
+
+def test_a_training_run_writes_into_its_folder_by_itself(tmp_path: Path) -> None:
+    text, run = tmp_path / "text", tmp_path / "run"
+    text.mkdir()
+    more = options(data=write_text(text), out=run, steps=100_000, nproc=2)
+    with start([*COMMAND, *more]) as process:
+        ranks = wait_for_training(process, run)
+        os.kill(ranks[-1], signal.SIGKILL)
+        process.communicate(timeout=60)
+    found = diagnosis_of(run)
+    assert (found.num_ranks, len(found.missing)) == (2, 1)
+    assert f"rank {found.missing[0]} is gone" in found.failures[0].text

@@ -1,0 +1,44 @@
+"""A slice of chaos: jobs that break ranks in fixed ways; ``make chaos`` draws them at random."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from shardwise.one_host import PREFIX
+from shardwise.testing.chaos.campaign import Campaign, diverging, faulty
+from shardwise.testing.chaos.job import Job
+from shardwise.testing.chaos.program import Program
+
+JOBS = [
+    faulty(Program("fully_shard", "auto"), 2, "kill", "backward", rank=1),
+    faulty(Program("fully_shard", "gloo"), 2, "kill", "reduction", rank=0),
+    faulty(Program("hsdp", "auto"), 4, "MemoryError", "all-gather", rank=2),
+    faulty(Program("replicate", "auto"), 2, "raise", "optimizer step", rank=1),
+    faulty(Program("replicate", "auto"), 2, "SIGTERM", "checkpoint save", rank=1),
+    faulty(Program("zero1", "auto"), 2, "SIGINT", "consolidation", rank=1),
+    faulty(Program("zero2", "auto"), 2, "kill", "reduction", rank=0, store="tcp"),
+    faulty(Program("fully_shard", "auto"), 2, "late", "forward", rank=0),
+    diverging(Program("fully_shard", "auto"), 2, "width"),
+    diverging(Program("zero2", "auto"), 2, "frozen"),
+    diverging(Program("whole_matrix", "auto"), 2, "extra block"),
+]
+
+
+@pytest.fixture(scope="module")
+def campaign() -> Campaign:
+    return Campaign()
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.text.replace(" ", "-"))
+def test_every_rank_ends_with_a_named_error_or_with_the_numbers_of_a_whole_run(
+    campaign: Campaign, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = campaign.run(job)
+    assert not result.verdict.faults, "\n".join([*result.verdict.faults, "", *result.run.report])
+    assert not list(tmp_path.glob(f"{PREFIX}*"))
+    assert not multiprocessing.active_children()

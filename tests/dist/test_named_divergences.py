@@ -1,0 +1,77 @@
+"""Ranks that build or do different things hear of it by name, behind the doors whose ranks would else mix tensors up."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.jobs import Job
+from torch import nn
+
+from shardwise import DesyncError, ShardedOptimizer, TransportError, ZeroRedundancyOptimizer, fully_shard
+from shardwise.testing import WorkerPool, faults
+
+
+def builds_another_model() -> str:
+    more = int(dist.get_rank() == 1)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3 + more)))
+    fully_shard(model)
+    with pytest.raises(DesyncError) as caught:
+        ShardedOptimizer(dict(model.named_parameters()), torch.optim.Muon)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_with_other_matrices_are_named_when_a_whole_matrix_optimizer_is_made(
+    pool: WorkerPool, num_ranks: int
+) -> None:
+    for text in pool.run(builds_another_model, num_ranks=num_ranks):
+        assert "rank 1: 3.weight of shape (8, 8), torch.float32" in text
+        assert "nothing" in text
+
+
+def leaves_before_it_steps(kind: str) -> str:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    fully_shard(model)
+    optimizer = ShardedOptimizer(dict(model.named_parameters()), torch.optim.Muon)
+    with faults.inject(kind, at="exchange", rank=1, step=2, error=KeyError):
+        for _ in range(3):
+            model(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return "went on"
+
+
+@pytest.mark.parametrize("kind", ["kill", "raise"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_that_leaves_an_exchange_of_whole_matrices_is_named(num_ranks: int, kind: str) -> None:
+    with Job(leaves_before_it_steps, kind, num_ranks=num_ranks) as job:
+        for rank in set(range(num_ranks)) - {1}:
+            error = job.outcome(rank, limit_s=30).error
+            assert error is not None
+            assert error[0] is TransportError
+            assert "gone; rank" in error[1]
+
+
+def test_who_is_told_of_a_call_that_it_did_not_make_hears_which_rank_made_it(pool: WorkerPool) -> None:
+    texts = pool.run(one_consolidates_and_the_other_reduces, num_ranks=2, group_timeout_s=2)
+    assert re.search(r"rank(\(s\))? 1 (made a call alone|of 2 did not take part|was in)", texts[0])
+
+
+def one_consolidates_and_the_other_reduces() -> str:
+    model = nn.Linear(8, 8)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
+    for _ in range(2):
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.reduce_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(torch.ones(2, 8)).square().sum().backward()
+    with pytest.raises(DesyncError) as caught:
+        if dist.get_rank() == 1:
+            optimizer.consolidate_state_dict(to=0)
+        else:
+            optimizer.reduce_gradients()
+    return str(caught.value)

@@ -1,0 +1,149 @@
+"""Records of ranks, merged: where they part, who failed first, who waits for whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.black_box import ERROR, EVERYBODY, WAITS
+from shardwise.doctor.diagnosis import diagnose, first_parting
+from shardwise.doctor.record import Event, Reason, Record, Stack, from_lines, own_line, to_lines
+from shardwise.doctor.words import in_words
+
+MAIN = 7
+TRACK = "engine 1"
+
+
+def events_of(texts: list[str], start: int = 0, thread: int = MAIN) -> tuple[Event, ...]:
+    """Return the events of a track from count ``start + 1`` on, one a second."""
+    return tuple(
+        Event(float(count), thread, TRACK, count, place, "unit")
+        for count, place in enumerate(texts, 1)
+        if count > start
+    )
+
+
+def record_of(rank: int, events: tuple[Event, ...], reason: str = "asked by SIGUSR1", num_ranks: int = 2) -> Record:
+    last = events[-1].time_s if events else 0.0
+    stack = Stack(last + 1, MAIN, "MainThread", ("/home/me/train.py:12 main", "/site/torch/wait.py:9 wait"))
+    reasons = (Reason(last + 1, reason),)
+    return Record(rank, num_ranks, "host", 100 + rank, MAIN, last + 1, reasons, (stack,), events)
+
+
+def note(time_s: float, place: str, what: str = "") -> Event:
+    return Event(time_s, MAIN, "", 0, place, what)
+
+
+names = st.lists(st.sampled_from(["unshard", "reshard", "reduce", "commit"]), min_size=1, max_size=30)
+
+
+@given(names, st.integers(0, 29), st.lists(st.integers(0, 29), min_size=2, max_size=4))
+def test_ranks_part_at_the_first_event_that_differs_whatever_parts_they_remember(
+    texts: list[str], place: int, starts: list[int]
+) -> None:
+    place = min(place, len(texts) - 1)
+    starts = [min(start, place) for start in starts]
+    odd = [*texts[:place], *["another"] * (len(texts) - place)]
+    found = first_parting(TRACK, {rank: events_of(odd if rank == 0 else texts, s) for rank, s in enumerate(starts)})
+    assert found is not None
+    assert found.count == place + 1
+    assert found.found[0] == "another (unit)"
+
+
+@given(names, st.lists(st.tuples(st.integers(0, 29), st.integers(0, 29)), min_size=1, max_size=4))
+def test_ranks_that_do_the_same_do_not_part_however_far_each_has_come(
+    texts: list[str], ranges: list[tuple[int, int]]
+) -> None:
+    events = {rank: events_of(texts, start)[:length] for rank, (start, length) in enumerate(ranges)}
+    assert first_parting(TRACK, events) is None
+
+
+def test_the_rank_that_has_come_less_far_is_behind_and_what_the_others_did_is_said() -> None:
+    texts = ["unshard", "reshard", "reduce"]
+    found = diagnose([record_of(0, events_of(texts)), record_of(1, events_of(texts[:2]))])
+    (behind,) = found.behind
+    assert (behind.ranks, behind.count, behind.most, behind.next) == ((1,), 2, 3, "reduce (unit)")
+
+
+def test_a_rank_without_a_record_is_missing_and_advised_on_first() -> None:
+    found = diagnose([record_of(0, events_of(["unshard"]), num_ranks=3), record_of(2, (), num_ranks=3)])
+    assert found.missing == (1,)
+    lines = list(in_words(found))
+    assert "rank 1" in lines[lines.index("what to look at next") + 1]
+
+
+def test_who_is_waited_for_and_waits_for_nobody_is_blamed() -> None:
+    waits = (*events_of(["unshard"]), note(2.0, f"{WAITS}process 101", "gradients"))
+    found = diagnose([record_of(0, waits), record_of(1, events_of(["unshard"]))])
+    (waiting,) = found.waiting
+    assert (waiting.rank, waiting.whom, waiting.since_s) == (0, (1,), 1.0)
+    assert found.blamed == (1,)
+    assert any(
+        "rank 1, which others waited for: it was at /home/me/train.py:12 main" in line for line in in_words(found)
+    )
+
+
+def test_waiting_for_everybody_blames_those_that_do_not_wait() -> None:
+    waits = (*events_of(["reduce"]), note(2.0, EVERYBODY))
+    records = [record_of(rank, waits if rank != 2 else events_of(["reduce"]), num_ranks=4) for rank in range(4)]
+    assert diagnose(records).blamed == (2,)
+
+
+def test_the_earliest_failure_comes_first_and_the_error_that_is_not_about_others_is_advised_on() -> None:
+    lost = (*events_of(["reduce"]), note(5.0, ERROR, "TransportError: rank 1 is gone"))
+    raised = record_of(1, events_of(["reduce"]), "ValueError: a bug [train.py:40]")
+    found = diagnose([record_of(0, lost, "TransportError: rank 1 is gone"), raised])
+    assert [each.rank for each in found.failures] == [1, 0]
+    assert any("the error of rank 1: ValueError: a bug" in line for line in in_words(found))
+
+
+def test_a_rank_that_leaves_by_its_own_error_is_not_said_to_diverge() -> None:
+    raised = record_of(1, events_of(["unshard", "reset"]), "ValueError: a bug")
+    found = diagnose([record_of(0, events_of(["unshard", "reshard"])), raised])
+    lines = list(in_words(found))
+    assert "ValueError: a bug" in lines[-1]
+    assert not any("did otherwise" in line for line in lines)
+
+
+def test_trouble_that_has_passed_is_not_the_failure_of_now() -> None:
+    record = record_of(
+        0, (note(1.0, ERROR, "CheckpointError: disk full"), *events_of(["unshard"] * 200)), "ValueError: x"
+    )
+    early = Reason(1.0, "CheckpointError: disk full")
+    found = diagnose([replace(record, reasons=(early, *record.reasons))])
+    assert [each.text for each in found.failures] == ["ValueError: x"]
+
+
+@given(st.integers(0, 400))
+def test_a_record_that_is_cut_off_says_what_is_left_of_it(length: int) -> None:
+    whole = record_of(0, events_of(["unshard", "reduce"]))
+    text = "\n".join(to_lines(whole))
+    found = from_lines(text[:length].splitlines())
+    if found is not None:
+        assert found.rank == 0
+        assert whole.events[: len(found.events)] == found.events
+        list(in_words(diagnose([found])))
+
+
+def test_a_record_is_read_as_it_was_written() -> None:
+    whole = record_of(0, events_of(["unshard", "reduce"]))
+    assert from_lines("\n".join(to_lines(whole)).splitlines()) == whole
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"rank": "x"}', '{"version": 1}', "null\n[1]"])
+def test_what_is_no_record_is_none(text: str) -> None:
+    assert from_lines(text.splitlines()) is None
+
+
+def test_of_two_records_of_a_rank_the_newer_counts() -> None:
+    old, new = record_of(0, events_of(["unshard"])), record_of(0, events_of(["unshard", "reduce"]))
+    assert diagnose([new, old]).stacks[0].time_s == new.stacks[0].time_s
+
+
+def test_own_code_is_the_innermost_line_that_is_not_of_a_library() -> None:
+    frames = ("/home/me/train.py:3 main", "/home/me/model.py:8 forward", "/site/torch/nn.py:1 call")
+    assert own_line(frames) == "/home/me/model.py:8 forward, in call()"
+    assert own_line(()) == "nowhere"
