@@ -79,7 +79,8 @@ class Diagnosis:
         ranks: those with a record.  num_ranks: of the job.  missing: those without a record.
         failures: of the ranks, the earliest first.  partings, behind: per track, the earliest first.
         blamed: ranks that others wait for and that wait for nobody themselves.
-        stacks: per rank, where its main thread was when it wrote last.
+        stacks: per rank, where its main thread was when it wrote first because of its last trouble.
+        ends: the same when it wrote last.
         cut: ranks whose record is cut off.
     """
 
@@ -92,6 +93,7 @@ class Diagnosis:
     waiting: tuple[Waiting, ...]
     blamed: tuple[int, ...]
     stacks: Mapping[int, Stack]
+    ends: Mapping[int, Stack]
     reasons: Mapping[int, tuple[Reason, ...]]
     cut: tuple[int, ...]
 
@@ -109,6 +111,7 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
     parted = {each.track for each in partings}
     behind = [found for name, events in tracks.items() if name not in parted and (found := _behind(name, events))]
     waiting = [found for rank, each in sorted(by_rank.items()) if (found := _waiting(rank, each, by_rank)) is not None]
+    stacks = {rank: found for rank, each in sorted(by_rank.items()) if (found := _main_stacks(each))}
     failures = [found for rank, each in by_rank.items() if (found := _failure(rank, each)) is not None]
     return Diagnosis(
         ranks=tuple(sorted(by_rank)),
@@ -119,7 +122,8 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
         behind=tuple(sorted(behind, key=lambda each: (each.time_s, each.track))),
         waiting=tuple(waiting),
         blamed=_blamed(waiting, tuple(range(num_ranks))),
-        stacks={rank: found for rank, each in sorted(by_rank.items()) if (found := _main_stack(each)) is not None},
+        stacks={rank: found[0] for rank, found in stacks.items()},
+        ends={rank: found[-1] for rank, found in stacks.items()},
         reasons={rank: each.reasons for rank, each in sorted(by_rank.items())},
         cut=tuple(sorted(rank for rank, each in by_rank.items() if each.is_cut)),
     )
@@ -223,11 +227,10 @@ def _is_question(text: str) -> bool:
     return text.startswith(("asked by", "nothing has moved"))
 
 
-def _main_stack(record: Record) -> Stack | None:
-    """Return where the main thread was when the rank wrote first: later it is on its way out."""
+def _main_stacks(record: Record) -> list[Stack]:
+    """Return where the main thread was whenever the rank wrote because of its last trouble."""
     since_s = _began_s(record)
-    mine = [stack for stack in record.stacks if stack.thread == record.main_thread and stack.time_s >= since_s]
-    return mine[0] if mine else None
+    return [stack for stack in record.stacks if stack.thread == record.main_thread and stack.time_s >= since_s]
 
 
 def _began_s(record: Record) -> float:

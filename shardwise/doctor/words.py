@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardwise.doctor.diagnosis import Behind, Diagnosis, Failure, Parting, Waiting
 from shardwise.doctor.record import own_line
 
-_MOST_LISTED = 8
+_MOST_LISTED, _MOST_PLACES = 8, 16
 
 
 def in_words(diagnosis: Diagnosis) -> Iterator[str]:
@@ -26,7 +26,7 @@ def in_words(diagnosis: Diagnosis) -> Iterator[str]:
         yield from (f"  {_wait(each)}" for each in diagnosis.waiting[:_MOST_LISTED])
     yield ""
     yield "where the program was, in your own code"
-    yield from (f"  rank {rank}: {own_line(stack.frames)}" for rank, stack in list(diagnosis.stacks.items())[:16])
+    yield from (f"  rank {rank}: {_places(diagnosis, rank)}" for rank in list(diagnosis.stacks)[:_MOST_PLACES])
     yield ""
     yield "what to look at next"
     yield from (f"  {line}" for line in advice(diagnosis))
@@ -66,6 +66,14 @@ def _behind(behind: Behind) -> str:
 def _failure(failure: Failure, is_first: bool) -> str:
     first_line = failure.text.split("\n")[0][:240]
     return f"rank {failure.rank}{' first' if is_first else ''}, {_clock(failure.time_s)}: {first_line}"
+
+
+def _places(diagnosis: Diagnosis, rank: int) -> str:
+    """Say where the main thread was in the program, and where later, if it was elsewhere: it may hang after its error."""
+    first, last = diagnosis.stacks[rank], diagnosis.ends[rank]
+    where, later = own_line(first.frames), own_line(last.frames)
+    seconds = last.time_s - first.time_s
+    return where if where == later or seconds < 1 else f"{where}; {seconds:.0f} s later {later}"
 
 
 def _wait(waiting: Waiting) -> str:

@@ -138,6 +138,17 @@ def test_what_is_no_record_is_none(text: str) -> None:
     assert from_lines(text.splitlines()) is None
 
 
+def test_where_a_rank_hangs_after_its_error_is_said_too() -> None:
+    whole = record_of(0, events_of(["unshard"]))
+    first = whole.stacks[0]
+    later = replace(first, time_s=first.time_s + 9, frames=("/home/me/train.py:12 main", "/site/torch/store.py:5 set"))
+    reason = Reason(later.time_s, "nothing has moved for 9 s")
+    record = replace(whole, stacks=(first, later), reasons=(*whole.reasons, reason), written_s=later.time_s)
+    assert any(
+        "in wait(); 9 s later /home/me/train.py:12 main, in set()" in line for line in in_words(diagnose([record]))
+    )
+
+
 def test_of_two_records_of_a_rank_the_newer_counts() -> None:
     old, new = record_of(0, events_of(["unshard"])), record_of(0, events_of(["unshard", "reduce"]))
     assert diagnose([new, old]).stacks[0].time_s == new.stacks[0].time_s

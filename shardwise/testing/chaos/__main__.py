@@ -32,13 +32,14 @@ def main() -> int:
     if arguments.matrix:
         every = list(matrix(arguments.ranks))
         jobs = rng.sample(every, len(every))
+    title = f"{f'Of the {len(jobs):,} jobs of the matrix' if isinstance(jobs, list) else 'Random jobs'}, seed {arguments.seed}"
     results: list[Result] = []
     for result in _run(until(jobs, arguments.minutes, arguments.most), arguments.only):
         results.append(result)
         print(line_of(result), flush=True)
     print(summary_of(results))
     if arguments.table is not None:
-        arguments.table.write_text(embed(arguments.table.read_text(), tables_of(results)))
+        arguments.table.write_text(embed(arguments.table.read_text(), tables_of(results, title)))
     return int(any(result.verdict.faults for result in results))
 
 

@@ -21,7 +21,7 @@ class Verdict:
         faults: in words, one per rank at most; none if all is well.
         how: "recovered" if every rank has the numbers of an undisturbed run, else "named".
         seconds: until the last rank had ended with its error or its numbers.
-        message: the first line of what another rank than the struck one has raised.
+        message: of what another rank than the struck one has raised, the first line that names the struck one, or the first.
     """
 
     faults: tuple[str, ...]
@@ -34,7 +34,7 @@ def judge(job: Job, endings: Sequence[Ending], undisturbed: Sequence[str]) -> Ve
     """Return what is wrong with ``endings``; ``undisturbed``: the digests of the same program without a fault."""
     seconds = max((each.seconds for each in endings if each.seconds is not None), default=0.0)
     others = [each for rank, each in enumerate(endings) if rank != job.struck and each.error]
-    message = others[0].text.split("\n")[0] if others else ""
+    message = _line_about(job.struck, others[0].text) if others else ""
     if all(each.digest for each in endings):
         is_same = [each.digest for each in endings] == list(undisturbed)
         is_allowed = is_same or (job.divergence and not diverges(job.program, job.divergence))
@@ -95,6 +95,11 @@ def _is_allowed(job: Job, ending: Ending) -> bool:
     if job.program.door != "zero1":
         return False
     return "torch/nn/parallel" in ending.trace or ("autograd" in ending.trace and "shardwise/zero" not in ending.trace)
+
+
+def _line_about(rank: int, text: str) -> str:
+    lines = text.split("\n")
+    return next((line for line in lines if re.search(rf"{_NUM}(?:\d+, )*{rank}\b", line)), lines[0])
 
 
 def _raw(ending: Ending) -> str:

@@ -11,7 +11,7 @@ from shardwise.testing.chaos.program import DIVERGENCES
 
 BEGIN = "<!-- written by python -m shardwise.testing.chaos --matrix --table: run it again -->"
 END = "<!-- end of the table -->"
-_MOST_TEXT = 160
+_MOST_TEXT = 280
 
 
 def line_of(result: Result) -> str:
@@ -30,9 +30,11 @@ def summary_of(results: Sequence[Result]) -> str:
     return f"{len(results)} jobs: {found}; {hung} ranks hung"
 
 
-def tables_of(results: Sequence[Result]) -> str:
-    """Return a table of seconds (fault x place by door), and one of messages."""
-    return "\n".join([summary_of(results), "", *_seconds(results), "", *_wrong(results), "", *_messages(results)])
+def tables_of(results: Sequence[Result], title: str) -> str:
+    """Return a table of seconds (fault by door), what was wrong, and a table of messages."""
+    return "\n".join(
+        [f"{title}: {summary_of(results)}.", "", *_seconds(results), "", *_wrong(results), "", *_messages(results)]
+    )
 
 
 def embed(page: str, table: str) -> str:
@@ -87,6 +89,7 @@ def _messages(results: Sequence[Result]) -> Iterator[str]:
 
 def _plain(text: str) -> str:
     """Return ``text`` on one line of a table, without the addresses and paths of one machine."""
+    text = re.sub(r"\[/\S+\.cc:\d+\] ", "", text)
     text = re.sub(r"(?<![\w.])/\S*?/(?=checkpoints)", "FOLDER/", text)
     cut = text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + " ..."
     return cut.replace("|", "/").replace("`", "'").replace("<", "(").replace(">", ")")
