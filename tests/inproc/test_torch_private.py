@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -290,16 +291,19 @@ def test_dtensors(fake_ranks: object) -> None:
     assert private.wait_tensor(local) is local
     assert private.default_store() is None
     assert not private.is_gloo(mesh.get_group("a"))
+    assert private.timeout_s_of(mesh.get_group("a")) == 1800.0, "of a backend that does not say"
     assert Replicate() != Shard(0)
 
 
 def test_process_groups() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
     try:
         group = dist.group.WORLD
         assert group is not None
         assert private.default_store() is not None
-        assert private.timeout_s_of(group, torch.device("cpu")) > 0
+        assert private.timeout_s_of(group, torch.device("cpu")) == private.timeout_s_of(group) == 7.0
+        private.process_group_store(group).set("key", "text")
+        assert private.process_group_store(group).get("key") == b"text"
         assert private.backend_of(group, torch.device("cpu")) is not None
         assert private.is_gloo(group)
     finally:
