@@ -234,6 +234,9 @@ def test_no_function_returns_a_bare_tuple_of_many() -> None:
 
 # Files of one name in several rooms, because each is what the name says in its room.
 SAME_IDEA = {
+    "__main__",  # what ``python -m`` runs
+    "campaign",  # of the fuzzer, of chaos: many cases, one after another
+    "judge",  # the same two: whether a case ended as it should
     "checkpoint",  # the command, a state dict for DCP, the fuzzer's phases: checkpoints, all of them
     "gradients",  # of a unit, of a share
     "optimizers",  # those that a checkpoint saves, those that were made before their parameters were sharded

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from shardwise.doctor.diagnosis import diagnose
-from shardwise.doctor.record import Record, read_record
+from shardwise.doctor.rank_record import Record, read_record
 from shardwise.doctor.recorder import BLACK_BOX, PATTERN
 from shardwise.doctor.words import in_words
 from shardwise.errors import ConfigError

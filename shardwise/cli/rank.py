@@ -40,6 +40,8 @@ _LOST_PEER = (
     "connection refused",
     "socket timeout",
     " is gone",
+    " are gone",
+    " did not all come",
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.black_box import ERROR, WAITS
-from shardwise.doctor.record import Event, Reason, Record, Stack
+from shardwise.doctor.rank_record import Event, Reason, Record, Stack
 
 _GAP_S = 30.0  # between reasons to write: what was before is another trouble, which has passed
 _MOVED = 16  # events between two reasons, which say the same: ranks that fail tidy up, and ask each other

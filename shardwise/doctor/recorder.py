@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise import black_box
-from shardwise.doctor.record import Event, Reason, Record, Stack, own_line, to_lines
+from shardwise.doctor.rank_record import Event, Reason, Record, Stack, own_line, to_lines
 from shardwise.doctor.watch import Watch
 from shardwise.torch_private import timeout_s_of
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardwise.doctor.diagnosis import Behind, Diagnosis, Failure, Parting, Waiting
-from shardwise.doctor.record import own_line
+from shardwise.doctor.rank_record import own_line
 
 _MOST_LISTED, _MOST_PLACES = 8, 16
 

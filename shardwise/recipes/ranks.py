@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from shardwise.comm.lost_peers import naming_lost_peers
 
 T = TypeVar("T")
 
@@ -40,7 +42,7 @@ class RunRanks:
 
     def wait_for_all(self) -> None:
         """Return when every rank has come here."""
-        dist.barrier()
+        self._named(dist.barrier)
 
     def mean(self, values: Sequence[torch.Tensor]) -> list[float]:
         """Return each value's mean over ranks, summed in rank order so that it never depends on the transport."""
@@ -56,7 +58,7 @@ class RunRanks:
         if self.num_ranks == 1:
             return list(values)
         found = torch.tensor(values)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        self._named(lambda: dist.all_reduce(found, dist.ReduceOp.MAX))
         return found.tolist()
 
     def gather(self, value: T) -> list[T]:
@@ -76,5 +78,8 @@ class RunRanks:
 
     def _each(self, mine: torch.Tensor, numel: int) -> list[torch.Tensor]:
         parts = [torch.empty(numel, dtype=mine.dtype) for _ in range(self.num_ranks)]
-        dist.all_gather(parts, mine)
+        self._named(lambda: dist.all_gather(parts, mine))
         return parts
+
+    def _named(self, act: Callable[[], object]) -> None:
+        naming_lost_peers(act, "ranks cannot tell each other where they are", range(self.num_ranks), self.rank)

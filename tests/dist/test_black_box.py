@@ -24,7 +24,7 @@ from shardwise.doctor.diagnosis import Diagnosis, diagnose
 from shardwise.doctor.words import in_words
 from shardwise.testing import WorkerPool, faults
 from shardwise.testing.chaos.program import DIVERGENCES, Program
-from shardwise.testing.chaos.train import train
+from shardwise.testing.chaos.rank_program import train
 
 PROGRAM = Program("fully_shard", "auto")
 
@@ -68,7 +68,7 @@ def test_the_rank_that_raised_is_named_first_with_its_line(pool: WorkerPool, tmp
     found = diagnosis_of(tmp_path)
     assert [each.rank for each in found.failures] == [1, 0]
     assert "ValueError: injected" in found.failures[0].text
-    assert "chaos/train.py" in found.failures[0].text  # the line of the program, not that of the library
+    assert "chaos/rank_program.py" in found.failures[0].text  # the line of the program, not that of the library
     assert "the error of rank 1: ValueError: injected" in lines_of(found)
 
 

@@ -21,7 +21,7 @@ from shardwise import black_box, fully_shard
 from shardwise.errors import ConfigError
 from shardwise.testing import WorkerPool, faults
 from shardwise.testing.chaos.program import DOORS, Program
-from shardwise.testing.chaos.train import train
+from shardwise.testing.chaos.rank_program import train
 from shardwise.testing.faults import PLACES, Fault
 
 EVERYWHERE = ("init", "between steps", "forward", "evaluation", "backward", "optimizer step")

@@ -11,8 +11,8 @@ import pytest
 from shardwise.testing.chaos.campaign import diverging, draw, faulty, matrix, places_of
 from shardwise.testing.chaos.job import Ending, Job
 from shardwise.testing.chaos.judge import judge
+from shardwise.testing.chaos.outcomes import BEGIN, END, embed
 from shardwise.testing.chaos.program import DIVERGENCES, DOORS, Program
-from shardwise.testing.chaos.table import BEGIN, END, embed
 from shardwise.testing.faults import PLACES
 
 SAME = ("aa", "bb")

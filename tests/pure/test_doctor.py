@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.black_box import ERROR, EVERYBODY, WAITS
 from shardwise.doctor.diagnosis import diagnose, first_parting
-from shardwise.doctor.record import Event, Reason, Record, Stack, from_lines, own_line, to_lines
+from shardwise.doctor.rank_record import Event, Reason, Record, Stack, from_lines, own_line, to_lines
 from shardwise.doctor.words import in_words
 
 MAIN = 7

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardwise.testing.chaos.campaign import Campaign, Result, draw, matrix, until
 from shardwise.testing.chaos.job import Job
-from shardwise.testing.chaos.table import embed, line_of, summary_of, tables_of
+from shardwise.testing.chaos.outcomes import embed, line_of, summary_of, tables_of
 
 
 def main() -> int:

@@ -24,16 +24,16 @@ import torch.distributed as dist
 
 from shardwise import record
 from shardwise.doctor.diagnosis import diagnose
-from shardwise.doctor.record import read_record
+from shardwise.doctor.rank_record import read_record
 from shardwise.doctor.recorder import BLACK_BOX, PATTERN
 from shardwise.doctor.words import in_words
 from shardwise.errors import ShardwiseError
 from shardwise.one_host import PREFIX, stay_on_loopback
 from shardwise.testing.chaos.program import DIVERGENCES, Program
-from shardwise.testing.chaos.train import train
+from shardwise.testing.chaos.rank_program import train
 from shardwise.testing.faults import Fault, inject
 
-_PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "shardwise.testing.chaos.train")
+_PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "shardwise.testing.chaos.rank_program")
 _STALL_S = 4.0
 _LEAVE_S = 5.0  # for ranks that have said how they ended to end
 

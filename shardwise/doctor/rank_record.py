@@ -22,7 +22,7 @@ _OF_OTHERS = (
     "/concurrent/",
 )
 
-_PROGRAMS = ("/shardwise/recipes/", "/shardwise/testing/chaos/train.py")  # they call the library as a user's do
+_PROGRAMS = ("/shardwise/recipes/", "/shardwise/testing/chaos/rank_program.py")  # they call the library as a user's do
 
 
 def own_line(frames: Sequence[str]) -> str:
