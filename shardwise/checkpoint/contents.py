@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
@@ -27,8 +28,16 @@ class LocalPart:
     tensor: torch.Tensor
 
 
-# Finding the window of a DTensor takes torch 100 us, and state has that of its parameter.
-Known = dict[tuple[int, object, tuple[int, ...]], Window]
+@dataclass(frozen=True, slots=True)
+class KnownWindow:
+    """The window of DTensors on ``mesh``, which is kept: its ``id`` stays its own."""
+
+    mesh: DeviceMesh
+    window: Window
+
+
+# Finding the window of a DTensor takes torch 100 us; state has that of its parameter, and the next save that of this one.
+Known = dict[tuple[int, object, tuple[int, ...]], KnownWindow]
 
 
 def parts_of(name: str, tensor: torch.Tensor, known: Known | None = None) -> list[LocalPart]:
@@ -42,14 +51,11 @@ def parts_of(name: str, tensor: torch.Tensor, known: Known | None = None) -> lis
         views = [tensor.__get_tensor_shard__(MetadataIndex(name, torch.Size(chunk.offsets))) for chunk in chunks]
         found = [LocalPart(Window(tuple(c.offsets), tuple(c.sizes)), v) for c, v in zip(chunks, views, strict=True)]
     elif isinstance(tensor, DTensor):
-        key = (id(tensor.device_mesh), tensor.placements, tuple(tensor.shape))
-        window = known.get(key) if known is not None else None
-        if window is None:
-            (piece,) = pieces_of(name, tensor)
-            window = Window(piece.box.offsets, piece.box.sizes)
-        if known is not None:
-            known[key] = window
-        found = [LocalPart(window, torch_private.wait_tensor(torch_private.local_of(tensor)).detach())]
+        found = [
+            LocalPart(
+                _window_of(name, tensor, known), torch_private.wait_tensor(torch_private.local_of(tensor)).detach()
+            )
+        ]
     else:
         found = [
             LocalPart(Window(piece.box.offsets, piece.box.sizes), local_of(piece).detach())
@@ -66,6 +72,18 @@ def parts_of(name: str, tensor: torch.Tensor, known: Known | None = None) -> lis
     return found
 
 
+def _window_of(name: str, tensor: DTensor, known: Known | None) -> Window:
+    mesh = tensor.device_mesh
+    key = (id(mesh), tensor.placements, tuple(tensor.shape))
+    found = known.get(key) if known is not None else None
+    if found is None:
+        (piece,) = pieces_of(name, tensor)
+        found = KnownWindow(mesh, Window(piece.box.offsets, piece.box.sizes))
+        if known is not None:
+            known[key] = found
+    return found.window
+
+
 @dataclass(slots=True)
 class Contents:
     """What this rank has to say of the state.
@@ -74,6 +92,7 @@ class Contents:
         held, parts: per tensor, in parallel.
         ties: further names of tensors.
         values: what is no tensor, encoded; ranks may lack values, but those that have one agree.
+        known: see :func:`parts_of`; may outlive this.
     """
 
     held: dict[str, Held] = field(default_factory=dict[str, Held])

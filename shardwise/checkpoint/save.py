@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.checkpoint.contents import Contents, Known
 from shardwise.checkpoint.saving import Saver
 from shardwise.checkpoint.state import contents_of
 from shardwise.comm.roll_call import open_roll_call
@@ -54,10 +55,13 @@ def save(
     saver = _saver_of(Path(folder), group)
     saver.wait()
     rank, size = saver.rank, saver.size
-    job = saver.prepare(lambda: contents_of(state, rank, size), step, keep)
+
+    def collect(known: Known) -> Contents:
+        return contents_of(state, rank, size, known)
+
     if wait:
-        return saver.run(job)
-    saver.start(job)
+        return saver.save(collect, step, keep)
+    saver.start(collect, step, keep)
     return None
 
 

@@ -108,8 +108,8 @@ def test_a_save_in_the_background_is_waited_for_by_the_next_and_its_memory_is_us
         train(model, optimizer, [step])
         save(tmp_path, state_of(model, optimizer), step=step, wait=False, keep=2)
         (saver,) = [saver for (path, _), (saver, _) in _savers.items() if path == tmp_path]
-        assert saver._buffer is not None
-        places.add((saver._buffer.data_ptr(), saver._buffer.numel()))
+        assert saver.host.buffer is not None
+        places.add((saver.host.buffer.data_ptr(), saver.host.buffer.numel()))
     finish(tmp_path)
     dist.barrier()  # rank 0 has given the lock back
     assert len(places) <= 2, places  # state comes with the first step
