@@ -37,8 +37,9 @@ class OptimizerCarrier:
     def put(self, contents: Contents) -> None:
         """See :class:`Carrier`."""
         for name, values in self._state().items():
+            place = join(self.prefix, "state", name)
             for key, value in values.items():
-                full = join(self.prefix, "state", name, str(key))
+                full = f"{place}/{join(str(key))}"
                 if isinstance(value, torch.Tensor):
                     contents.add_tensor(full, value)
                 else:

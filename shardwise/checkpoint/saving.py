@@ -24,7 +24,7 @@ from shardwise.checkpoint.lock import give_back, take
 from shardwise.checkpoint.manifest import FileRecord
 from shardwise.checkpoint.meeting import together
 from shardwise.checkpoint.names import part_file
-from shardwise.checkpoint.plan import Write, held_from_text, held_to_text, share_out
+from shardwise.checkpoint.plan import Held, Write, held_from_text, held_to_text, share_out
 from shardwise.checkpoint.writer import SaveId, make_manifest, write_manifest, write_part
 from shardwise.comm.roll_call import RollCall
 from shardwise.errors import CheckpointError
@@ -44,6 +44,15 @@ class Draft:
     step: int
     keep: int | None
     error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What this rank said of itself when it saved last."""
+
+    held: Mapping[str, Held]
+    text: str
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,7 @@ class Saver:
         self._files: Files = files or DiskFiles()
         self._plan: Plan | None = None
         self._known: Known = {}
+        self._said = _Said({}, "", "")
         self.host = HostCopy()
         self._number = 0
         self._thread: threading.Thread | None = None
@@ -136,10 +146,12 @@ class Saver:
     def _draft(self, collect: Collect, step: int, keep: int | None) -> Draft:
         try:
             contents = collect(self._known)
-            text = held_to_text(contents.held.values())
+            if self._said.held != contents.held or not self._said.digest:
+                text = held_to_text(contents.held.values())
+                self._said = _Said(contents.held, text, sum_of(text.encode()))
         except BaseException as error:  # the others hear of it when ranks meet
             return Draft(Contents(), "", "", step, keep, error)
-        return Draft(contents, text, sum_of(text.encode()), step, keep)
+        return Draft(contents, self._said.text, self._said.digest, step, keep)
 
     def _agree(self, draft: Draft, roll: RollCall) -> Job:
         """Agree on the save and on who writes what; the folder to write into is there then."""
