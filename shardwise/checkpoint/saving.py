@@ -126,19 +126,23 @@ class Saver:
                 flight.copied.set_exception(CheckpointError(f"interrupted by {type(error).__name__}"))
             raise
 
-    def wait(self) -> None:
-        """Return when no save is on its way.  Raises: what the last one in the background failed of, once."""
+    def settle(self) -> None:
+        """Return when no save is on its way, whatever became of it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def wait(self) -> None:
+        """Return when no save is on its way.  Raises: what the last one in the background failed of, once."""
+        self.settle()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def close(self) -> None:
-        """Give the lock and the host memory back."""
+    def close(self, keeps_lock: bool = False) -> None:
+        """Give the host memory back, and the lock if no other group of this process saves into the folder."""
         self.host = HostCopy()
-        if self._roll.rank == 0:
+        if self._roll.rank == 0 and not keeps_lock:
             give_back(self.folder)
 
     # ---- phases ----
