@@ -51,7 +51,7 @@ CONFIG = TrainConfig(
     model=ModelShape(layers=2, width=32, heads=2, context=16),
     steps=1_000_000, batch=4, warmup=10, lr=3e-3, log_every=1, eval_every=1_000_000, eval_windows=4, save_every=1, keep=2,
 )  # fmt: skip
-PATIENCE_S, GRACE_S = 120.0, 0.5
+PATIENCE_S, GRACE_S = 600.0, 0.5  # a busy machine takes minutes to start four ranks
 FIRST_SAVE_S = 0.04  # how long a save lasts, before one was seen
 LEFTOVERS = (".saving-", ".removing-", ".replaced-")
 _MOST_LENGTHS = 20

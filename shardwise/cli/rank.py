@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import signal
@@ -20,16 +21,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, LAUNCHER_VARIABLE, STORE_VARIABLE
+from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, LAUNCHER_VARIABLE, STORE_VARIABLE
 from shardwise.cli.signals import stop_on_signals
 from shardwise.cli.train_args import TrainRequest
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.one_host import stay_on_loopback
 from shardwise.recipes.ranks import RunRanks
+from shardwise.recipes.stop import DivergedError
 from shardwise.recipes.train import train
 
 TIMEOUT = timedelta(minutes=10)
 _CLAIM = "shardwise/failure"
+_REFUSING_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h: the signal that this process gets when its parent ends
 _LOST_PEER = (
     "connection closed by peer",
@@ -113,7 +116,25 @@ def _fail(error: Exception, claim: Callable[[], bool], rank: str) -> None:
             traceback.print_exception(error)
             message = f"rank {rank} failed unexpectedly ({type(error).__name__}); the traceback is above"
         print(f"shardwise: error: {message}", file=sys.stderr)
-    _end(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED)
+    is_final = LAUNCHER_VARIABLE in os.environ and would_fail_again(error)
+    _end(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FINAL if is_final else EXIT_FAILED)
+
+
+def would_fail_again(error: BaseException) -> bool:
+    """Return True for what a restart cannot mend: training that diverged, output that nobody reads, a disk that takes nothing.
+
+    Example:
+        >>> would_fail_again(OSError(errno.ENOSPC, "No space left on device")), would_fail_again(MemoryError())
+        (True, False)
+    """
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, DivergedError | BrokenPipeError):
+            return True
+        if isinstance(found, OSError) and found.errno in _REFUSING_DISK:
+            return True
+        found = found.__cause__
+    return False
 
 
 def _end(code: int) -> None:
