@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, LAUNCHER_VARIABLE, STORE_VARIABLE
 from shardwise.cli.signals import stop_on_signals
+from shardwise.cli.starts import name_start
 from shardwise.cli.train_args import TrainRequest
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.one_host import stay_on_loopback
@@ -82,7 +83,9 @@ def _meet(request: TrainRequest, environment: Mapping[str, str]) -> tuple[dist.S
     if request.launched_ranks is None:
         return dist.HashStore(), 0, 1
     if STORE_VARIABLE not in environment:
-        return next(rendezvous("env://", timeout=TIMEOUT))
+        found, rank, num_ranks = next(rendezvous("env://", timeout=TIMEOUT))
+        name = name_start(found, rank, num_ranks, TIMEOUT.total_seconds())
+        return dist.PrefixStore(f"shardwise/{name}", found), rank, num_ranks
     store = dist.FileStore(environment[STORE_VARIABLE], request.launched_ranks)
     store.set_timeout(TIMEOUT)
     return store, int(environment["RANK"]), request.launched_ranks
