@@ -131,6 +131,23 @@ def test_the_picture_shows_both_curves_and_the_bars(tmp_path: Path) -> None:
         assert color in colors, name
 
 
+def test_the_picture_shows_where_a_run_was_started_again(tmp_path: Path) -> None:
+    metrics: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
+    restarts: list[dict[str, float | str]] = [{"kind": "restart", "step": n, "ranks": 2} for n in (5, 14)]
+    for name, lines in (("with", restarts), ("without", [])):
+        draw_report(
+            tmp_path / f"{name}.png", "title", [*metrics, *lines], 2.9, [HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4)
+        )
+    marked = {
+        name: (np.round(matplotlib.image.imread(tmp_path / f"{name}.png")[..., :3] * 255) == (148, 103, 189)).all(-1)
+        for name in ("with", "without")
+    }
+    assert not marked["without"].any()
+    columns = np.flatnonzero(marked["with"].sum(0) > 50)  # the dotted lines
+    assert len(columns) >= 2
+    assert columns[-1] - columns[0] > 100
+
+
 def test_every_door_explains_itself() -> None:
     assert set(DOORS) == set(SHARDS)
     assert all(len(door.summary) > 20 for door in DOORS.values())
