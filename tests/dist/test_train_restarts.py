@@ -24,7 +24,7 @@ from shardwise.checkpoint.reader import read_manifest
 from shardwise.cli.main import main
 from shardwise.recipes.restarts import read_restarts
 
-FAST = {"steps": 24, "eval_every": 12, "log_every": 4, "save_every": 3, "sample_bytes": 0, "keep": 2}
+FAST = {"steps": 12, "eval_every": 12, "log_every": 4, "save_every": 2, "sample_bytes": 0, "keep": 2}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_parameters_of_an_undisturbed
 ) -> None:
     run, whole, chance = tmp_path / "run", tmp_path / "whole", random.Random(num_ranks)
     assert main(_words(text, whole, num_ranks)) == 0
-    steps = [chance.randrange(3, 9), chance.randrange(12, 20)]
+    steps = [chance.randrange(2, 5), chance.randrange(7, 10)][: 3 - num_ranks // 2]  # one kill of four ranks
     victims = [chance.randrange(num_ranks) for _ in steps]
     ForkedRank.started.clear()
     killer = Killer(*[lambda step=step: _newest(run) >= step for step in steps], ranks=victims)
@@ -93,14 +93,14 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_parameters_of_an_undisturbed
     assert _differing(run, whole) == []
     assert _figures(run) == _figures(whole)
     restarts = read_restarts(run)
-    assert [each["number"] for each in restarts] == [1, 2]
-    assert [each["ranks"] for each in restarts] == [num_ranks] * 2
+    assert [each["number"] for each in restarts] == list(range(1, len(steps) + 1))
+    assert [each["ranks"] for each in restarts] == [num_ranks] * len(steps)
     assert all(
         f"rank {rank} was ended by SIGKILL" in str(each["cause"]) for rank, each in zip(victims, restarts, strict=True)
     )
-    assert all(float(each["step"]) >= step - step % 3 for step, each in zip(steps, restarts, strict=True))
+    assert all(float(each["step"]) >= step for step, each in zip(steps, restarts, strict=True))
     said = capfd.readouterr().err
-    assert f"shardwise: restart 2 of 3, on {num_ranks} rank(s)" in said
+    assert f"shardwise: restart {len(steps)} of 3, on {num_ranks} rank(s)" in said
     assert "Traceback" not in said
     assert not [path for path in (run / "checkpoints").iterdir() if not path.name.startswith(("step-", ".verified"))]
 
@@ -112,7 +112,7 @@ def test_a_run_goes_on_with_the_ranks_that_are_left(
     Killer(lambda: _newest(run) >= 3, ranks=[1]).start()
     assert main(_words(text, run, 3, "--max-restarts", "1", "--min-nproc", "2", batch=6)) == 0
     assert [(each["ranks"], each["number"]) for each in read_restarts(run)] == [(2, 1)]
-    assert [line["step"] for line in metrics_of(run) if line["kind"] == "train"] == list(range(1, 25))
+    assert [line["step"] for line in metrics_of(run) if line["kind"] == "train"] == list(range(1, 13))
     assert "restart 1 of 1, on 2 rank(s)" in capfd.readouterr().err
     assert not alive()
 
@@ -188,4 +188,4 @@ def test_torchruns_restarts_resume_the_run_that_they_have_begun(text: Path, tmp_
     assert marker.exists()
     assert [each["number"] for each in read_restarts(run)] == [1], ended.err
     assert "restart 1: torchrun has started all ranks again; going on after step" in ended.out
-    assert [line["step"] for line in metrics_of(run) if line["kind"] == "train"] == list(range(1, 25))
+    assert [line["step"] for line in metrics_of(run) if line["kind"] == "train"] == list(range(1, 13))
