@@ -1,11 +1,14 @@
-"""Kill ranks of a run with SIGKILL at random moments while it saves after every step; resume it, again and again.
+"""Kill ranks of a run with SIGKILL at random moments of its saves, which come after every step; resume it, again and again.
 
-``python benchmarks/kill_saves.py --kills 100 --ranks 2 4`` writes results/kill_saves.json.  A run is killed and resumed until
-there were enough kills; then an uninterrupted run of as many steps must have had the same losses, to the bit, at every step.
-After each kill, every checkpoint that is there must be whole to the byte, and none that was there may be gone.
+``python benchmarks/kill_saves.py`` writes results/kill_saves.json.  A run is killed and resumed until there were enough kills;
+then an uninterrupted run of as many steps must have had the same losses at every step and have the same checkpoint in the end,
+both to the bit.  After each kill, every checkpoint that is there must be whole to the byte, and no other may be gone.
 
-Two kinds of lives: ranks forked from a server that has imported torch (fast; one is killed, or all at once, as when a launcher
-is killed), and, with ``--commands``, ``shardwise train`` itself, of which the launcher or a rank is killed.
+A kill is aimed: once the folder of a save is seen, after a random part of the time that saves have lasted before; if that
+save is over by then, the next one is waited for.  It fell into a save if the unfinished save was there after the signal.
+
+Two kinds of lives: ranks forked from a server that has imported torch (fast; one is killed, or all at once), and, with
+``--commands``, ``shardwise train`` itself, of which the launcher is killed, every third time a rank.
 """
 
 from __future__ import annotations
@@ -33,9 +36,10 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.compare import compare_tensors, compare_values, names_in
 from shardwise.checkpoint.files import DiskFiles
 from shardwise.checkpoint.folder import list_checkpoints
-from shardwise.checkpoint.reader import verify
+from shardwise.checkpoint.reader import read_manifest, verify
 from shardwise.one_host import stay_on_loopback
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.ranks import RunRanks
@@ -47,17 +51,78 @@ CONFIG = TrainConfig(
     model=ModelShape(layers=2, width=32, heads=2, context=16),
     steps=1_000_000, batch=4, warmup=10, lr=3e-3, log_every=1, eval_every=1_000_000, eval_windows=4, save_every=1, keep=2,
 )  # fmt: skip
-PATIENCE_S, GRACE_S = 120.0, 0.5
-SPREAD_S, SAVE_S = 0.3, 0.04  # how late a kill may be: after the first save of a life, after the begin of the next
+PATIENCE_S, GRACE_S = 600.0, 0.5  # a busy machine takes minutes to start four ranks
+FIRST_SAVE_S = 0.04  # how long a save lasts, before one was seen
+LEFTOVERS = (".saving-", ".removing-", ".replaced-")
+_MOST_LENGTHS = 20
 
 
 @dataclass(frozen=True)
 class Kill:
-    """What was killed, the newest step that was there then, and whether a save was on its way."""
+    """What was killed, the newest step that was there then, and what of a save was there before and after the signal.
+
+    Attributes:
+        after_s: seconds since the save's folder was seen.  aims: saves that were waited for.
+        has_committed: the save came to its end all the same: others than the killed rank did the rest.
+    """
 
     what: str
     step: int
     was_saving: bool
+    after_s: float
+    aims: int
+    has_committed: bool
+
+
+class Aim:
+    """Waits for a random moment of a save of ``run``, and knows how long saves last."""
+
+    def __init__(self, run: Path, chance: random.Random) -> None:
+        self._folder, self._chance = run / "checkpoints", chance
+        self._lengths: list[float] = []
+
+    def saving(self) -> str | None:
+        """Return the name of the save that is on its way."""
+        try:
+            return next((name for name in os.listdir(self._folder) if name.startswith(LEFTOVERS[0])), None)
+        except FileNotFoundError:
+            return None
+
+    def leftovers(self) -> list[str]:
+        """Return what a save that is not over has in the folder."""
+        return [name for name in os.listdir(self._folder) if name.startswith(LEFTOVERS)]
+
+    def watch_one(self, until: float) -> None:
+        """Note how long the next whole save lasts."""
+        name, began = self._next(until)
+        self._wait_while(name, until)
+        self._lengths = [*self._lengths, time.monotonic() - began][-_MOST_LENGTHS:]
+
+    def wait(self, until: float) -> tuple[float, int]:
+        """Return in the middle of a save: seconds since it was seen, and how many were waited for."""
+        aims = 0
+        while True:
+            aims += 1
+            name, began = self._next(until)
+            length = sorted(self._lengths)[len(self._lengths) // 2] if self._lengths else FIRST_SAVE_S
+            self._wait_while(name, began + self._chance.uniform(0, length))
+            now = time.monotonic()
+            if self.saving() == name:
+                return now - began, aims
+            self._lengths = [*self._lengths, now - began][-_MOST_LENGTHS:]
+
+    def _next(self, until: float) -> tuple[str, float]:
+        """Return a save that begins now, and when."""
+        self._wait_while(self.saving(), until)
+        while (name := self.saving()) is None:
+            if time.monotonic() > until:
+                raise RuntimeError(f"{self._folder}: no save began")
+            time.sleep(0.0002)
+        return name, time.monotonic()
+
+    def _wait_while(self, name: str | None, until: float) -> None:
+        while name is not None and self.saving() == name and time.monotonic() < until:
+            time.sleep(min(0.0002, max(0.0, until - time.monotonic())))
 
 
 @dataclass(frozen=True)
@@ -222,8 +287,8 @@ def newest(run: Path) -> int:
     return max((each.step for each in list_checkpoints(DiskFiles(), run / "checkpoints")), default=0)
 
 
-def kill_once(run: Path, life: Life, chance: random.Random, number: int) -> Kill:
-    """Wait until the run has saved again, kill at a random moment after, and look at what is left.
+def kill_once(run: Path, life: Life, aim: Aim, chance: random.Random, number: int) -> Kill:
+    """Wait until the run has saved again, kill at a random moment of a save, and look at what is left.
 
     Raises: RuntimeError if the life ended by itself, or left a checkpoint that is not whole, or less than there was.
     """
@@ -233,36 +298,28 @@ def kill_once(run: Path, life: Life, chance: random.Random, number: int) -> Kill
         if ended is not None or time.monotonic() > deadline:
             raise RuntimeError(f"the run did not go on after step {before}: {ended or 'it hangs'}")
         time.sleep(0.01)
-    time.sleep(chance.uniform(0, SPREAD_S))
-    _wait_for_save(run)
-    time.sleep(chance.uniform(0, SAVE_S))
-    before = newest(run)
+    aim.watch_one(deadline)
     pids = life.pids
     is_launched = isinstance(life, Command)
     victim = chance.randrange(-1, len(pids))
-    if is_launched:  # the launcher every second time
-        victim = 0 if number % 2 == 0 else chance.randrange(1, len(pids))
+    if is_launched:
+        victim = chance.randrange(1, len(pids)) if number % 3 == 2 else 0
     what = "all ranks" if victim < 0 else "launcher" if is_launched and not victim else f"rank {victim - is_launched}"
+    after_s, aims = aim.wait(deadline)
     for pid in pids if victim < 0 else [pids[victim]]:
         os.kill(pid, signal.SIGKILL)
+    was_saving = bool(aim.leftovers())
     life.end()
     for pid in pids:
         _wait_until_gone(pid)
     for each in list_checkpoints(DiskFiles(), run / "checkpoints"):
         damage = verify(DiskFiles(), each.path)
         if damage:
-            raise RuntimeError(f"killed {what} at step {before}: {damage}")
+            raise RuntimeError(f"killed {what} after step {before}: {damage}")
     after = newest(run)
     if after < before:
         raise RuntimeError(f"killed {what}: step {before} was there, and {after} is the newest now")
-    return Kill(what, after, any((run / "checkpoints").glob(".saving-*")))
-
-
-def _wait_for_save(run: Path) -> None:
-    """Return when a save is on its way, or there was none for two seconds."""
-    deadline = time.monotonic() + 2
-    while time.monotonic() < deadline and not any((run / "checkpoints").glob(".saving-*")):
-        time.sleep(0.0005)
+    return Kill(what, after, was_saving, round(after_s, 4), aims, was_saving and aim.saving() is None)
 
 
 def _wait_until_gone(pid: int) -> None:
@@ -283,6 +340,20 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
 
 
+def differing(run: Path, other: Path) -> list[str]:
+    """Return the names of what is not the same to the bit in the newest checkpoints of two runs.
+
+    Each process begins with generators of Python and numpy of its own, which training does not use.
+    """
+    files = DiskFiles()
+    places = [list_checkpoints(files, each / "checkpoints")[-1].path for each in (run, other)]
+    first, second = ((place, read_manifest(files, place)) for place in places)
+    found = [each.name for each in compare_tensors(files, first, second, lambda _: None)]
+    names = names_in(first[1]) ^ names_in(second[1])
+    values = [each.name for each in compare_values(first[1], second[1]) if not each.name.startswith("rank/")]
+    return [*found, *names, *values]
+
+
 def campaign(folder: Path, num_ranks: int, num_kills: int, seed: int, *, with_commands: bool = False) -> Report:
     """Kill and resume a run ``num_kills`` times, let it go on for three steps, and compare it with one that nobody killed.
 
@@ -293,9 +364,10 @@ def campaign(folder: Path, num_ranks: int, num_kills: int, seed: int, *, with_co
     text.write_text("".join(f"{n} bottles stood on the wall, {n * n} bottles. " for n in range(600)))
     config, run = replace(CONFIG, data=str(text)), folder / "killed"
     kills: list[Kill] = []
+    aim = Aim(run, chance)
     for number in range(num_kills):
         life = Command(run, config, num_ranks) if with_commands else Forked(run, config, num_ranks)
-        kills.append(kill_once(run, life, chance, number))
+        kills.append(kill_once(run, life, aim, chance, number))
         print(f"W={num_ranks}: {len(kills)} of {num_kills}: {kills[-1]}", file=sys.stderr, flush=True)
     stop_at = newest(run) + 3
     for each in (run, folder / "whole"):
@@ -308,14 +380,17 @@ def campaign(folder: Path, num_ranks: int, num_kills: int, seed: int, *, with_co
             (pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]), (found[-1], expected[-1])
         )
         raise RuntimeError(f"the killed run has {wrong[0]}, the other {wrong[1]}, as (step, loss)")
+    differences = differing(run, folder / "whole")
+    if differences:
+        raise RuntimeError(f"the checkpoints after step {stop_at} differ: {differences[:3]}")
     kind = "commands" if with_commands else "forked ranks"
     return Report(num_ranks, kind, seed, stop_at, time.monotonic() - began, kills)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100, help="per number of ranks (default: %(default)s)")
-    parser.add_argument("--commands", type=int, default=10, help="kills of shardwise train itself, per number of ranks")
+    parser.add_argument("--kills", type=int, default=70, help="per number of ranks (default: %(default)s)")
+    parser.add_argument("--commands", type=int, default=30, help="kills of shardwise train itself, per number of ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kill_saves.json")
@@ -342,7 +417,10 @@ def _summary(report: Report) -> dict[str, Any]:
         "seed": report.seed,
         "kills": len(report.kills),
         "killed": {what: sum(each.what == what for each in report.kills) for what in killed},
-        "kills_while_a_save_was_on_its_way": sum(each.was_saving for each in report.kills),
+        "kills_within_a_save": sum(each.was_saving for each in report.kills),
+        "of_them_committed_all_the_same": sum(each.has_committed for each in report.kills),
+        "within_a_save": {what: sum(each.what == what and each.was_saving for each in report.kills) for what in killed},
+        "seconds_into_the_save": [each.after_s for each in report.kills],
         "steps_with_equal_losses": report.steps,
         "seconds": round(report.seconds, 1),
     }

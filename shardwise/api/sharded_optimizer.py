@@ -14,6 +14,7 @@ from shardwise.black_box import note
 from shardwise.errors import ConfigError
 from shardwise.optim.checkpointed import Checkpoint, only_saved
 from shardwise.optim.clip import Limit, Part, clip_parts, part_of
+from shardwise.optim.flat import room_for
 from shardwise.optim.forms import StateForm, copy_options, in_form, is_flat, options_of, unflattened
 from shardwise.optim.named_state import ByName, NamedGroup, OwnGroup, StateView, full_value, unwrap, wrap
 from shardwise.optim.owned_gradient import OwnedGradient
@@ -28,6 +29,7 @@ from shardwise.optim.pieces import (
 from shardwise.optim.protocol import Stepper
 from shardwise.optim.registry import UpdateRule
 from shardwise.optim.steppers import make_stepper
+from shardwise.optim.whole_matrix import WholeMatrixStep
 
 __all__ = ["ShardedOptimizer"]
 
@@ -229,8 +231,25 @@ class ShardedOptimizer(Optimizer):
         }
         return in_form("indexed" if by_index else "named", state, found["param_groups"])
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def room_for_state(
+        self, dtypes: Mapping[str, Mapping[str, torch.dtype]]
+    ) -> dict[str, dict[str, list[torch.Tensor]]]:
+        """Return new memory for state with a number per element, by parameter and key: one tensor per local piece.
+
+        It lies as such state will lie in this optimizer, so that :meth:`load_state_dict` with ``adopt`` copies nothing.
+        ``dtypes``: by name of the parameter and key.  On the devices of the pieces.
+        """
+        names = [name for name in self._names() if name in dtypes]
+        rooms = room_for([piece for name in names for piece in self._pieces[name]], dtypes)
+        return {
+            name: {key: [rooms[piece][key] for piece in self._pieces[name]] for key in dtypes[name]} for name in names
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, adopt: bool = False) -> None:
         """Load what :meth:`state_dict`, :meth:`full_state_dict` or a plain optimizer returned, as copies.
+
+        ``adopt``: tensors placed like their parameters become the state themselves; nobody else may use them.  Whole-matrix
+        optimizers adopt whole tensors, for :attr:`whole_state_names`; entries of others are empty, and it is not collective.
 
         Values may be DTensors or ShardedTensors of any layout, or whole tensors; keys names, torch's flattened ones,
         or indices in the order of ``param_groups`` (of their ``param_names`` if the loaded groups have such). Options
@@ -245,23 +264,35 @@ class ShardedOptimizer(Optimizer):
         if is_flat(loaded):
             loaded = unflattened(loaded, own)
         groups, names = _match_groups(loaded["param_groups"], own)
-        state: dict[str, dict[str, Any]] = {}
+        given: dict[str, Mapping[str, Any]] = {}
         for saved_key, values in loaded["state"].items():
             name = names.get(saved_key)
             if name is None:
                 raise ConfigError(f"state of {saved_key!r} belongs to no parameter of the loaded param_groups")
-            state[name] = {
-                key: unwrap(name, key, value, self._pieces[name], self._stepper.is_elementwise)
-                for key, value in values.items()
-            }
+            given[name] = values
         options = [options_of(group) for group in groups]
-        self._stepper.load(state, options)
+        if adopt and isinstance(self._stepper, WholeMatrixStep):
+            self._stepper.load_whole(given, options)
+        else:
+            self._stepper.load(self._unwrapped(given, adopt), options)
         copy_options(options, self.param_groups)
         copy_options(self._stepper.optimizer.param_groups, self.param_groups)
         for hook in torch_private.state_dict_hooks(self, "load_state_dict_post"):
             hook(self)
 
+    @property
+    def whole_state_names(self) -> frozenset[str] | None:
+        """The parameters whose state this rank has whole; None unless a whole-matrix optimizer steps on sharded ones."""
+        return frozenset(self._stepper.held_names) if isinstance(self._stepper, WholeMatrixStep) else None
+
     # ---- inside ----
+
+    def _unwrapped(self, given: Mapping[str, Mapping[str, Any]], adopt: bool) -> dict[str, dict[str, Any]]:
+        is_elementwise = self._stepper.is_elementwise
+        return {
+            name: {key: unwrap(name, key, v, self._pieces[name], is_elementwise, adopt) for key, v in values.items()}
+            for name, values in given.items()
+        }
 
     def _pull_options(self) -> None:
         copy_options(self.param_groups, self._stepper.optimizer.param_groups)

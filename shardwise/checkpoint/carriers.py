@@ -103,18 +103,24 @@ class ObjectCarrier:
             return lambda: None
         own: dict[str, torch.Tensor] = {}
         encode(self._state(), self.prefix, own.__setitem__)
-        wholes = order.whole
+        staged: dict[str, list[torch.Tensor]] = {}
 
-        def give(name: str) -> torch.Tensor:
+        def stage(name: str) -> torch.Tensor:
             mine, record = own.get(name), order.manifest.record_of(name)
             if mine is None or record is None or type(mine) is torch.Tensor or tuple(mine.shape) != record.shape:
-                return wholes(name)
-            windows = [part.window for part in parts_of(name, mine)]
-            found = order.windows(name, record.shape, windows) or []
-            return like(mine, [each.to(device_of(mine)) for each in found], found[0].dtype)
+                staged[name] = [order.whole(name)]
+                own.pop(name, None)
+            else:
+                staged[name] = order.windows(name, record.shape, [part.window for part in parts_of(name, mine)]) or []
+            return staged[name][0]
 
-        found = order.value(self.prefix, give=give)
-        return lambda: self._load(found)
+        def place(name: str) -> torch.Tensor:
+            mine, found = own.get(name), staged[name]
+            return found[0] if mine is None else like(mine, [x.to(device_of(mine)) for x in found], found[0].dtype)
+
+        order.value(self.prefix, give=stage)
+        # Decoded once more when all is read: what is moved to a device before that has not got its values yet.
+        return lambda: self._load(order.value(self.prefix, give=place))
 
     def _state(self) -> Any:
         if isinstance(self._thing, MutableMapping):

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from shardwise import torch_private
 from shardwise.checkpoint.dtypes import dtype_name
@@ -28,13 +30,13 @@ class LocalPart:
 
 
 # Finding the window of a DTensor takes torch 100 us, and state has that of its parameter.
-Known = dict[tuple[int, object, tuple[int, ...]], Window]
+Windows = dict[tuple[int, object, tuple[int, ...]], Window]
 
 
-def parts_of(name: str, tensor: torch.Tensor, known: Known | None = None) -> list[LocalPart]:
+def parts_of(name: str, tensor: torch.Tensor, windows: Windows | None = None) -> list[LocalPart]:
     """Return what this rank holds of ``tensor``, on the live memory.
 
-    ``known``: windows of DTensors that were found before, by mesh, placements and shape; it is added to.
+    ``windows``: of DTensors that were found before, by mesh, placements and shape; it is added to.
     Raises: ConfigError for partial sums, tensors without memory, and tensors in a form of their own.
     """
     if isinstance(tensor, StateSlice):
@@ -42,28 +44,60 @@ def parts_of(name: str, tensor: torch.Tensor, known: Known | None = None) -> lis
         views = [tensor.__get_tensor_shard__(MetadataIndex(name, torch.Size(chunk.offsets))) for chunk in chunks]
         found = [LocalPart(Window(tuple(c.offsets), tuple(c.sizes)), v) for c, v in zip(chunks, views, strict=True)]
     elif isinstance(tensor, DTensor):
-        key = (id(tensor.device_mesh), tensor.placements, tuple(tensor.shape))
-        window = known.get(key) if known is not None else None
-        if window is None:
-            (piece,) = pieces_of(name, tensor)
-            window = Window(piece.box.offsets, piece.box.sizes)
-        if known is not None:
-            known[key] = window
-        found = [LocalPart(window, torch_private.wait_tensor(torch_private.local_of(tensor)).detach())]
+        found = [LocalPart(_window_of(name, tensor, {} if windows is None else windows), _own_memory(tensor))]
     else:
         found = [
             LocalPart(Window(piece.box.offsets, piece.box.sizes), local_of(piece).detach())
             for piece in pieces_of(name, tensor)
         ]
     for part in found:
-        if part.tensor.is_meta:
-            raise ConfigError(f"{name} is on the meta device and has no values; call module.to_empty(device=...) first")
-        if type(part.tensor) not in (torch.Tensor, torch.nn.Parameter) or part.tensor.is_sparse:
-            raise ConfigError(
-                f"{name}: a {type(part.tensor).__name__} is a form of its own, expected plain numbers per element; give its "
-                "plain form in the state dict"
-            )
+        _check_plain(name, part.tensor)
     return found
+
+
+def _window_of(name: str, tensor: DTensor, windows: Windows) -> Window:
+    key = (id(tensor.device_mesh), tensor.placements, tuple(tensor.shape))
+    found = windows.get(key)
+    if found is None:
+        (piece,) = pieces_of(name, tensor)
+        found = windows[key] = Window(piece.box.offsets, piece.box.sizes)
+    return found
+
+
+def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    local = torch_private.local_of(tensor)
+    return (local if type(local) is torch.Tensor else torch_private.wait_tensor(local)).detach()
+
+
+def _check_plain(name: str, local: torch.Tensor) -> None:
+    if local.is_meta:
+        raise ConfigError(f"{name} is on the meta device and has no values; call module.to_empty(device=...) first")
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.is_sparse:
+        raise ConfigError(
+            f"{name}: a {type(local).__name__} is a form of its own, expected plain numbers per element; give its plain form "
+            "in the state dict"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTensor:
+    """What a rank held of a tensor when it was saved last: one window.  ``mesh``, ``placements`` None: no DTensor."""
+
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...] | None
+    dtype: torch.dtype
+    held: Held
+
+    def is_like(self, tensor: torch.Tensor) -> bool:
+        """Return True if this rank holds the same of ``tensor``, which may be another one of the same name."""
+        if isinstance(tensor, DTensor):
+            is_placed = self.mesh is tensor.device_mesh and self.placements == tensor.placements
+        else:
+            is_placed = self.mesh is None and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        return is_placed and self.dtype == tensor.dtype and self.held.shape == tuple(tensor.shape)
+
+
+Known = dict[str, KnownTensor]
 
 
 @dataclass(slots=True)
@@ -74,6 +108,7 @@ class Contents:
         held, parts: per tensor, in parallel.
         ties: further names of tensors.
         values: what is no tensor, encoded; ranks may lack values, but those that have one agree.
+        known: by name, what was found before of tensors that stay as they are; it is added to, and outlives this.
     """
 
     held: dict[str, Held] = field(default_factory=dict[str, Held])
@@ -81,14 +116,24 @@ class Contents:
     ties: dict[str, str] = field(default_factory=dict[str, str])
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     known: Known = field(default_factory=Known)
+    _windows: Windows = field(default_factory=Windows)
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Take a tensor under a new name."""
         self._check_new(name)
-        parts = parts_of(name, tensor, self.known)
-        dtype = dtype_name(tensor.dtype, name)
-        self.parts[name] = parts
-        self.held[name] = Held(name, dtype, tuple(tensor.shape), tuple(part.window for part in parts))
+        known = self.known.get(name)
+        if known is not None and known.is_like(tensor):
+            local = _own_memory(tensor)
+            _check_plain(name, local)
+            self.parts[name], self.held[name] = [LocalPart(known.held.windows[0], local)], known.held
+            return
+        parts = parts_of(name, tensor, self._windows)
+        held = Held(name, dtype_name(tensor.dtype, name), tuple(tensor.shape), tuple(part.window for part in parts))
+        self.parts[name], self.held[name] = parts, held
+        if isinstance(tensor, DTensor):
+            self.known[name] = KnownTensor(tensor.device_mesh, tensor.placements, tensor.dtype, held)
+        elif type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            self.known[name] = KnownTensor(None, None, tensor.dtype, held)
 
     def add_value(self, name: str, value: Any) -> None:
         """Take an encoded value under a new name."""

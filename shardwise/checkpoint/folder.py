@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.files import Files, read_all, write_all
 from shardwise.checkpoint.names import MANIFEST, REMOVING, REPLACED, SAVING, VERIFIED, step_of
+from shardwise.checkpoint.reader import read_manifest
 from shardwise.errors import DamagedCheckpointError
 
 _DCP = ".metadata"
@@ -64,36 +65,57 @@ def commit(files: Files, pending: Path, final: Path) -> Path:
 
 def keep_last(files: Files, folder: Path, keep: int) -> None:
     """Remove all but the last ``keep`` checkpoints and the last one that was verified."""
-    verified = verified_step(files, folder)
+    verified = verified_checkpoint(files, folder)
     for checkpoint in list_checkpoints(files, folder)[:-keep]:
-        if checkpoint.step != verified:
+        if checkpoint != verified:
             aside = folder / f"{REMOVING}{checkpoint.path.name}"
             files.rename(checkpoint.path, aside)
             files.sync_folder(folder)  # whoever finds half of it finds it under this name
             files.remove(aside)
 
 
-def verified_step(files: Files, folder: Path) -> int | None:
-    """Return the step of the checkpoint that was verified last, None if none is known."""
-    if VERIFIED not in files.names(folder):
+def verified_checkpoint(files: Files, folder: Path) -> Checkpoint | None:
+    """Return the checkpoint that was verified last, None if none is known.
+
+    Another save of its step, put there by whomever, is not the one that was verified.
+    """
+    noted = _noted(files, folder)
+    if noted is None:
+        return None
+    found = next((each for each in list_checkpoints(files, folder) if each.step == noted.step), None)
+    if found is None:
         return None
     try:
-        found = json.loads(read_all(files, folder / VERIFIED, 4096))
-        return int(found["step"])
-    except (DamagedCheckpointError, ValueError, KeyError, TypeError):
+        return found if read_manifest(files, found.path).save_id == noted.save_id else None
+    except DamagedCheckpointError:
         return None
 
 
-def note_verified(files: Files, checkpoint: Path) -> None:
-    """Remember that all of a checkpoint was as it was saved; folders that cannot be written are left alone."""
-    step = step_of(checkpoint.name)
-    folder = checkpoint.parent
-    if step is None or verified_step(files, folder) == step:
+def note_verified(files: Files, checkpoint: Path, save_id: str) -> None:
+    """Remember that all of a save was as it was written; folders that cannot be written are left alone."""
+    step, folder = step_of(checkpoint.name), checkpoint.parent
+    if step is None or _noted(files, folder) == _Noted(step, save_id):
         return
     fresh = folder / f"{VERIFIED}-new"
     try:
         files.remove(fresh)
-        write_all(files, fresh, json.dumps({"step": step}).encode())
+        write_all(files, fresh, json.dumps({"step": step, "save": save_id}).encode())
         files.rename(fresh, folder / VERIFIED)
     except OSError:
         return
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    step: int
+    save_id: str
+
+
+def _noted(files: Files, folder: Path) -> _Noted | None:
+    if VERIFIED not in files.names(folder):
+        return None
+    try:
+        found = json.loads(read_all(files, folder / VERIFIED, 4096))
+        return _Noted(int(found["step"]), str(found["save"]))
+    except (DamagedCheckpointError, ValueError, KeyError, TypeError):
+        return None

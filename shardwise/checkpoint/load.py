@@ -36,6 +36,7 @@ class Loaded:
 
     Attributes:
         path: the checkpoint's folder.
+        step: the checkpoint's; 0 for files of other tools, which have none.
         missing, unexpected: names that were not there or not asked for; empty after a strict load.
         skipped: newer checkpoints that did not verify, and what was wrong with them.
         num_bytes_read: by this rank.
@@ -141,7 +142,7 @@ def _load_one(path: Path, state: Mapping[str, Any], strict: bool, skipped: tuple
         roll, f"{path} was read, and putting it into place failed; the state may have changed in part", put_into_place
     )
     if roll.rank == 0 and result.order.is_whole:
-        note_verified(DiskFiles(), path)
+        note_verified(DiskFiles(), path, result.manifest.save_id)
     missing = tuple(result.order.missing)
     if missing or result.unexpected:
         logger.warning("%s: missing: %s; unexpected: %s", path, _listing(missing), _listing(result.unexpected))

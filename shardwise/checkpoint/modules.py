@@ -53,6 +53,7 @@ class ModuleCarrier:
         live = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         others: dict[str, Any] = {}
+        placed: list[tuple[str, torch.Tensor, list[torch.Tensor]]] = []
         same_as: dict[int, list[str]] = {}
         for name, key in self._keys.items():
             same_as.setdefault(id(self._state[key]), []).append(name)
@@ -76,9 +77,14 @@ class ModuleCarrier:
             if id(value) in live:
                 copies += [(part.tensor, new) for part, new in zip(parts, staged, strict=True)]
             else:
-                dtype = staged[0].dtype
-                others[key] = like(value, [each.to(device_of(value)) for each in staged], dtype)
-        return lambda: self._apply(copies, others)
+                placed.append((key, value, staged))
+
+        def apply() -> None:
+            for key, value, staged in placed:  # not before they are read: on a GPU this copies
+                others[key] = like(value, [each.to(device_of(value)) for each in staged], staged[0].dtype)
+            self._apply(copies, others)
+
+        return apply
 
     @torch.no_grad()
     def _apply(self, copies: list[tuple[torch.Tensor, torch.Tensor]], others: dict[str, Any]) -> None:

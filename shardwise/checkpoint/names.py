@@ -23,7 +23,7 @@ def join(*parts: str) -> str:
         >>> join("optimizer", "state", "head/weight", "exp_avg")
         'optimizer/state/head%2Fweight/exp_avg'
     """
-    return "/".join(part.replace("%", "%25").replace("/", "%2F") for part in parts)
+    return "/".join([part.replace("%", "%25").replace("/", "%2F") for part in parts])
 
 
 def split(name: str) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from shardwise.optim.forms import options_of
 from shardwise.zero.checkpoint import StateSlice
 
 State = dict[str, dict[str, Any]]  # parameter name -> state key -> value
+# The same to be made once all is read: what is moved to a device before that has not got its values yet.
+Later = dict[str, dict[str, Callable[[], Any]]]
 
 
 class OptimizerCarrier:
@@ -37,8 +40,9 @@ class OptimizerCarrier:
     def put(self, contents: Contents) -> None:
         """See :class:`Carrier`."""
         for name, values in self._state().items():
+            place = join(self.prefix, "state", name)
             for key, value in values.items():
-                full = join(self.prefix, "state", name, str(key))
+                full = f"{place}/{join(str(key))}"
                 if isinstance(value, torch.Tensor):
                     contents.add_tensor(full, value)
                 else:
@@ -49,12 +53,8 @@ class OptimizerCarrier:
     def ask(self, order: Order) -> Apply:
         """See :class:`Carrier`."""
         groups = self._ask_groups(order)
-        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
-            state = self._ask_zero(self._optimizer, order)
-        else:
-            state = {name: self._ask_state(name, param, order) for name, param in self._by_name.items()}
-        state = {name: values for name, values in state.items() if values}
-        return lambda: self._load(state, groups)
+        later = self._ask_all(order)
+        return lambda: self._load(later, groups)
 
     # ---- what there is ----
 
@@ -106,41 +106,91 @@ class OptimizerCarrier:
             found.append({**options_of(own), **(options[members[0]] if members else {})})
         return found
 
-    def _ask_state(self, name: str, param: torch.Tensor, order: Order) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def _ask_all(self, order: Order) -> Later:
+        optimizer = self._optimizer
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            return self._ask_zero(optimizer, order)
+        rooms: Mapping[str, Sequence[torch.Tensor]] = {}
+        if isinstance(optimizer, ShardedOptimizer):
+            whole = optimizer.whole_state_names
+            if whole is not None:
+                return self._ask_whole([own in whole for own in _own_names(optimizer)], order)
+            rooms = self._rooms(optimizer, order)
+        found = {name: self._ask_state(name, param, rooms, order) for name, param in self._by_name.items()}
+        return {name: values for name, values in found.items() if values}
+
+    def _ask_whole(self, is_held: Sequence[bool], order: Order) -> Later:
+        """Ask for all state of the matrices of this rank; entries of those of others are empty."""
+        found: Later = {}
+        for (name, param), is_own in zip(self._by_name.items(), is_held, strict=True):
+            for full in order.names_under(join(self.prefix, "state", name)):
+                values = found.setdefault(name, {})
+                if not is_own:
+                    order.use(full)
+                elif order.manifest.record_of(full) is None:
+                    values[split(full)[-1]] = partial(_as_it_is, order.value(full))
+                else:
+                    values[split(full)[-1]] = partial(_on_device, order.whole(full), device_of(param))
+        return found
+
+    def _rooms(self, optimizer: ShardedOptimizer, order: Order) -> dict[str, Sequence[torch.Tensor]]:
+        """Return new memory for state as it will lie in the optimizer, by its name in the file; on the CPU alone."""
+        if any(device_of(param).type != "cpu" for param in self._params):
+            return {}
+        dtypes: dict[str, dict[str, torch.dtype]] = {}
+        places: dict[tuple[str, str], str] = {}
+        for own, (name, param) in zip(_own_names(optimizer), self._by_name.items(), strict=True):
+            for full in order.names_under(join(self.prefix, "state", name)):
+                key, record = split(full)[-1], order.manifest.record_of(full)
+                if record is not None and param.dim() and record.shape == tuple(param.shape):
+                    dtypes.setdefault(own, {})[key] = dtype_of(record.dtype, full)
+                    places[own, key] = full
+        rooms = optimizer.room_for_state(dtypes)
+        return {full: rooms[own][key] for (own, key), full in places.items()}
+
+    def _ask_state(
+        self, name: str, param: torch.Tensor, rooms: Mapping[str, Sequence[torch.Tensor]], order: Order
+    ) -> dict[str, Callable[[], Any]]:
+        found: dict[str, Callable[[], Any]] = {}
         for full in order.names_under(join(self.prefix, "state", name)):
             key, record = split(full)[-1], order.manifest.record_of(full)
             if record is None:
-                found[key] = order.value(full)
+                found[key] = partial(_as_it_is, order.value(full))
             elif param.dim() and record.shape == tuple(param.shape):
-                parts = parts_of(full, param)
-                staged = order.windows(full, record.shape, [part.window for part in parts]) or []
-                found[key] = like(param, [each.to(device_of(param)) for each in staged], staged[0].dtype)
+                windows = [part.window for part in parts_of(full, param)]
+                staged = rooms.get(full)
+                if staged is None:
+                    staged = order.windows(full, record.shape, windows) or []
+                else:
+                    order.into(full, record, windows, staged)
+                found[key] = partial(_placed, param, staged)
             else:
-                found[key] = _beside(param, order.whole(full))
+                found[key] = partial(_beside, param, order.whole(full))
         return found
 
-    def _ask_zero(self, zero: ZeroRedundancyOptimizer, order: Order) -> State:
-        state: State = {}
+    def _ask_zero(self, zero: ZeroRedundancyOptimizer, order: Order) -> Later:
+        state: Later = {}
         for name in self._names:
             for full in order.names_under(join(self.prefix, "state", name)):
                 order.use(full)
         for own in zero.local_pieces:
             param, name = own.param, self._names[own.piece.tensor]
-            values: dict[str, Any] = {}
+            values: dict[str, Callable[[], Any]] = {}
             for full in order.names_under(join(self.prefix, "state", name)):
                 key, record = split(full)[-1], order.manifest.record_of(full)
                 if record is None:
-                    values[key] = order.value(full)
+                    values[key] = partial(_as_it_is, order.value(full))
                 elif own.is_param or not record.shape or not param.dim():
-                    values[key] = order.whole(full).to(param.device if record.shape else "cpu")
+                    values[key] = partial(_beside, param, order.whole(full))
                 elif record.shape != tuple(param.shape):
                     raise CheckpointError(
                         f"{full}: has shape {list(record.shape)}, the parameter {list(param.shape)}: partition='even' needs "
                         "state with a number per element; use partition='whole'"
                     )
                 else:
-                    values[key] = self._ask_slice(full, own.tensor.numel(), (param, own.piece.start), order)
+                    values[key] = partial(
+                        _as_it_is, self._ask_slice(full, own.tensor.numel(), (param, own.piece.start), order)
+                    )
             if values:
                 state[name] = values
         return state
@@ -154,8 +204,9 @@ class OptimizerCarrier:
         order.into(full, record, [part.window for part in parts], [part.tensor for part in parts])
         return found
 
-    def _load(self, state: State, groups: Sequence[Mapping[str, Any]]) -> None:
+    def _load(self, later: Later, groups: Sequence[Mapping[str, Any]]) -> None:
         optimizer = self._optimizer
+        state: State = {name: {key: make() for key, make in values.items()} for name, values in later.items()}
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             sharded = optimizer.sharded(self._by_name)
             sharded.load_state_dict({"state": state, "param_groups": self._named(groups, self._names)})
@@ -163,7 +214,7 @@ class OptimizerCarrier:
             own = _own_names(optimizer)
             back = dict(zip(self._names, own, strict=True))
             entries = {back[name]: values for name, values in state.items()}
-            optimizer.load_state_dict({"state": entries, "param_groups": self._named(groups, own)})
+            optimizer.load_state_dict({"state": entries, "param_groups": self._named(groups, own)}, adopt=True)
         else:
             number = {name: index for index, name in enumerate(self._names)}
             entries = {number[name]: values for name, values in state.items()}
@@ -203,10 +254,24 @@ def _own_names(optimizer: ShardedOptimizer) -> list[str]:
     return [name for group in optimizer.param_groups for name in group["param_names"]]
 
 
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _on_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return value.to(device) if value.dim() else value
+
+
+def _placed(param: torch.Tensor, staged: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return state that is sharded like its parameter."""
+    device = device_of(param)
+    return like(param, [each.to(device) for each in staged], staged[0].dtype)
+
+
 def _beside(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return state of another shape than its parameter, of the parameter's kind: DTensors do not mix with plain ones."""
     if not isinstance(param, DTensor) or not value.dim():
-        return value.to(device_of(param)) if value.dim() else value
+        return _on_device(value, device_of(param))
     mesh = param.device_mesh
     spec = torch_private.make_spec(mesh, [Replicate()] * mesh.ndim, value.shape, value.stride(), value.dtype)
     return torch_private.dtensor_from_local(value.to(device_of(param)), spec)

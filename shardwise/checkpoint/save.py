@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.checkpoint.contents import Contents, Known
 from shardwise.checkpoint.saving import Saver
 from shardwise.checkpoint.state import contents_of
 from shardwise.comm.roll_call import open_roll_call
@@ -32,17 +33,19 @@ def save(
         folder: where checkpoints go, each into a folder ``step-NNNNNNNN``; the same on all ranks, on a disk that all see.
         state: models, optimizers of every door, and anything with ``state_dict`` and ``load_state_dict`` or dicts of plain
             values, by name.  The optimizer's parameters get their names from the models beside it.
-        step: of the checkpoint; one of the same step is replaced.
-        keep: how many checkpoints to keep; the last one that was verified stays in any case.
+        step: of the checkpoint, from 0 on; one of the same step is replaced.
+        keep: how many checkpoints to keep; the last one that was verified by a load stays in any case.
         wait: False to return when this rank's part is copied to host memory; writing goes on in a thread, one save at a
-            time.  What it fails of is raised by the next :func:`save` or :func:`finish` of the folder.
+            time.  What it fails of is raised by the next :func:`save` or :func:`finish` of the folder.  The memory, as many
+            bytes as the rank writes, is kept for the next save; taking it makes the first one slower.
         group: the ranks that hold the state (default: all; without any process group this process alone).
 
     Returns: the checkpoint's folder, None if ``wait`` is False.
 
     Each rank writes its own shards; replicas share the writing.  Collective.  The folder is locked for this job until
     :func:`finish` or the end of the process.
-    Raises: CheckpointError on every rank, naming the rank that failed and why; earlier checkpoints stand.
+    Raises: CheckpointError on every rank, naming the rank that failed and why; earlier checkpoints stand.  ConfigError for
+    a wrong ``step`` or ``keep``; StateError outside of ``group``.
 
     Example:
         >>> save("run", {"model": model, "optimizer": optimizer}, step=100, keep=3)  # doctest: +SKIP
@@ -54,25 +57,42 @@ def save(
     saver = _saver_of(Path(folder), group)
     saver.wait()
     rank, size = saver.rank, saver.size
-    job = saver.prepare(lambda: contents_of(state, rank, size), step, keep)
+
+    def collect(known: Known) -> Contents:
+        return contents_of(state, rank, size, known)
+
     if wait:
-        return saver.run(job)
-    saver.start(job)
+        return saver.save(collect, step, keep)
+    saver.start(collect, step, keep)
     return None
 
 
-def finish(folder: str | Path) -> None:
+def finish(folder: str | Path, group: dist.ProcessGroup | None = None) -> None:
     """Return when no save into ``folder`` is on its way; give its lock and host memory back.
 
-    Raises: CheckpointError, on every rank, if the last save in the background failed.
+    Args:
+        folder: as for :func:`save`.
+        group: end the saves of this group alone; None: all that this process takes part in, of whatever groups.
+
+    To be called by every rank that saves, at any time: a rank waits for its own save, in which all take part, and meets
+    nobody else.  A folder that was never saved into is finished.
+    Raises: CheckpointError, on every rank, if the last save in the background failed; the rest is given back all the same.
+
+    Example:
+        >>> finish("run")
     """
     path = Path(folder).absolute()
-    for key in [key for key in _savers if key[0] == path]:
+    failures: list[BaseException] = []
+    for key in [key for key, (_, known) in _savers.items() if key[0] == path and group in (None, known)]:
         saver, _ = _savers.pop(key)
         try:
             saver.wait()
+        except Exception as error:
+            failures.append(error)
         finally:
-            saver.close()
+            saver.close(keeps_lock=any(other == path for other, _ in _savers))
+    if failures:
+        raise failures[0]
 
 
 def _saver_of(folder: Path, group: dist.ProcessGroup | None) -> Saver:
@@ -83,4 +103,7 @@ def _saver_of(folder: Path, group: dist.ProcessGroup | None) -> Saver:
     if known is None or known_group is not group:
         known = Saver(path, open_roll_call(group, f"checkpoint/{path}"))
         _savers[(path, id(group))] = (known, group)
+    for (other, _), (saver, _) in _savers.items():
+        if other == path:
+            saver.settle()  # one at a time, of whatever group: who begins a save clears up what is unfinished
     return known

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.carriers import Carrier, ObjectCarrier, PerRank, PerRankCarrier, RandomState
-from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.contents import Contents, Known
 from shardwise.checkpoint.modules import ModuleCarrier
 from shardwise.checkpoint.names import join
 from shardwise.checkpoint.optimizers import OptimizerCarrier
@@ -46,9 +46,12 @@ def carriers_of(state: Mapping[str, Any], rank: int, size: int) -> list[Carrier]
     return found
 
 
-def contents_of(state: Mapping[str, Any], rank: int, size: int) -> Contents:
-    """Return what this rank holds of ``state``; collective where an optimizer's state is with owners of matrices."""
-    contents = Contents()
+def contents_of(state: Mapping[str, Any], rank: int, size: int, known: Known) -> Contents:
+    """Return what this rank holds of ``state``; collective where an optimizer's state is with owners of matrices.
+
+    ``known``: see :func:`~shardwise.checkpoint.contents.parts_of`.  Raises: ConfigError for what cannot be saved.
+    """
+    contents = Contents(known=known)
     for carrier in carriers_of(state, rank, size):
         carrier.put(contents)
     return contents

@@ -2,6 +2,10 @@
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
+EXIT_FINAL = (
+    3  # of a rank, to its launcher: it failed, and would fail again; the command's own code is EXIT_FAILED then
+)
 EXIT_INTERRUPTED = 130
 LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER_PID"
 STORE_VARIABLE = "SHARDWISE_STORE"
+ATTEMPT_VARIABLE = "SHARDWISE_ATTEMPT"

@@ -9,11 +9,12 @@ import torch
 
 from shardwise.cli.extras import check_extras
 from shardwise.cli.local_ranks import launch_ranks
+from shardwise.cli.restarts import launch_with_restarts
 from shardwise.cli.train_args import TrainRequest
 from shardwise.errors import ConfigError
 from shardwise.one_host import usable_cores
 from shardwise.recipes.config import check_ranks
-from shardwise.recipes.run_folder import check_start
+from shardwise.recipes.run_folder import check_start, new_folder
 
 
 def run_train(request: TrainRequest, words: Sequence[str]) -> int:
@@ -30,6 +31,13 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         )
     check_ranks(request.config, nproc)
     check_start(request.start, request.config)
+    if request.terms.min_nproc is not None and request.terms.min_nproc > nproc:
+        raise ConfigError(
+            f"--min-nproc is {request.terms.min_nproc}, expected at most the {nproc} rank(s) of the start."
+        )
+    if request.terms.max_restarts:
+        folder = request.start.resume or new_folder(request.start.out)
+        return launch_with_restarts(folder, request.config, request.terms, nproc, device_type, words)
     if nproc == 1:
         return _run_here(request, device_type)
     return launch_ranks(nproc, device_type, words)

@@ -13,14 +13,16 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, LAUNCHER_VARIABLE, STORE_VARIABLE
+from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, LAUNCHER_VARIABLE, STORE_VARIABLE
 from shardwise.one_host import ScratchFolder, stay_on_loopback
 
 POLL_S = 0.05
-GRACE_S = 0.5  # after one rank has failed: what others may take to say why
+GRACE_S = 3.0  # after one rank has failed: what others may take to notice, to say why and to write down what they did
 LEAVE_S = 10.0  # after a signal, when the first rank has left: what the others may take
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SAID = (EXIT_FAILED, EXIT_CONFIG, EXIT_FINAL)  # of a rank that has said why
 _KEPT_FROM_RANKS = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}  # a terminal sends these to every process
 
 
@@ -32,26 +34,59 @@ class Failure:
     code: int
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How ranks ended by themselves: the first failure, the exit codes of those that failed, how many were killed."""
+
+    failure: Failure | None
+    codes: tuple[int, ...] = ()
+
+    @property
+    def num_killed(self) -> int:
+        """Ranks that were ended by a signal."""
+        return sum(code < 0 for code in self.codes)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where ranks meet, the signals that their launcher has received, and what else they are told by their environment."""
+
+    store: Path
+    received: Sequence[int]
+    told: Mapping[str, str]
+
+
 def launch_ranks(nproc: int, device_type: str, words: Sequence[str]) -> int:
     """Run the command with the same arguments in ``nproc`` processes; return the exit code.
 
     The first signal is passed on, as SIGTERM: ranks save and leave.  The second one ends them at once.
     """
-    with _signals() as received, ScratchFolder() as folder:
-        ranks: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(nproc):
-                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
-                place |= {LAUNCHER_VARIABLE: os.getpid(), STORE_VARIABLE: folder.path / "store"}
-                ranks.append(_start(words, _environment(place, device_type)))
-            failure = _watch(ranks, received)
-        finally:
-            _kill(ranks)
-            if sys.stdout.isatty():
-                sys.stdout.write("\x1b[?25h")  # a killed rank 0 cannot give the cursor back itself
-                sys.stdout.flush()
-    if failure is not None:
-        return _explain(failure)
+    with noted_signals() as received, ScratchFolder() as folder:
+        ended = run_ranks(nproc, device_type, words, Place(folder.path / "store", received, {}))
+    return conclude(ended, received)
+
+
+def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: Place) -> Ended:
+    """Run the command in ``nproc`` processes until all have ended; none is left, whatever is raised here."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(nproc):
+            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+            own |= {LAUNCHER_VARIABLE: os.getpid(), STORE_VARIABLE: place.store, **place.told}
+            ranks.append(_start(words, _environment(own, device_type)))
+        failure = _watch(ranks, place.received)
+        return Ended(failure, tuple(rank.returncode for rank in ranks if rank.returncode))
+    finally:
+        _kill(ranks)
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[?25h")  # a killed rank 0 cannot give the cursor back itself
+            sys.stdout.flush()
+
+
+def conclude(ended: Ended, received: Sequence[int]) -> int:
+    """Say how the ranks ended, unless one has said so itself; return the exit code."""
+    if ended.failure is not None:
+        return _explain(ended.failure)
     if received:
         print(f"shardwise: ended by {signal.Signals(received[0]).name}; every rank has ended too", file=sys.stderr)
         return 128 + received[0]
@@ -59,7 +94,7 @@ def launch_ranks(nproc: int, device_type: str, words: Sequence[str]) -> int:
 
 
 @contextmanager
-def _signals() -> Generator[list[int], None, None]:
+def noted_signals() -> Generator[list[int], None, None]:
     """Note signals, in the order in which they come, instead of being ended by them."""
     received: list[int] = []
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -115,7 +150,7 @@ def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], is_told: bool) -> F
     After a signal was passed on, only a rank that said why it failed counts.
     """
     ended = [Failure(rank, process.returncode) for rank, process in enumerate(ranks) if process.returncode]
-    failed = [each for each in ended if each.code in (EXIT_FAILED, EXIT_CONFIG)] if is_told else ended
+    failed = [each for each in ended if each.code in _SAID] if is_told else ended
     return min(failed, key=lambda each: (each.code, each.rank), default=None)
 
 
@@ -128,11 +163,18 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _explain(failure: Failure) -> int:
-    if failure.code in (EXIT_FAILED, EXIT_CONFIG):  # that rank has said why
-        return failure.code
+    if failure.code in _SAID:  # that rank has said why
+        return EXIT_FAILED if failure.code == EXIT_FINAL else failure.code
+    print(f"shardwise: error: {describe(failure)}; all ranks have been stopped", file=sys.stderr)
+    return EXIT_FAILED
+
+
+def describe(failure: Failure) -> str:
+    """Return how a rank ended."""
+    if failure.code in _SAID:
+        return f"rank {failure.rank} failed"
     how = f"exit code {failure.code}"
     if failure.code < 0:
         how = signal.Signals(-failure.code).name
         how += " (often: out of memory)" if how == "SIGKILL" else ""
-    print(f"shardwise: error: rank {failure.rank} was ended by {how}; all ranks have been stopped", file=sys.stderr)
-    return EXIT_FAILED
+    return f"rank {failure.rank} was ended by {how}"

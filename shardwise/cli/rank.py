@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import signal
@@ -22,16 +23,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, LAUNCHER_VARIABLE, STORE_VARIABLE
+from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, LAUNCHER_VARIABLE, STORE_VARIABLE
 from shardwise.cli.signals import stop_on_signals
+from shardwise.cli.starts import name_start
 from shardwise.cli.train_args import TrainRequest
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError
 from shardwise.one_host import stay_on_loopback
 from shardwise.recipes.ranks import RunRanks
+from shardwise.recipes.stop import DivergedError
 from shardwise.recipes.train import train
 
 TIMEOUT = timedelta(minutes=10)
 _CLAIM = "shardwise/failure"
+_REFUSING_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h: the signal that this process gets when its parent ends
 _LOST_PEER = (
     "connection closed by peer",
@@ -94,7 +98,9 @@ def _meet(request: TrainRequest, environment: Mapping[str, str]) -> _Place:
     if request.launched_ranks is None:
         return _Place(dist.HashStore(), 0, 1)
     if STORE_VARIABLE not in environment:
-        return _Place(*next(rendezvous("env://", timeout=TIMEOUT)))
+        found, rank, num_ranks = next(rendezvous("env://", timeout=TIMEOUT))
+        name = name_start(found, rank, num_ranks, TIMEOUT.total_seconds())
+        return _Place(dist.PrefixStore(f"shardwise/{name}", found), rank, num_ranks)
     store = dist.FileStore(environment[STORE_VARIABLE], request.launched_ranks)
     store.set_timeout(TIMEOUT)
     return _Place(store, int(environment["RANK"]), request.launched_ranks)
@@ -130,7 +136,25 @@ def _fail(error: Exception, claim: Callable[[], bool], rank: str, run: Path | No
         print(f"shardwise: error: {message}", file=sys.stderr)
         if run is not None and (isinstance(error, DesyncError | TransportError) or _is_lost_peer(error)):
             print(f"shardwise: what each rank did last: shardwise diagnose {run}", file=sys.stderr)
-    _end(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED)
+    is_final = LAUNCHER_VARIABLE in os.environ and would_fail_again(error)
+    _end(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FINAL if is_final else EXIT_FAILED)
+
+
+def would_fail_again(error: BaseException) -> bool:
+    """Return True for what a restart cannot mend: training that diverged, output that nobody reads, a disk that takes nothing.
+
+    Example:
+        >>> would_fail_again(OSError(errno.ENOSPC, "No space left on device")), would_fail_again(MemoryError())
+        (True, False)
+    """
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, DivergedError | BrokenPipeError):
+            return True
+        if isinstance(found, OSError) and found.errno in _REFUSING_DISK:
+            return True
+        found = found.__cause__
+    return False
 
 
 def _end(code: int) -> None:

@@ -5,29 +5,36 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwise.cli.exits import LAUNCHER_VARIABLE
+from shardwise.cli.restarts import Terms, attempt_from, job_of
 from shardwise.comm.links.link import TRANSPORTS
 from shardwise.errors import ConfigError
 from shardwise.recipes.config import DTYPES, PRESETS, SHARDS, TrainConfig, check_config
 from shardwise.recipes.doors import DOORS
+from shardwise.recipes.restart_log import Restart
 from shardwise.recipes.run_folder import Start, merge_resumed, read_run_config, with_overrides
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[kKmMgG]?)(?:i?[bB])?")
 DEVICES = ("auto", "cpu", "cuda")
-_NOT_CONFIG = frozenset({"command", "preset", "nproc", "device", "out", "resume"})
+_NOT_CONFIG = frozenset({"command", "preset", "nproc", "device", "out", "resume", "max_restarts", "min_nproc"})
 
 
 @dataclass(frozen=True, slots=True)
 class TrainRequest:
-    """What was asked for.  ``nproc`` None means: choose; ``launched_ranks`` is set when a launcher started us."""
+    """What was asked for.  ``nproc`` None means: choose; ``launched_ranks`` is set when a launcher started us.
+
+    ``terms``: of restarts by our own launcher.
+    """
 
     config: TrainConfig
     start: Start
     nproc: int | None
     device: str
     launched_ranks: int | None
+    terms: Terms
 
 
 def add_train_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -125,20 +132,68 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nproc", type=int, metavar="N", help="local ranks (default: every GPU, or the CPU cores up to 2)"
     )
+    group.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="start ranks that failed again, up to N times, from the newest checkpoint that is whole (default: 0)",
+    )
+    group.add_argument(
+        "--min-nproc",
+        type=int,
+        metavar="M",
+        help="restart on the ranks that are left after some were killed, if M are (default: always on as many as before)",
+    )
     group.add_argument("--device", choices=DEVICES, help="where to compute (default: auto = GPUs if there are any)")
 
 
 def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, str]) -> TrainRequest:
     """Turn parsed options into a checked request.  Raises: ConfigError."""
     given: dict[str, object] = dict(vars(arguments))
-    start = Start(_path(given.get("out")), _path(given.get("resume")))
+    launched_ranks = _launched_ranks(environment)
+    terms = _read_terms(given, environment)
+    start = _restarted(Start(_path(given.get("out")), _path(given.get("resume"))), environment)
     config = _read_config(given, start)
     check_config(config)
     nproc = given.get("nproc")
     assert nproc is None or isinstance(nproc, int)
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc is {nproc}, expected at least 1.")
-    return TrainRequest(config, start, nproc, str(given.get("device", "auto")), _launched_ranks(environment))
+    return TrainRequest(config, start, nproc, str(given.get("device", "auto")), launched_ranks, terms)
+
+
+def _read_terms(given: Mapping[str, object], environment: Mapping[str, str]) -> Terms:
+    most, least = given.get("max_restarts", 0), given.get("min_nproc")
+    assert isinstance(most, int)
+    assert least is None or isinstance(least, int)
+    if most < 0:
+        raise ConfigError(f"--max-restarts is {most}, expected 0 or more.")
+    if least is not None and (least < 1 or not most):
+        raise ConfigError(f"--min-nproc is {least}, expected at least 1, together with --max-restarts.")
+    if most and "RANK" in environment and LAUNCHER_VARIABLE not in environment:
+        raise ConfigError("--max-restarts: these ranks were started by another launcher. Give the option to torchrun.")
+    return Terms(most, least)
+
+
+def _restarted(start: Start, environment: Mapping[str, str]) -> Start:
+    """Return ``start`` with what the process that starts this rank, and would start it again, has told it.
+
+    Raises: ConfigError if it could not find the run again.
+    """
+    attempt, job = attempt_from(environment), job_of(environment)
+    if attempt is not None:
+        out = Path(attempt.folder) if start.resume is None else None
+        restart = Restart(attempt.number, attempt.cause) if attempt.number else None
+        return replace(start, out=out, job=job, restart=restart, step_file=Path(attempt.step_file))
+    if job is None:
+        return start
+    if int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) and start.out is None and start.resume is None:
+        raise ConfigError(
+            "torchrun --max-restarts: a restart would not find its run. Name the run's folder with --out."
+        )
+    number = int(environment["TORCHELASTIC_RESTART_COUNT"])
+    cause = "torchrun has started all ranks again"
+    return replace(start, job=job, restart=Restart(number, cause) if number else None)
 
 
 def _path(value: object) -> Path | None:

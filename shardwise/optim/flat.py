@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.carve import are_neighbours, carve, join_from
-from shardwise.optim.pieces import Piece
+from shardwise.optim.pieces import Piece, local_of
 from shardwise.torch_private import storage_use_count
 
 State = dict[str, Any]
@@ -239,12 +239,40 @@ def packed(states: Mapping[Piece, State], found: Sequence[Found]) -> dict[Piece,
         for state, value in row:
             by_kind.setdefault((value.dtype, value.device), []).append((state, value))
         for members in by_kind.values():
+            if are_neighbours([value for _, value in members]) and all(value.is_contiguous() for _, value in members):
+                continue
             memory = torch.cat([value.reshape(-1) for _, value in members])
             start = 0
             for state, value in members:
                 state[key] = carve(memory, start, value.shape).detach()
                 start += value.numel()
     return copies
+
+
+def room_for(
+    pieces: Sequence[Piece], dtypes: Mapping[str, Mapping[str, torch.dtype]]
+) -> dict[Piece, dict[str, torch.Tensor]]:
+    """Return new memory per piece and key of ``dtypes``, which has the dtypes by the piece's name, as :func:`packed` packs.
+
+    One allocation per key, dtype and device; values of another dtype than the piece's lie by themselves.
+    """
+    found = [Found(piece, local_of(piece), None) for piece in pieces]
+    rooms: dict[Piece, dict[str, torch.Tensor]] = {piece: {} for piece in pieces}
+    rows: dict[tuple[str, torch.dtype, torch.device], list[Found]] = {}
+    for index in in_memory_order(found):
+        item = found[index]
+        for key, dtype in dtypes[item.piece.name].items():
+            if dtype == item.local.dtype:
+                rows.setdefault((key, dtype, item.local.device), []).append(item)
+            else:
+                rooms[item.piece][key] = torch.empty(item.local.shape, dtype=dtype, device=item.local.device)
+    for (key, dtype, device), items in rows.items():
+        memory = torch.empty(sum(item.local.numel() for item in items), dtype=dtype, device=device)
+        start = 0
+        for item in items:
+            rooms[item.piece][key] = carve(memory, start, item.local.shape).detach()
+            start += item.local.numel()
+    return rooms
 
 
 def lies_at(known: torch.Tensor, value: object, start: int, shape: torch.Size) -> bool:

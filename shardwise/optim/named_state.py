@@ -111,12 +111,13 @@ def wrap(pieces: Sequence[Piece], value: Any) -> Any:
     return first
 
 
-def unwrap(name: str, key: str, value: Any, pieces: Sequence[Piece], is_elementwise: bool) -> Any:
+def unwrap(name: str, key: str, value: Any, pieces: Sequence[Piece], is_elementwise: bool, adopt: bool = False) -> Any:
     """Return a state value of any kind (DTensor, ShardedTensor, whole tensor) cut into the parameter's pieces.
 
     What is not per element comes back as it is; ``is_elementwise`` optimizers have such state as single numbers only.
 
-    Copies, so that later steps do not write into what was loaded.  Collective where a DTensor lies on another mesh or
+    Copies, so that later steps do not write into what was loaded; with ``adopt`` what is placed like the parameter stays
+    where it is.  Collective where a DTensor lies on another mesh or
     has other placements than the parameter.
     Raises: LayoutError if it does not fit.
     """
@@ -125,6 +126,8 @@ def unwrap(name: str, key: str, value: Any, pieces: Sequence[Piece], is_elementw
         if tuple(value.shape) != tuple(param.shape):
             raise LayoutError(_misfit(name, key, value, param))
         if isinstance(param, DTensor) and value.device_mesh == param.device_mesh:
+            if adopt and value.placements == param.placements:
+                return PerPiece([torch_private.wait_tensor(torch_private.local_of(value))])
             placed = value.redistribute(placements=param.placements)
             local = torch_private.wait_tensor(torch_private.local_of(placed))
             return PerPiece([local.clone()])
@@ -133,7 +136,9 @@ def unwrap(name: str, key: str, value: Any, pieces: Sequence[Piece], is_elementw
         shards = value.local_shards()
         held = [] if pieces[0].stand_in is not None else list(pieces)
         if local_boxes(value) == [piece.box for piece in held]:
-            return PerPiece([s.tensor.clone() for s in shards] or [_like_stand_in(pieces[0], value.dtype)])
+            return PerPiece(
+                [s.tensor if adopt else s.tensor.clone() for s in shards] or [_like_stand_in(pieces[0], value.dtype)]
+            )
         value = gather_sharded(value)
     if not isinstance(value, torch.Tensor):
         return value
@@ -145,6 +150,8 @@ def unwrap(name: str, key: str, value: Any, pieces: Sequence[Piece], is_elementw
             )
         return copied(value)
     if value.dim() and tuple(value.shape) == tuple(param.shape):
+        if adopt and type(param) in (torch.Tensor, torch.nn.Parameter) and value.device == param.device:
+            return PerPiece([value])
         return PerPiece(piece.box.cut(value).to(local_of(piece).device).clone() for piece in pieces)
     if is_elementwise and value.dim() and value.numel() > 1:
         raise LayoutError(_misfit(name, key, value, param))

@@ -249,6 +249,20 @@ class WholeMatrixStep:
         ]
         load_indexed(self.optimizer, states, options)
 
+    @property
+    def held_names(self) -> list[str]:
+        """The parameters whose state this rank has, whole: those that it owns, and those that are not sharded."""
+        return [matrix.name for matrix in self._held()]
+
+    def load_whole(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
+        """Replace all state and options by whole values for :attr:`held_names`, which become the state; not collective.
+
+        ``values`` has an entry, maybe an empty one, for each parameter that has state on any rank.
+        """
+        for matrix in self._matrices:
+            matrix.has_state = matrix.name in values
+        load_indexed(self.optimizer, [dict(values.get(name, {})) or None for name in self.held_names], options)
+
     # ---- who owns what ----
 
     def _join(self, group_index: int, params: Params) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from shardwise.recipes.held_bytes import HeldBytes
 
 _TRAIN, _VALIDATION, _REFERENCE = "#9ecae1", "#d62728", "#555555"
+_RESTART = "#9467bd"
 _KINDS = (
     ("parameters", "parameter_bytes", "#1f77b4"),
     ("gradients", "gradient_bytes", "#ff7f0e"),
@@ -59,6 +60,13 @@ def _draw_loss(axes: Axes, metrics: Sequence[Mapping[str, float | str]], unigram
         color=_REFERENCE,
         fontsize=9,
     )
+    restarts = [(float(m["step"]), int(m["ranks"])) for m in metrics if m["kind"] == "restart"]
+    for index, (step, num_ranks) in enumerate(restarts):
+        axes.axvline(step, color=_RESTART, linestyle=":", linewidth=1.2, label=None if index else "restarts")
+        axes.annotate(
+            f"{num_ranks} rank(s)", xy=(step, 0), xycoords=("data", "axes fraction"), xytext=(3, 4 + 11 * (index % 4)),
+            textcoords="offset points", color=_RESTART, fontsize=8,
+        )  # fmt: skip
     if validation:
         step, loss = validation[-1]
         axes.annotate(

@@ -33,6 +33,7 @@ from shardwise.recipes.config import (
     config_from_json,
     config_to_json,
 )
+from shardwise.recipes.restart_log import Restart
 from shardwise.recipes.text import (
     TextFacts,
     check_length,
@@ -44,15 +45,25 @@ from shardwise.recipes.text import (
 )
 
 CONFIG = "config.json"
+_BEGUN_BY = "begun_by"  # the job that may resume it without being asked to
 _FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a run begins: a new folder ``out`` (None: runs/<time>), or ``resume`` an old one.  One of the two is None."""
+    """How a run begins: a new folder ``out`` (None: runs/<time>), or ``resume`` an old one.  One of the two is None.
+
+    Attributes:
+        job: a name of the process that would start the run again; None if none would.
+        restart: set if it has done so: ``out`` is resumed if this very job has begun it with the same config.
+        step_file: where rank 0 says how many steps are done, for that process.
+    """
 
     out: Path | None = None
     resume: Path | None = None
+    job: str | None = None
+    restart: Restart | None = None
+    step_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +193,15 @@ def check_start(start: Start, config: TrainConfig) -> None:
 
 def prepare_run(start: Start, config: TrainConfig) -> Run:
     """Check everything on disk, then create or reopen the folder and its cached text.  Only rank 0 calls it."""
+    start = _found_again(start, config)
     check_start(start, config)
     if start.resume is not None:
         return _reopen(start.resume, config)
     description, sources = find_sources(config.data)
-    folder = _create(start.out)
+    folder = new_folder(start.out)
     try:
-        _write_values(
-            folder, {"format": _FORMAT, "config": config_to_json(config)}
-        )  # whatever happens now can be resumed
+        # Whatever happens now can be resumed.
+        _write_values(folder, {"format": _FORMAT, "config": config_to_json(config), _BEGUN_BY: start.job})
         facts = write_cache(folder / "text", description, split_sources(sources))
     except OSError:
         shutil.rmtree(folder / "text", ignore_errors=True)
@@ -198,6 +209,16 @@ def prepare_run(start: Start, config: TrainConfig) -> Run:
         folder.rmdir()  # it was new or empty: leave it so that the same command can be tried again
         raise
     return Run(folder, config, facts, None, None)
+
+
+def _found_again(start: Start, config: TrainConfig) -> Start:
+    """Return ``start`` as a resume if it is a restart, and its job itself has begun a run of this config in the folder."""
+    if start.restart is None or start.out is None or not (start.out / CONFIG).exists():
+        return start
+    saved = read_run_config(start.out)
+    begun_by = json.loads((start.out / CONFIG).read_text()).get(_BEGUN_BY)
+    is_own = begun_by is not None and begun_by == start.job and saved == config
+    return replace(start, out=None, resume=start.out) if is_own else start
 
 
 def _reopen(folder: Path, config: TrainConfig) -> Run:
@@ -225,7 +246,11 @@ def _text_again(folder: Path, config: TrainConfig) -> TextFacts:
     return facts
 
 
-def _create(out: Path | None) -> Path:
+def new_folder(out: Path | None) -> Path:
+    """Make the folder ``out``, or one of a new name that tells the time, and return it.
+
+    Raises: ConfigError if there are too many of that name.
+    """
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         return out
@@ -242,6 +267,7 @@ def _create(out: Path | None) -> Path:
 
 def write_config(run: Run, num_ranks: int, num_parameters: int, version: str) -> None:
     """Write config.json whole: readers see the old one or the new one."""
+    known = json.loads((run.folder / CONFIG).read_text())
     values = {
         "format": _FORMAT,
         "shardwise": version,
@@ -249,6 +275,7 @@ def write_config(run: Run, num_ranks: int, num_parameters: int, version: str) ->
         "num_ranks": num_ranks,
         "num_parameters": num_parameters,
         "text": asdict(run.facts),
+        _BEGUN_BY: known.get(_BEGUN_BY),
     }
     _write_values(run.folder, values)
 

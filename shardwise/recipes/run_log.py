@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Protocol
 
@@ -67,14 +67,22 @@ class ScalarWriter(Protocol):
 class RunJournal:
     """Rank 0's journal."""
 
-    def __init__(self, display: ProgressDisplay, lines: IO[str], scalars: ScalarWriter) -> None:
+    def __init__(
+        self,
+        display: ProgressDisplay,
+        lines: IO[str],
+        scalars: ScalarWriter,
+        done: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._display = display
+        self._done = done
         self._lines = lines
         self._scalars = scalars
 
     def advance(self, step: int) -> None:
-        """Move the progress bar."""
+        """Move the progress bar, and tell who watches."""
         self._display.advance(step)
+        self._done(step)
 
     def trained(self, steps: Sequence[TrainedStep], tokens_per_s: float, peak_bytes: int, eta_s: float) -> None:
         """Record steps since the last call; speed and memory belong to all of them together."""

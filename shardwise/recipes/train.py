@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,7 @@ from shardwise.recipes.held_bytes import unsharded_bytes
 from shardwise.recipes.loop import Finished, Stopped, Trainer, build_trainer, train_steps
 from shardwise.recipes.progress import ProgressDisplay, memory_table
 from shardwise.recipes.ranks import RunRanks
+from shardwise.recipes.restart_log import Restart, StepFile, note_restart, read_restarts
 from shardwise.recipes.run_folder import (
     Run,
     Start,
@@ -51,8 +53,10 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
         run = trainer.run  # it knows now which checkpoint was whole
         if ranks.is_first:
             write_config(run, ranks.num_ranks, trainer.num_parameters, version("shardwise"))
-        journal = _open_journal(run, stack) if ranks.is_first else SilentJournal()
+        journal = _open_journal(run, stack, start.step_file) if ranks.is_first else SilentJournal()
         _say_start(trainer, journal)
+        if start.restart is not None:
+            _say_restart(start.restart, trainer, journal)
         if start.resume is not None and run.done is None:
             journal.say("this run has ended before its first checkpoint: it begins again")
         with listening() as asked:
@@ -68,7 +72,14 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
     return 0
 
 
-def _open_journal(run: Run, stack: ExitStack) -> RunJournal:
+def _say_restart(restart: Restart, trainer: Trainer, journal: RunLog) -> None:
+    run, ranks = trainer.run, trainer.ranks
+    if ranks.is_first:
+        note_restart(run.folder, restart, run.start_step, ranks.num_ranks)
+    journal.say(f"restart {restart.number}: {restart.cause}; going on after step {run.start_step}")
+
+
+def _open_journal(run: Run, stack: ExitStack, step_file: Path | None) -> RunJournal:
     from torch.utils.tensorboard import SummaryWriter  # only rank 0 needs it
 
     lines = stack.enter_context(open_lines(run))
@@ -76,7 +87,11 @@ def _open_journal(run: Run, stack: ExitStack) -> RunJournal:
         SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.start_step + 1 if run.done else 0)
     )
     display = stack.enter_context(ProgressDisplay(run.config.steps, run.start_step, is_shown=True))
-    return RunJournal(display, lines, scalars)
+    if step_file is None:
+        return RunJournal(display, lines, scalars)
+    steps = stack.enter_context(closing(StepFile(step_file)))
+    steps.write(run.start_step)
+    return RunJournal(display, lines, scalars, steps.write)
 
 
 def _say_start(trainer: Trainer, journal: RunLog) -> None:
@@ -117,7 +132,14 @@ def _conclude(trainer: Trainer, finished: Finished, sample: bytes) -> None:
         f"{DOORS[config.shard].summary}"
     )
     path = run.folder / "report.png"
-    draw_report(path, title, read_metrics(run.metrics), run.facts.unigram_nats, finished.held, unsharded)
+    draw_report(
+        path,
+        title,
+        [*read_metrics(run.metrics), *read_restarts(run.folder)],
+        run.facts.unigram_nats,
+        finished.held,
+        unsharded,
+    )
     display = ProgressDisplay(config.steps, config.steps, is_shown=True)
     if sample:
         display.say("\nA sample from the trained model:\n")

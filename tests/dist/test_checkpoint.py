@@ -19,6 +19,7 @@ from torch import nn
 
 from shardwise.checkpoint import CheckpointError, PerRank, RandomState, finish, load, save
 from shardwise.checkpoint.files import DiskFiles
+from shardwise.checkpoint.host_copy import HostCopy
 from shardwise.checkpoint.lock import note_of
 from shardwise.checkpoint.reader import read_manifest
 
@@ -108,12 +109,110 @@ def test_a_save_in_the_background_is_waited_for_by_the_next_and_its_memory_is_us
         train(model, optimizer, [step])
         save(tmp_path, state_of(model, optimizer), step=step, wait=False, keep=2)
         (saver,) = [saver for (path, _), (saver, _) in _savers.items() if path == tmp_path]
-        assert saver._buffer is not None
-        places.add((saver._buffer.data_ptr(), saver._buffer.numel()))
+        assert saver.host.buffer is not None
+        places.add((saver.host.buffer.data_ptr(), saver.host.buffer.numel()))
     finish(tmp_path)
     dist.barrier()  # rank 0 has given the lock back
     assert len(places) <= 2, places  # state comes with the first step
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+@on_ranks(2)
+def test_a_save_in_the_background_is_of_the_state_there_is_however_it_has_changed(tmp_path: Path) -> None:
+    from shardwise.checkpoint.save import _savers
+
+    states = (
+        {"x": torch.ones(3), "y": torch.zeros(2)},
+        {"x": torch.full((3,), 5.0), "y": torch.ones(2)},  # other values
+        {"x": torch.full((4,), 6.0), "y": torch.ones(2)},  # another shape
+        {"x": torch.full((4,), 7, dtype=torch.int64), "y": torch.ones(2)},  # another dtype
+        {"z": torch.ones(()), "x": torch.ones(0)},
+    )
+    for step, state in enumerate(states):
+        save(tmp_path, {"a": state}, step=step, wait=False)
+        _savers[tmp_path, id(dist.group.WORLD)][0].wait()  # what it keeps for the next save stays
+        dist.barrier()
+        found: dict[str, Any] = {}
+        load(tmp_path, {"a": found})
+        assert found.keys() == state.keys()
+        for name, value in state.items():
+            assert found[name].dtype == value.dtype
+            assert torch.equal(found[name], value), (step, name)
+    finish(tmp_path)
+
+
+@on_ranks(2)
+def test_the_plan_of_the_last_save_serves_the_next_one_until_what_is_held_changes(tmp_path: Path) -> None:
+    from shardwise.checkpoint.save import _savers
+
+    model, optimizer = made("fully_shard")
+    train(model, optimizer, [0])
+    plans = []
+    for step in range(4):
+        if step == 3:
+            model, optimizer = made("fully_shard")  # no state yet
+        save(tmp_path, state_of(model, optimizer), step=step, wait=False)
+        plans.append(_savers[tmp_path, id(dist.group.WORLD)][0]._plan)
+    assert plans[0] is plans[1] is plans[2]
+    assert plans[3] is not plans[2]
+    finish(tmp_path)
+
+
+@on_ranks(2)
+def test_a_copy_that_fails_fails_the_save_on_every_rank_at_the_next_call(tmp_path: Path) -> None:
+    state = {"a": {"x": torch.ones(2, 2)}}
+    save(tmp_path, state, step=0)
+    take = HostCopy.take
+
+    def fails(*_: object) -> Any:
+        raise MemoryError("no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(HostCopy, "take", fails)
+        save(tmp_path, state, step=1, wait=False)
+        with pytest.raises(CheckpointError, match=r"step 1 was not saved.*rank 0: MemoryError: no room"):
+            finish(tmp_path)
+    assert HostCopy.take is take
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000000"]
+
+
+@on_ranks(2)
+def test_a_save_in_the_background_that_cannot_begin_fails_on_every_rank_before_it_returns(tmp_path: Path) -> None:
+    state = {"a": {"x": object() if dist.get_rank() else 1}}
+    with pytest.raises(CheckpointError, match=r"step 0 did not start: rank 1: .*object cannot be saved"):
+        save(tmp_path, state, step=0, wait=False)
+    save(tmp_path, {"a": {"x": 1}}, step=0, wait=False)
+    finish(tmp_path)
+    assert load(tmp_path, {"a": {}}).step == 0
+
+
+@on_ranks(2)
+def test_groups_save_into_a_folder_one_after_the_other_and_are_finished_one_by_one(tmp_path: Path) -> None:
+    from shardwise.checkpoint.save import _savers
+
+    alone = dist.new_group([0])
+    create, is_first = DiskFiles.create, dist.get_rank() == 0
+
+    def fails(self: DiskFiles, path: Path) -> Any:
+        raise OSError(28, "No space left on device", str(path))
+
+    if is_first:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DiskFiles, "create", fails)
+            save(tmp_path, {"own": {"x": torch.ones(2)}}, step=1, group=alone, wait=False)
+            _savers[tmp_path, id(alone)][0].settle()
+            finish(tmp_path / "elsewhere")
+    dist.barrier()
+    save(tmp_path, {"a": {"x": torch.ones(3)}}, step=2, wait=False)  # what the other group's became of is its own
+    finish(tmp_path, group=dist.group.WORLD)
+    assert DiskFiles.create is create
+    if is_first:
+        assert (tmp_path / ".lock").exists()
+        with pytest.raises(CheckpointError, match="step 1 was not saved"):
+            finish(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002"]
 
 
 @on_ranks(2)

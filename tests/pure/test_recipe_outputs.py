@@ -131,6 +131,19 @@ def test_the_picture_shows_both_curves_and_the_bars(tmp_path: Path) -> None:
         assert color in colors, name
 
 
+def test_the_picture_shows_where_a_run_was_started_again(tmp_path: Path) -> None:
+    metrics: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
+    restarts: list[dict[str, float | str]] = [{"kind": "restart", "step": n, "ranks": 2} for n in (5, 14)]
+    for name, lines in (("with", restarts), ("without", [])):
+        draw_report(
+            tmp_path / f"{name}.png", "title", [*metrics, *lines], 2.9, [HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4)
+        )
+    left, right = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("with", "without"))
+    columns = np.flatnonzero((left != right).any(-1).sum(0) > 100)  # from top to bottom, dotted
+    assert 2 <= len(columns) <= 8
+    assert columns[-1] - columns[0] > 100
+
+
 def test_every_door_explains_itself() -> None:
     assert set(DOORS) == set(SHARDS)
     assert all(len(door.summary) > 20 for door in DOORS.values())

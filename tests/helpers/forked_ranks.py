@@ -1,0 +1,95 @@
+"""Ranks of the launcher forked from a server that has imported torch, instead of new interpreters: a start takes no time."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from shardwise.cli import local_ranks
+from shardwise.cli.exits import LAUNCHER_VARIABLE
+
+PRELOAD = ["torch", "shardwise.cli.rank", "shardwise.recipes.train", "shardwise.recipes.run_log", "shardwise.cli.main"]
+
+
+class ForkedRank:
+    """Does what the launcher asks of a ``subprocess.Popen``."""
+
+    started: list[ForkedRank] = []
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        context: Any = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._process = context.Process(target=_run, args=(list(words), dict(environment)))
+        self._process.start()
+        self.pid: int = self._process.pid
+        self.rank = int(environment["RANK"])
+        ForkedRank.started.append(self)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> int:
+        self._process.join()
+        return self._process.exitcode
+
+
+class NoScalars:
+    """Stands for TensorBoard's writer, which takes longer to import than a run lasts."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        return
+
+    def __enter__(self) -> NoScalars:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def add_scalar(self, *_: object) -> None:
+        return
+
+    def flush(self) -> None:
+        return
+
+
+def _run(words: list[str], environment: dict[str, str]) -> None:
+    from shardwise.cli.main import main
+
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  of the whole process
+    sys.modules["torch.utils.tensorboard"] = cast(ModuleType, SimpleNamespace(SummaryWriter=NoScalars))
+    sys.modules["shardwise.recipes.report"] = cast(ModuleType, SimpleNamespace(draw_report=lambda *_: None))
+    os.environ.update(environment)
+    os.environ[LAUNCHER_VARIABLE] = str(os.getppid())  # the server
+    os._exit(main(words))
+
+
+def fork_ranks(patch: pytest.MonkeyPatch) -> None:
+    """Let the launcher of this process fork its ranks."""
+    ForkedRank.started = []
+    patch.setattr(local_ranks, "_start", ForkedRank)
+    patch.setattr(local_ranks, "POLL_S", 0.01)
+
+
+def alive(since: float = 10.0) -> list[int]:
+    """Return the ranks that have not ended ``since`` seconds from now."""
+    deadline = time.monotonic() + since
+    while (found := [rank.pid for rank in ForkedRank.started if rank.poll() is None]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found

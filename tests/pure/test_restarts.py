@@ -1,0 +1,152 @@
+"""When a run is started again, on how many ranks, and whose run it may take for its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from helpers.runs import write_text
+
+from shardwise import ConfigError
+from shardwise.checkpoint import CheckpointError
+from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL
+from shardwise.cli.local_ranks import Ended, Failure
+from shardwise.cli.main import build_parser
+from shardwise.cli.rank import would_fail_again
+from shardwise.cli.restarts import Progress, Terms, ranks_for, why_not
+from shardwise.cli.starts import name_start
+from shardwise.cli.train_args import read_train_request
+from shardwise.errors import TransportError
+from shardwise.recipes.config import ModelShape, TrainConfig
+from shardwise.recipes.restart_log import Restart, StepFile, note_restart, read_restarts, steps_in
+from shardwise.recipes.run_folder import Start, prepare_run
+from shardwise.recipes.stop import DivergedError
+
+THREE = Terms(3, None)
+
+
+def _ended(*codes: int) -> Ended:
+    return Ended(Failure(0, codes[0]), codes)
+
+
+@pytest.mark.parametrize("code", [EXIT_CONFIG, EXIT_FINAL])
+def test_what_would_end_alike_is_not_started_again(code: int) -> None:
+    assert why_not(_ended(-9, code), Progress(4), THREE, 0) == "a restart would end alike"
+    assert why_not(_ended(-9, EXIT_FAILED), Progress(4), THREE, 0) is None
+
+
+def test_restarts_end_with_their_number_or_after_two_without_progress() -> None:
+    assert why_not(_ended(-9), Progress(4), THREE, 2) is None
+    assert why_not(_ended(-9), Progress(4), THREE, 3) == "--max-restarts 3"
+    progress = Progress().after(7).after(5)
+    assert why_not(_ended(-9), progress, THREE, 1) is None
+    assert why_not(_ended(-9), progress.after(8), THREE, 2) is None
+    assert "2 restarts in a row have come no further than step 7" in str(
+        why_not(_ended(-9), progress.after(7), THREE, 2)
+    )
+
+
+def test_ranks_that_are_left_are_as_many_as_the_options_can_use() -> None:
+    config = TrainConfig(batch=24)
+    assert ranks_for(config, 8, 1, 4) == 6  # 7 do not divide the batch
+    assert ranks_for(config, 8, 1, 7) == 8  # too few are left
+    assert ranks_for(config, 8, 0, 4) == 8  # none was killed
+    assert ranks_for(config, 8, 3, None) == 8
+    hybrid = dataclasses.replace(config, shard="hybrid")
+    assert ranks_for(hybrid, 8, 1, 2) == 6
+    assert ranks_for(hybrid, 4, 1, 2) == 4  # neither 3 nor 2 can be laid out
+
+
+def test_errors_that_would_come_again() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    failed = CheckpointError("not saved")
+    failed.__cause__ = full
+    assert all(map(would_fail_again, (full, failed, DivergedError("nan"), BrokenPipeError())))
+    assert not any(map(would_fail_again, (MemoryError(), ConnectionResetError(), CheckpointError("rank 1 is gone"))))
+
+
+def test_how_far_a_run_is_can_be_read_from_outside(tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    assert steps_in(path) == 0
+    file = StepFile(path)
+    for step in (3, 70_000):
+        file.write(step)
+        assert steps_in(path) == step
+    file.close()
+
+
+def test_restarts_are_kept_and_a_line_that_was_cut_is_not_read(tmp_path: Path) -> None:
+    assert read_restarts(tmp_path) == []
+    note_restart(tmp_path, Restart(1, "rank 1 was ended by SIGKILL"), 12, 2)
+    with (tmp_path / "restarts.jsonl").open("a") as file:
+        file.write('{"kind": "res')
+    (found,) = read_restarts(tmp_path)
+    assert {"step": 12, "ranks": 2, "number": 1, "kind": "restart"}.items() <= found.items()
+
+
+def test_a_restart_resumes_the_run_that_its_own_job_has_begun_and_no_other(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    write_text(text)
+    config = TrainConfig(model=ModelShape(1, 16, 2, 16), data=str(text))
+    run = tmp_path / "run"
+    prepare_run(Start(out=run, job="mine"), config)
+    assert json.loads((run / "config.json").read_text())["begun_by"] == "mine"
+    again = Start(out=run, job="mine", restart=Restart(1, "rank 1 failed"))
+    assert prepare_run(again, config).folder == run
+    for start, other in (
+        (dataclasses.replace(again, restart=None), config),  # the first start of a job finds a folder that is not empty
+        (dataclasses.replace(again, job="another"), config),
+        (dataclasses.replace(again, job=None), config),
+        (again, dataclasses.replace(config, lr=1.0)),
+    ):
+        with pytest.raises(ConfigError, match="exists and is not empty"):
+            prepare_run(start, other)
+    assert prepare_run(dataclasses.replace(again, out=tmp_path / "new"), config).folder == tmp_path / "new"
+
+
+def test_ranks_that_start_again_agree_on_a_name_that_no_earlier_start_had() -> None:
+    store, names = dist.HashStore(), set()
+    for num_ranks in (3, 3, 2, 1, 4):  # what is left in the store is of other processes
+        found: list[str] = []
+
+        def start(rank: int, num_ranks: int = num_ranks, found: list[str] = found) -> None:
+            found.append(name_start(store, rank, num_ranks, 20.0))
+
+        ranks = [threading.Thread(target=start, args=(rank,)) for rank in reversed(range(num_ranks))]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert len(found) == num_ranks
+        assert len(set(found)) == 1
+        names |= set(found)
+    assert len(names) == 5
+    with pytest.raises(TransportError, match=r"rank\(s\) 1 did not come"):
+        name_start(store, 0, 2, 0.05)
+    with pytest.raises(TransportError, match="rank 0 did not come"):
+        name_start(store, 1, 2, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "expected"),
+    [
+        (["--max-restarts", "-1"], {}, "--max-restarts is -1"),
+        (["--min-nproc", "2"], {}, "together with --max-restarts"),
+        (["--min-nproc", "0", "--max-restarts", "1"], {}, "--min-nproc is 0"),
+        (["--max-restarts", "1"], {"RANK": "0", "WORLD_SIZE": "1"}, "Give the option to torchrun"),
+        (
+            [],
+            {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "2"},
+            "Name the run's folder with --out",
+        ),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(words: list[str], environment: dict[str, str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        read_train_request(build_parser().parse_args(["train", *words]), environment)
