@@ -58,6 +58,7 @@ class Bulletin:
         digest = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:12]
         number = self._store.add(f"shardwise/{digest}/engines/{rank}", 1)
         self._prefix = f"shardwise/{digest}/{number}"
+        self.topic = f"engine {number} of ranks {min(self._ranks)} to {max(self._ranks)}"  # the same on all of them
         self._num_plans = self._num_facts = 0
         self._num_deviations = 0
         self._agreed: set[str] = set()
