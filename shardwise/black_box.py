@@ -26,21 +26,23 @@ Entry: TypeAlias = tuple[float, int, str, int, str, str]
 Hearer: TypeAlias = Callable[[str, str, object], bool]
 
 _ring: deque[Entry] = deque(maxlen=NUM_EVENTS)  # of this process: who looks at it wants to see all threads
-_hearers: list[Hearer] = []  # changed by hearing() alone
+hearers: list[Hearer] = []  # changed by hearing() alone
 _witnesses: list[Callable[[str], None]] = []  # changed by witnessing() alone
 _numbers: dict[str, itertools.count[int]] = {}
-_append, _now, _thread = _ring.append, time.monotonic, threading.get_ident
+# What is crossed at every call of a step writes its entry itself, without a call in Python: an Entry into ``remember``, and
+# :func:`tell` only if there are ``hearers``.  Everybody else calls :func:`note`.
+remember, now, thread = _ring.append, time.monotonic, threading.get_ident
 
 
 def note(place: str, what: str = "", subject: object = None) -> bool:
     """Say that this process comes to ``place``; return True if a fault wants that it is left out."""
-    _append((_now(), _thread(), "", 0, place, what))
-    return bool(_hearers) and _tell(place, what, subject)
+    remember((now(), thread(), "", 0, place, what))
+    return bool(hearers) and tell(place, what, subject)
 
 
 def note_error(text: str) -> None:
     """Say that an error of ours was made here."""
-    _append((_now(), _thread(), "", 0, ERROR, text))
+    remember((now(), thread(), "", 0, ERROR, text))
     for witness in list(_witnesses):
         witness(text)
 
@@ -62,8 +64,8 @@ class Track:
     def note(self, place: str, what: str = "", subject: object = None) -> bool:
         """Do as :func:`note`, for the next event of the track."""
         self.count = count = self.count + 1
-        _append((_now(), _thread(), self.name, count, place, what))
-        return bool(_hearers) and _tell(place, what, subject)
+        remember((now(), thread(), self.name, count, place, what))
+        return bool(hearers) and tell(place, what, subject)
 
 
 def next_track(topic: str) -> Track:
@@ -91,11 +93,11 @@ def last_time() -> float:
 @contextmanager
 def hearing(hearer: Hearer) -> Generator[None, None, None]:
     """Let ``hearer`` be called at every event of every thread, before what the event announces."""
-    _hearers.append(hearer)
+    hearers.append(hearer)
     try:
         yield
     finally:
-        _hearers.remove(hearer)
+        hearers.remove(hearer)
 
 
 @contextmanager
@@ -108,8 +110,9 @@ def witnessing(witness: Callable[[str], None]) -> Generator[None, None, None]:
         _witnesses.remove(witness)
 
 
-def _tell(place: str, what: str, subject: object) -> bool:
+def tell(place: str, what: str, subject: object = None) -> bool:
+    """Let all hearers hear of an event; return True if one wants that what it announces is left out."""
     is_left_out = False
-    for hearer in list(_hearers):
+    for hearer in list(hearers):
         is_left_out |= hearer(place, what, subject)
     return is_left_out

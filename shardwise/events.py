@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
+
+from shardwise.black_box import Track
 
 
 class Op(str, Enum):
@@ -52,3 +55,19 @@ class Instrument(Protocol):
     def on_event(self, event: Event) -> None:
         """Take note of ``event``; called on the thread that runs the step, in the order things happen."""
         ...
+
+
+@dataclass(slots=True)
+class EventLog:
+    """What has happened last, and who hears of it.  Units write to it themselves: it is crossed at every call.
+
+    Attributes:
+        track: for the black box: all events of an engine in their order.
+        num_calls: calls so far.  recent: what the last of them did, and the units they did it to.
+        instruments: hear every event.
+    """
+
+    track: Track = field(default_factory=lambda: Track("no engine"))
+    num_calls: int = 0
+    recent: deque[tuple[Op, str]] = field(default_factory=lambda: deque[tuple[Op, str]](maxlen=4))
+    instruments: list[Instrument] = field(default_factory=list[Instrument])

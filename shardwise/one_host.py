@@ -18,6 +18,12 @@ _OWNER = "owner"  # a file in the folder, locked for as long as the owner lives:
 _INTERFACE = {"linux": "lo", "darwin": "lo0"}
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may run on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return cores or 1
+
+
 def stay_on_loopback(environment: MutableMapping[str, str]) -> None:
     """Let gloo and NCCL listen on the loopback interface alone, whatever was chosen for jobs of several hosts.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -13,20 +14,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
-
-
-def swap_storage(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None:
-    """Exchange the memory under two storages; tensors keep their storage object and see the other's bytes."""
-    swap: Callable[[torch.UntypedStorage], None] | None = getattr(left, "_swap_data_ptr_", None)
-    if swap is not None:
-        swap(right)
-    else:
-        _swap_fields(left, right)
 
 
 # Where torch 2.11 keeps what it later swaps itself, in bytes after the start of a storage: the pointer with its context and
@@ -50,6 +43,12 @@ def _swap_fields(left: torch.UntypedStorage, right: torch.UntypedStorage) -> Non
     ctypes.memmove(places[1], kept, _END - _POINTER)
 
 
+swap_storage: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = getattr(
+    torch.UntypedStorage, "_swap_data_ptr_", _swap_fields
+)
+"""Exchanges the memory under two storages; tensors keep their storage object and see the other's bytes."""
+
+
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Return how many holders ``storage`` has beside the Python object passed in: tensors, arrays, works in flight."""
     return torch._C._storage_Use_Count(storage._cdata) - 1  # pyright: ignore[reportAttributeAccessIssue]
@@ -60,10 +59,12 @@ def tensor_use_count(tensor: torch.Tensor) -> int:
     return tensor._use_count() - 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def tensor_use_counts(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return :func:`tensor_use_count` of each."""
-    uses = map(torch.Tensor._use_count, tensors)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
-    return [count - 1 for count in uses]  # pyright: ignore[reportUnknownVariableType]
+def use_counts(tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> list[int]:
+    """Return :func:`tensor_use_count` of each tensor, then :func:`storage_use_count` of each storage."""
+    uses: list[int] = [*map(torch.Tensor._use_count, tensors)]  # pyright: ignore[reportAttributeAccessIssue]
+    count: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
+    uses += [count(storage._cdata) for storage in storages]  # pyright: ignore[reportAttributeAccessIssue]
+    return [found - 1 for found in uses]
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -81,9 +82,8 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that ``tensor`` is a view of, None if it is none."""
-    return tensor._base
+base_of_view: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
+"""Returns the tensor that a tensor is a view of, None if it is none."""
 
 
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
@@ -251,12 +251,17 @@ def default_store() -> torch.distributed.Store | None:
     return None if type(inner) is torch.distributed.Store or "Fake" in type(inner).__name__ else store
 
 
-def timeout_s_of(group: torch.distributed.ProcessGroup, device: torch.device) -> float:
-    """Return after how many seconds a collective of ``group`` gives up."""
-    try:
-        return group._get_backend(device).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):  # backends without options, threads as ranks
-        return 300.0
+def timeout_s_of(group: dist.ProcessGroup, device: torch.device | None = None) -> float:
+    """Return after how many seconds a collective of ``group`` gives up, on ``device`` or on the first that it serves.
+
+    Where no backend says (threads as ranks, a fake one): what torch gives to a new group.
+    """
+    for each in [torch.device("cpu"), torch.device(accelerator_type())] if device is None else [device]:
+        try:
+            return group._get_backend(each).options._timeout.total_seconds()
+        except (AttributeError, RuntimeError):
+            continue
+    return default_pg_timeout.total_seconds()
 
 
 def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
@@ -285,22 +290,6 @@ def has_dispatch_mode() -> bool:
     return _get_current_dispatch_mode() is not None
 
 
-def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` so that torch.compile leaves it out of its graphs; elsewhere it runs as it is."""
-    disabled: list[Callable[..., Any]] = []
-
-    @functools.wraps(function)
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function, recursive=True))
-        return disabled[0](*args, **kwargs)
-
-    skip_frames(outside)
-    return outside
-
-
 def skip_frames(function: Callable[..., Any]) -> None:
     """Let torch.compile run ``function``, and all that it calls, as they are where it meets them as frames of their own.
 
@@ -320,16 +309,6 @@ def process_group_store(group: dist.ProcessGroup) -> dist.Store:
     from torch.distributed.distributed_c10d import _get_process_group_store
 
     return _get_process_group_store(group)
-
-
-def process_group_timeout_s(group: dist.ProcessGroup) -> float:
-    """Return the seconds after which a collective of ``group`` gives up; 1800 where the backend does not say."""
-    for device in (torch.device("cpu"), torch.device("cuda")):
-        try:
-            return group._get_backend(device).options._timeout.total_seconds()
-        except (RuntimeError, AttributeError):
-            continue
-    return 1800.0
 
 
 def tensor_without_memory(kind: type[_Kind], like: torch.Tensor, dtype: torch.dtype) -> _Kind:
@@ -369,6 +348,16 @@ def is_accumulation(func: Any) -> bool:
 def add_all(targets: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]) -> None:
     """Add each addend to its target, in place, in one call."""
     torch._foreach_add_(list(targets), list(addends))
+
+
+def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors of one dtype and device by the 0-dim ``factor``, in place, in one call."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def norms_of(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the norm of each tensor, computed in the real ``dtype``, in one call; none of them may be empty or complex."""
+    return list(torch._foreach_norm(list(tensors), order, dtype))
 
 
 # --- ShardedOptimizer (optim/, api/sharded_optimizer.py) ---
@@ -419,9 +408,8 @@ def state_dict_hooks(optimizer: torch.optim.Optimizer, when: str) -> list[Callab
     return list(getattr(optimizer, f"_optimizer_{when}_hooks").values())
 
 
-def without_torch_function() -> AbstractContextManager[None]:
-    """Return a context in which tensor subclasses do not intercept functions."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Returns a context in which tensor subclasses do not intercept functions."""
 
 
 def forget_meshes() -> None:

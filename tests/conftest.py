@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("any machine", deadline=None)  # how long an example takes is not what is tested
+hypothesis.settings.load_profile("any machine")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

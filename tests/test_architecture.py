@@ -193,3 +193,58 @@ def test_no_environment_reads_outside_the_edges(path: Path) -> None:
 def test_pytest_looks_into_every_test_folder(request: pytest.FixtureRequest) -> None:
     skipped = request.config.getini("norecursedirs")
     assert not {"dist", "gpu", "pure", "inproc"} & set(skipped), "pytest's default passes over tests/dist"
+
+
+# Doors have the arguments of torch's; what is left of a pool's keywords goes to the function that it calls.
+MANY_PARAMETERS = {
+    "api/fully_shard.py:fully_shard",
+    "api/replicate.py:replicate",
+    "api/shard_model.py:shard_model",
+    "api/zero.py:__init__",
+    "testing/pool.py:attempt",
+}
+MOST_PARAMETERS, MOST_RETURNED = 6, 2
+FUNCTIONS = [
+    (path.relative_to(ROOT).as_posix(), node)
+    for path in FILES
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.FunctionDef)
+]
+
+
+def test_functions_take_few_parameters() -> None:
+    found: set[str] = set()
+    for place, function in FUNCTIONS:
+        arguments = function.args
+        names = [arg.arg for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        if len(names) - (names[:1] in (["self"], ["cls"])) > MOST_PARAMETERS:
+            found.add(f"{place}:{function.name}")
+    assert found == MANY_PARAMETERS, "put what belongs together into a frozen dataclass"
+
+
+def test_no_function_returns_a_bare_tuple_of_many() -> None:
+    found: list[str] = []
+    for place, function in FUNCTIONS:
+        for node in ast.walk(function.returns) if function.returns is not None else ():
+            is_tuple = isinstance(node, ast.Subscript) and ast.unparse(node.value) == "tuple"
+            if is_tuple and isinstance(node.slice, ast.Tuple) and len(node.slice.elts) > MOST_RETURNED:
+                found.append(f"{place}:{function.name} -> {ast.unparse(function.returns)}")
+    assert not found, "name the parts in a frozen dataclass"
+
+
+# Files of one name in several rooms, because each is what the name says in its room.
+SAME_IDEA = {
+    "checkpoint",  # the command, a state dict for DCP, the fuzzer's phases: checkpoints, all of them
+    "gradients",  # of a unit, of a share
+    "optimizers",  # those that a checkpoint saves, those that were made before their parameters were sharded
+    "state",  # that a unit is in, that a user saves
+}
+
+
+def test_no_file_name_stands_for_two_ideas() -> None:
+    rooms: dict[str, list[str]] = {}
+    for path in FILES:
+        if path.stem != "__init__":
+            rooms.setdefault(path.stem, []).append(path.relative_to(ROOT).parent.as_posix())
+    repeated = {name: places for name, places in rooms.items() if len(places) > 1}
+    assert set(repeated) == SAME_IDEA, f"name what is in the file, not what kind of thing it is: {repeated}"

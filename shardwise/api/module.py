@@ -64,7 +64,7 @@ class UnshardHandle:
 def _wait_by_hand(unit: Unit) -> None:
     unit.wait()
     engine = engine_of(unit)
-    if engine is None or engine.spans.number is None:
+    if engine is None or engine.means.spans.number is None:
         unit.keep()  # what user code now does with parameters is to hold for the shards
 
 
@@ -165,7 +165,7 @@ class FSDPModule(_Base):
         """
         engine = engine_of(self._attachment().unit)
         if engine is not None:
-            engine.pool.trim()
+            engine.means.pool.trim()
 
     # ---- behaviour ----
 
@@ -181,7 +181,7 @@ class FSDPModule(_Base):
         unit.transport = check_transport(transport)
         engine = engine_of(unit)
         if engine is not None:
-            engine.transport = unit.transport
+            engine.means.transport = unit.transport
             bind_units(engine)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -294,7 +294,7 @@ class FSDPModule(_Base):
         for unit in self._units(recurse):
             unit.max_reductions = max_input_buffers
         engine = self._engine()
-        engine.max_reductions = max((unit.max_reductions for unit in engine.units), default=1)
+        engine.reductions.max_inputs = max((unit.max_reductions for unit in engine.units), default=1)
 
     # ---- prefetch and events ----
 
@@ -323,7 +323,7 @@ class FSDPModule(_Base):
         """
         group = self._single_group("set_custom_all_gather")
         if group is not None:
-            group.custom_all_gather = comm
+            group.custom.all_gather = comm
             bind_units(self._engine())
 
     def set_custom_reduce_scatter(self, comm: ReduceScatterFunction) -> None:
@@ -333,7 +333,7 @@ class FSDPModule(_Base):
         """
         group = self._single_group("set_custom_reduce_scatter")
         if group is not None:
-            group.custom_reduce_scatter = comm
+            group.custom.reduce_scatter = comm
             bind_units(self._engine())
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
@@ -357,7 +357,7 @@ class FSDPModule(_Base):
                 ranks = tuple(dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.shard_mesh_dim)))
                 if enable and ranks not in made:
                     made[ranks] = group_of(ranks)
-                group.reduce_process_group = made[ranks] if enable else None
+                group.custom.reduce_group = made[ranks] if enable else None
         bind_units(self._engine())
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -366,12 +366,12 @@ class FSDPModule(_Base):
         Raises: AssertionError together with a custom communication, which allocates by itself.
         """
         for group in self._unit().groups:
-            if group.custom_all_gather is not None or group.custom_reduce_scatter is not None:
+            if group.custom.all_gather is not None or group.custom.reduce_scatter is not None:
                 raise AssertionError(
                     "set_allocate_memory_from_process_group_for_comm cannot be used together with set_custom_all_gather "
                     "or set_custom_reduce_scatter: a custom communication allocates its own buffers"
                 )
-            group.allocates_from_process_group = enable
+            group.custom.allocates_from_group = enable
         bind_units(self._engine())
 
     # ---- plumbing ----
@@ -486,5 +486,5 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             raise ValueError(f"Expects list of FSDPModules but got {module}")
     engines = [provisional_engine(attachment) for attachment in attachments if attachment is not None]
     for engine in engines[1:]:
-        engine.lanes, engine.pool = engines[0].lanes, engines[0].pool
+        engine.means.lanes, engine.means.pool = engines[0].means.lanes, engines[0].means.pool
         bind_units(engine)

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
-from shardwise.api.blocks import families_of
 from shardwise.api.describe import describe_units
 from shardwise.api.fully_shard import check_modules, fully_shard
 from shardwise.api.mesh import default_mesh
 from shardwise.api.module import FSDPModule
+from shardwise.api.repeated_blocks import families_of
 from shardwise.engine.attachment import attachment_of
 from shardwise.engine.build import ShardPlacementFn
 from shardwise.engine.notes import say

@@ -13,10 +13,10 @@ from shardwise import torch_private
 from shardwise.black_box import note
 from shardwise.errors import ConfigError
 from shardwise.optim.checkpointed import Checkpoint, only_saved
-from shardwise.optim.clip import Part, checked_norm_type, clip_parts, part_of
+from shardwise.optim.clip import Limit, Part, clip_parts, part_of
 from shardwise.optim.forms import StateForm, copy_options, in_form, is_flat, options_of, unflattened
 from shardwise.optim.named_state import ByName, NamedGroup, OwnGroup, StateView, full_value, unwrap, wrap
-from shardwise.optim.owned import OwnedGradient
+from shardwise.optim.owned_gradient import OwnedGradient
 from shardwise.optim.pieces import (
     Piece,
     clear_gradient,
@@ -131,7 +131,7 @@ class ShardedOptimizer(Optimizer):
 
         Like :func:`shardwise.clip_grad_norm_`, and over ShardedTensors too.  Collective.
         """
-        checked_norm_type(norm_type)
+        limit = Limit(max_norm, norm_type, error_if_nonfinite)
         parts: list[Part] = []
         owned: list[OwnedGradient] = []
         for name, param in self.named_params.items():
@@ -145,7 +145,7 @@ class ShardedOptimizer(Optimizer):
                 owned.append(param.grad)
             elif param.grad is not None:
                 parts.append(part_of(param.grad))
-        return clip_parts(parts, owned, max_norm, norm_type, error_if_nonfinite)
+        return clip_parts(parts, owned, limit)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: ``{"params": {name: tensor, ...}, "lr": ...}``, or pairs of name and tensor.

@@ -22,7 +22,8 @@ from shardwise.comm.owned import broadcast_object as _broadcast_object
 from shardwise.errors import StateError
 from shardwise.layout.owners import Piece
 from shardwise.optim.checkpointed import Checkpoint
-from shardwise.optim.owned import OwnedGradient
+from shardwise.optim.clip import Limit
+from shardwise.optim.owned_gradient import OwnedGradient
 from shardwise.zero.checkpoint import ShardedState
 from shardwise.zero.checks import (
     Partition,
@@ -34,12 +35,12 @@ from shardwise.zero.checks import (
     describe_params,
     flatten_groups,
 )
-from shardwise.zero.clip import clip_gradients
+from shardwise.zero.consolidate import load_whole, whole_state_dict
+from shardwise.zero.gradients import clip_gradients
 from shardwise.zero.join import ZeroJoinHook
 from shardwise.zero.local import make_local_optimizer
-from shardwise.zero.pieces import LocalPiece
+from shardwise.zero.local_pieces import LocalPiece
 from shardwise.zero.share import Share, make_share
-from shardwise.zero.state import load_whole, whole_state_dict
 from shardwise.zero.stepper import ShareStepper
 
 __all__ = ["ZeroRedundancyOptimizer", "_broadcast_object"]
@@ -155,8 +156,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Average the gradients, each only on its owner, and free all others (ZeRO-2); then call :meth:`step`.
 
         For loops without DDP: one unit of volume instead of an all-reduce's two.  Collective: the same parameters must
-        have gradients on all ranks.  ``.grad`` is an :class:`~shardwise.optim.owned.OwnedGradient` then, on every rank;
-        a further backward and call add to it, until :meth:`zero_grad`.  On one rank it does nothing.
+        have gradients on all ranks.  ``.grad`` is an :class:`~shardwise.optim.owned_gradient.OwnedGradient` then, on
+        every rank; a further backward and call add to it, until :meth:`zero_grad`.  On one rank it does nothing.
         Raises: DesyncError on all ranks if they have gradients of other parameters; StateError in ``Join``.
         """
         if self.world_size > 1:
@@ -183,7 +184,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         stepper.known.check(self.share, self.board, f"clip_grad_norm_() before step {self.num_steps + 1}")
         # In Join not every rank is here, but those that are have all gradients.
         owner = None if stepper.is_joining else stepper
-        return clip_gradients(self.share, owner, max_norm, norm_type, error_if_nonfinite)
+        return clip_gradients(self.share, owner, Limit(max_norm, norm_type, error_if_nonfinite))
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the whole state to group rank ``to``, tensor by tensor, for :meth:`state_dict` there.  Collective.

@@ -40,6 +40,18 @@ class ValueDifference:
     second: object | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """How many elements differ, by how much at most, and the largest absolute value of the first."""
+
+    number: int = 0
+    most: float = 0.0
+    largest: float = 0.0
+
+    def widened(self, other: _Gap) -> _Gap:
+        return _Gap(self.number + other.number, _higher(self.most, other.most), _higher(self.largest, other.largest))
+
+
 def names_in(manifest: Manifest) -> set[str]:
     """Return the names of all tensors, those that share another one's memory too."""
     return {*manifest.tensors, *manifest.ties}
@@ -62,17 +74,18 @@ def compare_tensors(
         else:
             yield TensorDifference(name, _text(mine), _text(theirs), None, 0.0, 0.0)
     left, right = (stream(files, path, manifest, same_shape, MOST_NUMEL) for path, manifest in (first, second))
-    counted, most, largest = 0, 0.0, 0.0
+    gap = _Gap()
     for mine, theirs in zip(left, right, strict=True):
         seen(mine.tensor.numel() * mine.tensor.element_size())
-        number, by, size = _measure(mine.tensor, theirs.tensor)
-        counted, most, largest = counted + number, _higher(most, by), _higher(largest, size)
+        gap = gap.widened(_measure(mine.tensor, theirs.tensor))
         if not mine.is_last:
             continue
         described = [_described(manifest, mine.name) for _, manifest in (first, second)]
-        if counted or described[0] != described[1]:
-            yield TensorDifference(mine.name, _text(described[0]), _text(described[1]), counted, most, largest)
-        counted, most, largest = 0, 0.0, 0.0
+        if gap.number or described[0] != described[1]:
+            yield TensorDifference(
+                mine.name, _text(described[0]), _text(described[1]), gap.number, gap.most, gap.largest
+            )
+        gap = _Gap()
 
 
 def compare_values(first: Manifest, second: Manifest) -> list[ValueDifference]:
@@ -95,10 +108,9 @@ def _text(described: tuple[str, tuple[int, ...]]) -> str:
     return f"{described[0]} {list(described[1])}"
 
 
-def _measure(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[int, float, float]:
-    """Return how many elements differ, by how much at most, and the largest value of the first."""
+def _measure(mine: torch.Tensor, theirs: torch.Tensor) -> _Gap:
     if not mine.numel():
-        return 0, 0.0, 0.0
+        return _Gap()
     if mine.is_complex():
         mine, theirs = torch.view_as_real(mine), torch.view_as_real(theirs.to(mine.dtype))
     left, right = mine.double(), theirs.double()
@@ -109,9 +121,9 @@ def _measure(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[int, float, floa
     else:
         number = int((left != right).sum())
     if not number:
-        return 0, 0.0, float(left.abs().max())
+        return _Gap(largest=float(left.abs().max()))
     gap = torch.where(left == right, 0.0, (left - right).abs())  # two infinities of one sign are no gap
-    return number, float(gap.max()), float(left.abs().max())
+    return _Gap(number, float(gap.max()), float(left.abs().max()))
 
 
 def _higher(left: float, right: float) -> float:

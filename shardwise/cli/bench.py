@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import torch
 from shardwise.cli.bench_args import BenchRequest
 from shardwise.cli.exits import EXIT_FAILED
 from shardwise.cli.extras import check_extras
+from shardwise.one_host import usable_cores
 from shardwise.recipes.bench.contenders import CONTENDERS
 from shardwise.recipes.bench.figures import RankMemory, make_rows
 from shardwise.recipes.bench.fit import check_fit
@@ -30,8 +30,7 @@ _BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 
 def count_host() -> tuple[int, int]:
     """Return the GPUs and the usable cores of this host."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return torch.cuda.device_count(), cores or 1
+    return torch.cuda.device_count(), usable_cores()
 
 
 def run_bench(request: BenchRequest, words: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ from shardwise.cli.extras import check_extras
 from shardwise.cli.local_ranks import launch_ranks
 from shardwise.cli.train_args import TrainRequest
 from shardwise.errors import ConfigError
+from shardwise.one_host import usable_cores
 from shardwise.recipes.config import check_ranks
 from shardwise.recipes.run_folder import check_start
 
@@ -52,5 +53,4 @@ def default_nproc(device_type: str) -> int:
     """Return every GPU, or the usable CPU cores up to 2."""
     if device_type == "cuda":
         return torch.cuda.device_count()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(2, cores or 1)
+    return min(2, usable_cores())

@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -56,13 +57,15 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
     claim: Callable[[], bool] = lambda: environment.get("RANK", "0") == "0"  # noqa: E731  replaced below
     try:
         device = _choose_own_device(device_type, environment)
-        store, rank, num_ranks = _meet(request, environment)
-        claim = lambda: store.add(_CLAIM, 1) == 1  # noqa: E731
+        place = _meet(request, environment)
+        claim = lambda: place.store.add(_CLAIM, 1) == 1  # noqa: E731
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+        dist.init_process_group(
+            backend, store=place.store, rank=place.rank, world_size=place.num_ranks, timeout=TIMEOUT
+        )
         is_alone = request.launched_ranks is None
         listening = partial(stop_on_signals, second_ends=is_alone)
-        number = train(request.start, request.config, RunRanks(rank, num_ranks, device), listening)
+        number = train(request.start, request.config, RunRanks(place.rank, place.num_ranks, device), listening)
         dist.destroy_process_group()
         if number and is_alone:
             print(f"shardwise: ended by {signal.Signals(number).name}", file=sys.stderr)
@@ -76,14 +79,23 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
     return EXIT_FAILED
 
 
-def _meet(request: TrainRequest, environment: Mapping[str, str]) -> tuple[dist.Store, int, int]:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where this process stands among the ranks, and the store through which they meet."""
+
+    store: dist.Store
+    rank: int
+    num_ranks: int
+
+
+def _meet(request: TrainRequest, environment: Mapping[str, str]) -> _Place:
     if request.launched_ranks is None:
-        return dist.HashStore(), 0, 1
+        return _Place(dist.HashStore(), 0, 1)
     if STORE_VARIABLE not in environment:
-        return next(rendezvous("env://", timeout=TIMEOUT))
+        return _Place(*next(rendezvous("env://", timeout=TIMEOUT)))
     store = dist.FileStore(environment[STORE_VARIABLE], request.launched_ranks)
     store.set_timeout(TIMEOUT)
-    return store, int(environment["RANK"]), request.launched_ranks
+    return _Place(store, int(environment["RANK"]), request.launched_ranks)
 
 
 def _choose_own_device(device_type: str, environment: Mapping[str, str]) -> torch.device:

@@ -6,17 +6,12 @@ import json
 import os
 import platform
 import select
-import time
 import weakref
 from pathlib import Path
 
 import torch.distributed as dist
 
-from shardwise.black_box import WAITS, note
-from shardwise.errors import TransportError
-
 LOOK_S = 0.5  # between two looks at the process of a rank that is late
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 1e-4, 2e-2  # between two questions to the store
 
 # Ranks that have left their note in a store: every fully_shard comes by, one note is enough.
 _announced: weakref.WeakKeyDictionary[dist.Store, set[int]] = weakref.WeakKeyDictionary()
@@ -68,32 +63,6 @@ def is_gone(store: dist.Store, rank: int) -> bool:
         return space == _name_space() and not Liveness(int(pid)).is_alive()
     except (RuntimeError, OSError, AttributeError):  # no store, no /proc, no pidfds
         return False
-
-
-def read_post(store: dist.Store, key: str, rank: int, timeout_s: float) -> str:
-    """Return what global rank ``rank`` puts under ``key``, waiting up to ``timeout_s`` seconds.
-
-    Raises: TransportError as soon as that rank's process is gone or the store does not answer; TimeoutError.
-    """
-    # Not by store.wait: torch writes a warning to stderr for every wait that runs out, and late ranks are nothing unusual.
-    start = time.monotonic()
-    looked, pause_s = start, _LEAST_PAUSE_S
-    note(f"{WAITS}rank {rank}", key)
-    while True:
-        try:
-            if store.check([key]):
-                return store.get(key).decode()
-        except (RuntimeError, ValueError) as error:
-            raise TransportError(f"the store of the job does not answer; its process may be gone: {error}") from error
-        now = time.monotonic()
-        if now - looked >= LOOK_S:
-            looked = now
-            if is_gone(store, rank) and not store.check([key]):
-                raise TransportError(f"rank {rank} is gone")
-        if now - start >= timeout_s:
-            raise TimeoutError(f"rank {rank} did not post {key} within {timeout_s:g} s")
-        time.sleep(min(pause_s, max(start + timeout_s - now, 0.0)))
-        pause_s = min(1.5 * pause_s, _MOST_PAUSE_S)
 
 
 def _note_key(rank: int) -> str:

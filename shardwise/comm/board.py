@@ -9,21 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch.distributed as dist
 
-from shardwise.black_box import EVERYBODY, Track, note
-from shardwise.comm.alive import LOOK_S, announce, is_gone
-from shardwise.comm.store import JobStore
+from shardwise.black_box import Track
+from shardwise.comm.posts import GRACE_S, Posts, open_posts
 from shardwise.errors import DesyncError, StateError, TransportError
-from shardwise.torch_private import default_store, process_group_store, process_group_timeout_s
 
-_T = TypeVar("_T")
-GRACE_S = 3.0  # after a rank's own timeout: how long others may take to reach theirs and report
 DETAIL_LIMIT = 400  # characters of one rank's fact that an error quotes
 
 
@@ -32,18 +26,19 @@ class Board:
     """One rank's view of the board of one object (``topic``); all ranks must open their boards in the same order.
 
     ``rank`` and ``size`` are those of ``group``; ``has_peers`` is False where nobody else could answer (one rank, or
-    torch's "fake" backend).  Keys are removed again, so that long runs do not fill the store.
+    torch's "fake" backend).  What has been agreed on is forgotten again, so that long runs do not fill the store.
     """
 
     group: dist.ProcessGroup
-    rank: int
-    size: int
-    store: JobStore
-    prefix: str
-    timeout_s: float
+    posts: Posts
     has_peers: bool
+    rank: int = field(init=False)
+    size: int = field(init=False)
     num_agreements: int = field(default=0)
     track: Track = field(default_factory=lambda: Track(""))
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.posts.rank, self.posts.size
 
     def agree(self, what: str, facts: Sequence[str] = (), error: BaseException | None = None) -> None:
         """Return once every rank has called this with the same ``what`` and ``facts``; else raise on all ranks.
@@ -70,12 +65,11 @@ class Board:
     def report_failure(self, text: str) -> None:
         """Tell ranks that wait for this one why it will not come; the first report stays."""
         if self.has_peers and self.failure() is None:
-            self.store.set(f"{self.prefix}/failure", text)
+            self.posts.store.set(f"{self.posts.prefix}/failure", text)
 
     def failure(self) -> str | None:
         """Return the first reported failure, None if there is none; does not wait."""
-        key = f"{self.prefix}/failure"
-        return self.store.get(key) if self.store.check([key]) else None
+        return self.posts.store.peek(f"{self.posts.prefix}/failure")
 
     def explain(self, what: str, error: BaseException) -> DesyncError:
         """Return the error to raise where a collective in ``what`` failed on this rank (timeout, closed connection)."""
@@ -88,8 +82,8 @@ class Board:
         failure = self.failure()
         if failure is not None:
             return DesyncError(f"{what} cannot finish on rank {self.rank}: {failure}")
-        self.store.set(f"{self.prefix}/stuck/{self.rank}", what)
-        found = self._collect(f"{self.prefix}/stuck", range(self.size), GRACE_S)
+        self.posts.post("stuck", what)
+        found = self._collect("stuck", GRACE_S)
         failure = self.failure()  # one that was reported meanwhile knows more than this rank
         if failure is not None:
             return DesyncError(f"{what} cannot finish on rank {self.rank}: {failure}")
@@ -101,7 +95,7 @@ class Board:
             cause = "; ".join(part for part in (self.gone(absent), others, cause) if part)
         first = str(error).splitlines()[0] if str(error) else repr(error)
         text = (
-            f"{what}: {cause or 'the collective failed on every rank'} (timeout {self.timeout_s:g} s). Every rank must "
+            f"{what}: {cause or 'the collective failed on every rank'} (timeout {self.posts.timeout_s:g} s). Every rank must "
             f"make the same calls in the same order; first error: {first}"
         )
         self.report_failure(text)
@@ -109,10 +103,7 @@ class Board:
 
     def gone(self, ranks: Sequence[int]) -> str:
         """Say which of ``ranks`` were processes of this host that have ended; an empty text if none is known to."""
-        store = default_store()
-        if store is None:
-            return ""
-        found = [rank for rank in ranks if is_gone(store, dist.get_global_rank(self.group, rank))]
+        found = self.posts.gone(ranks)
         return f"the process of rank {', '.join(map(str, found))} of {self.size} has ended" if found else ""
 
     def _compare(
@@ -121,37 +112,37 @@ class Board:
         number = self.num_agreements
         self.num_agreements += 1
         self.track.note("agreement", what)
-        place = f"{self.prefix}/agree/{number}"
+        place = f"agree/{number}"
         text = f"{type(error).__name__}: {error}" if error is not None else ""
-        self.store.set(f"{place}/{self.rank}", json.dumps([what, _digest(facts), text, said]))
+        self.posts.post(place, json.dumps([what, _digest(facts), text, said]))
         if self.rank == 0:
             self._judge(place, what)
-        verdict = self._read(f"{place}/verdict", self.timeout_s + GRACE_S)
+        verdict = self._collect(f"{place}/verdict", self.posts.timeout_s + GRACE_S, [0]).get(0)
         texts: list[str] = []
         if verdict is None:
-            self._explain_absence(place, what, range(self.size))
+            self._explain_absence(what, self._collect(place, 0.0))
         elif verdict.startswith("ok"):
             texts = json.loads(verdict[2:] or "[]")
         elif error is None:
             self._raise_disagreement(place, json.loads(verdict), facts, what)
         if number >= 1:
-            self.store.delete(f"{self.prefix}/agree/{number - 1}/{self.rank}")
+            self.posts.forget(f"agree/{number - 1}", [self.rank])
         if number >= 2 and self.rank == 0:
-            self.store.delete(f"{self.prefix}/agree/{number - 2}/verdict")
+            self.posts.forget(f"agree/{number - 2}/verdict", [0])
         return texts
 
     def _judge(self, place: str, what: str) -> None:
-        notes = self._collect(place, range(self.size), self.timeout_s)
+        notes = self._collect(place, self.posts.timeout_s)
         if len(notes) < self.size:
-            self._explain_absence(place, what, range(self.size), notes)
+            self._explain_absence(what, notes)
         parsed = {rank: _Note(*json.loads(text)) for rank, text in notes.items()}
         same = len({(note.what, note.digest) for note in parsed.values()}) == 1
         if same and not any(note.error for note in parsed.values()):
             said = [parsed[rank].said for rank in range(self.size)]
-            self.store.set(f"{place}/verdict", "ok" if None in said else f"ok{json.dumps(said)}")
+            self.posts.post(f"{place}/verdict", "ok" if None in said else f"ok{json.dumps(said)}")
         else:
             rows = [[rank, note.what, note.digest, note.error] for rank, note in sorted(parsed.items())]
-            self.store.set(f"{place}/verdict", json.dumps(rows))
+            self.posts.post(f"{place}/verdict", json.dumps(rows))
 
     def _raise_disagreement(self, place: str, rows: list[list[str]], facts: Sequence[str], what: str) -> None:
         failed = [(rank, text) for rank, _, _, text in rows if text]
@@ -164,65 +155,36 @@ class Board:
             raise DesyncError(
                 f"{rows[0][1]}: rank(s) {elsewhere} of {self.size} are in another call: {_listing(calls)}"
             )
-        self.store.set(f"{place}/detail/{self.rank}", json.dumps(list(facts)))
-        found = self._collect(f"{place}/detail", range(self.size), GRACE_S + self.timeout_s)
+        self.posts.post(f"{place}/detail", json.dumps(list(facts)))
+        found = self._collect(f"{place}/detail", GRACE_S + self.posts.timeout_s)
         raise DesyncError(
             f"{what}: ranks disagree. "
             + first_difference({rank: [str(fact) for fact in json.loads(text)] for rank, text in found.items()})
         )
 
-    def _explain_absence(
-        self, place: str, what: str, ranks: Sequence[int], notes: dict[int, str] | None = None
-    ) -> None:
+    def _explain_absence(self, what: str, notes: dict[int, str]) -> None:
         failure = self.failure()
         if failure is not None:
             raise DesyncError(f"{what} cannot finish on rank {self.rank}: {failure}")
-        found = notes if notes is not None else self._collect(place, ranks, 0.0)
-        absent = [rank for rank in ranks if rank not in found] or [0]
+        absent = [rank for rank in range(self.size) if rank not in notes] or [0]
         gone = self.gone(absent)
         text = (
             f"{what}: {gone}"
             if gone
             else (
                 f"{what}: rank(s) {', '.join(map(str, absent))} of {self.size} did not make this call within "
-                f"{self.timeout_s:g} s. Every rank must make the same calls in the same order."
+                f"{self.posts.timeout_s:g} s. Every rank must make the same calls in the same order."
             )
         )
         self.report_failure(f"rank {self.rank} made a call alone: {text}")
-        self.store.set(f"{self.prefix}/stuck/{self.rank}", what)
+        self.posts.post("stuck", what)
         raise DesyncError(text)
 
-    def _read(self, key: str, limit_s: float) -> str | None:
-        return self._poll(lambda: self.store.get(key) if self.store.check([key]) else None, limit_s)
-
-    def _collect(self, place: str, ranks: Sequence[int], limit_s: float) -> dict[int, str]:
-        found: dict[int, str] = {}
-
-        def look() -> bool | None:
-            for rank in ranks:
-                if rank not in found and self.store.check([f"{place}/{rank}"]):
-                    found[rank] = self.store.get(f"{place}/{rank}")
-            return True if len(found) == len(ranks) else None
-
-        self._poll(look, limit_s)
-        return found
-
-    def _poll(self, look: Callable[[], _T | None], limit_s: float) -> _T | None:
-        start = looked = time.monotonic()
-        pause_s = 0.0002
-        note(EVERYBODY)
-        while True:
-            result, now = look(), time.monotonic()
-            if result is not None or now - start >= limit_s:
-                return result
-            if now - looked >= LOOK_S:
-                looked = now
-                if self.gone(range(self.size)):
-                    return look()
-            if pause_s > 0.02 and self.failure() is not None:
-                return look()
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 0.05)
+    def _collect(self, what: str, limit_s: float, ranks: Sequence[int] | None = None) -> dict[int, str]:
+        """Return what has come once a rank has reported a failure, too, or one of any rank is gone."""
+        everybody = range(self.size)
+        wanted = everybody if ranks is None else ranks
+        return self.posts.collect(what, wanted, limit_s, lambda _: self.failure() is not None, needs=everybody)
 
 
 def open_board(group: dist.ProcessGroup | None, topic: str) -> Board:
@@ -233,19 +195,11 @@ def open_board(group: dist.ProcessGroup | None, topic: str) -> Board:
     group = group if group is not None else dist.group.WORLD
     if group is None:
         raise StateError(f"{topic} needs torch.distributed.init_process_group() first")
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
+    if dist.get_rank(group) < 0:
         raise StateError(f"this process is not a member of the process group given to {topic}")
-    store = JobStore(process_group_store(group))
-    has_peers = size > 1 and dist.get_backend(group) != "fake"
-    known = default_store() if has_peers else None
-    if known is not None:
-        announce(known, dist.get_rank())
-    number = store.add(f"shardwise/{topic}/opened/{rank}", 1)
-    timeout_s = process_group_timeout_s(group)
-    return Board(
-        group, rank, size, store, f"shardwise/{topic}/{number}", timeout_s, has_peers, track=Track(f"{topic} {number}")
-    )
+    has_peers = dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
+    posts = open_posts(group, topic)
+    return Board(group, posts, has_peers, track=Track(posts.prefix))
 
 
 def first_difference(facts: dict[int, list[str]]) -> str:

@@ -114,6 +114,11 @@ class BufferPool:
         storage = torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
         return Lease(self, _Slab(storage), num_bytes, size)
 
+    def lend(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Lease]:
+        """Lend a 1-D tensor of ``numel`` elements; return it and the loan."""
+        lease = self.lease(numel * dtype.itemsize)
+        return lease.tensor(dtype), lease
+
     def reset_peak(self) -> None:
         """Start a new measurement of ``peak_leased_bytes``."""
         self.peak_leased_bytes = self.leased_bytes

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
-from shardwise.black_box import EVERYBODY, note
+from shardwise.black_box import EVERYBODY, now, remember, thread
 from shardwise.comm.buffers import BufferPool, Lease
+from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.lanes import Lane
-from shardwise.comm.protocol import GatherEnds, Pending, Scale, ScatterEnds
 
 
 class AllGatherFunction(Protocol):
@@ -53,6 +54,22 @@ class ReduceScatterFunction(Protocol):
     ) -> dist.Work | None:
         """Reduce ``input_tensor`` over ranks and leave this rank's section in ``output_tensor``."""
         ...
+
+
+@dataclass(slots=True)
+class CustomCollectives:
+    """What a user wants of the collectives of some parameters.
+
+    Attributes:
+        all_gather, reduce_scatter: what to call in place of the backend's.
+        allocates_from_group: staging buffers come from the process group's own allocator, where its backend has one.
+        reduce_group: where reduce-scatters run, beside all-gathers.
+    """
+
+    all_gather: AllGatherFunction | None = None
+    reduce_scatter: ReduceScatterFunction | None = None
+    allocates_from_group: bool = False
+    reduce_group: dist.ProcessGroup | None = None
 
 
 def all_gather_single(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
@@ -93,7 +110,7 @@ class _Launched:
         if end is None:
             return
         if self._work is not None:
-            note(EVERYBODY)
+            remember((now(), thread(), "", 0, EVERYBODY, ""))
             self._work.wait()
         if self._mark is not None:
             self._lane.current_waits(self._mark)
@@ -113,13 +130,13 @@ class _Launched:
 class C10dCommunicator:
     """A process group, its lane and the pool that its buffers come from."""
 
-    def __init__(self, group: dist.ProcessGroup, lane: Lane, pool: BufferPool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, lane: Lane, pool: BufferPool, custom: CustomCollectives | None = None
+    ) -> None:
         self.group = group
         self.lane = lane
         self.pool = pool
-        self.custom_all_gather: AllGatherFunction | None = None
-        self.custom_reduce_scatter: ReduceScatterFunction | None = None
-        self.allocates_from_process_group = False
+        self.custom = custom or CustomCollectives()
         self._size = group.size()
         self._rank = group.rank()
 
@@ -138,11 +155,11 @@ class C10dCommunicator:
         """
         with self.lane.run() if self.lane.is_concurrent else _HERE:
             shard = pieces.shard()
-            packed, lease = self._buffer(shard.numel() * self._size, shard, self.custom_all_gather)
-            if self.custom_all_gather is None:
+            packed, lease = self._buffer(shard.numel() * self._size, shard, self.custom.all_gather)
+            if self.custom.all_gather is None:
                 work = all_gather_single(packed, shard, self.group)
             else:
-                work = self.custom_all_gather(packed, shard, self.group, async_op=True)
+                work = self.custom.all_gather(packed, shard, self.group, async_op=True)
 
         def end() -> None:
             pieces.deliver(packed)
@@ -153,29 +170,29 @@ class C10dCommunicator:
     def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
         """Fill one packed buffer, reduce it, and hand this rank's section to ``pieces.deliver``."""
         like = torch.empty(0, dtype=pieces.dtype, device=self.pool.device)
-        packed, lease = self._buffer(pieces.section_numel * self._size, like, self.custom_reduce_scatter)
+        packed, lease = self._buffer(pieces.section_numel * self._size, like, self.custom.reduce_scatter)
         pieces.fill(packed)
         if self.lane.is_concurrent:
             self.lane.keep(packed)
             self.lane.wait_current()
-        before, op, after = resolve_scale(scale, self._size)
+        by = resolve_scale(scale, self._size)
         with self.lane.run() if self.lane.is_concurrent else _HERE:
-            if self.custom_reduce_scatter is None:
+            if self.custom.reduce_scatter is None:
                 output = pieces.target()
             else:
-                output = self.custom_reduce_scatter.allocate(
+                output = self.custom.reduce_scatter.allocate(
                     (pieces.section_numel,), dtype=pieces.dtype, device=packed.device
                 )
-            if before is not None:
-                packed.div_(before)
-            if self.custom_reduce_scatter is None:
-                work = reduce_scatter_single(output, packed, self.group, op)
+            if by.before is not None:
+                packed.div_(by.before)
+            if self.custom.reduce_scatter is None:
+                work = reduce_scatter_single(output, packed, self.group, by.op)
             else:
-                work = self.custom_reduce_scatter(output, packed, self.group, op, async_op=True)
+                work = self.custom.reduce_scatter(output, packed, self.group, by.op, async_op=True)
 
         def end() -> None:
-            if after is not None:
-                output.div_(after)
+            if by.after is not None:
+                output.div_(by.after)
             _give_back(self.lane, lease)
             pieces.deliver(output)
 
@@ -184,15 +201,15 @@ class C10dCommunicator:
     def all_reduce(self, tensor: torch.Tensor, scale: Scale) -> Pending:
         """Reduce ``tensor`` over the group, in place."""
         self.lane.wait_current()
-        before, op, after = resolve_scale(scale, self._size)
+        by = resolve_scale(scale, self._size)
         with self.lane.run() if self.lane.is_concurrent else _HERE:
-            if before is not None:
-                tensor.div_(before)
-            work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+            if by.before is not None:
+                tensor.div_(by.before)
+            work = dist.all_reduce(tensor, op=by.op, group=self.group, async_op=True)
 
         def end() -> None:
-            if after is not None:
-                tensor.div_(after)
+            if by.after is not None:
+                tensor.div_(by.after)
 
         return _Launched(work, self.lane, end, lambda: None)
 
@@ -201,12 +218,11 @@ class C10dCommunicator:
     ) -> tuple[torch.Tensor, Lease | None]:
         if custom is not None:
             return custom.allocate((numel,), dtype=like.dtype, device=self.pool.device), None
-        if self.allocates_from_process_group:
+        if self.custom.allocates_from_group:
             backend = torch_private.backend_of(self.group, self.pool.device)
             if backend.supports_tensor_alloc(self.pool.device):
                 return backend.allocate_tensor(numel, dtype=like.dtype, device=self.pool.device), None
-        lease = self.pool.lease(numel * like.dtype.itemsize)
-        return lease.tensor(like.dtype), lease
+        return self.pool.lend(numel, like.dtype)
 
 
 def _give_back(lane: Lane, lease: Lease | None) -> None:
@@ -217,16 +233,25 @@ def _give_back(lane: Lane, lease: Lease | None) -> None:
         lease.release()
 
 
-def resolve_scale(scale: Scale, size: int) -> tuple[float | None, Any, float | None]:
-    """Return (division before, reduce op, division after) that carry out ``scale`` on a group of ``size`` ranks."""
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How a backend carries out a scale: divide by ``before`` (None: do not), reduce by ``op``, divide by ``after``."""
+
+    before: float | None
+    op: Any
+    after: float | None
+
+
+def resolve_scale(scale: Scale, size: int) -> Arithmetic:
+    """Return what carries out ``scale`` on a group of ``size`` ranks."""
     divisor = float(size) if scale.divisor is None else scale.divisor
     if scale.split:
         before = 1.0
         while divisor % before == 0 and divisor / before > before:
             before *= 2
-        return (before if before != 1 else None), dist.ReduceOp.SUM, divisor / before
+        return Arithmetic(before if before != 1 else None, dist.ReduceOp.SUM, divisor / before)
     if divisor == 1:
-        return None, dist.ReduceOp.SUM, None
+        return Arithmetic(None, dist.ReduceOp.SUM, None)
     if divisor == size and not scale.sum_only:
-        return None, dist.ReduceOp.AVG, None
-    return None, dist.ReduceOp.SUM, divisor
+        return Arithmetic(None, dist.ReduceOp.AVG, None)
+    return Arithmetic(None, dist.ReduceOp.SUM, divisor)

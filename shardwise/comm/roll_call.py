@@ -6,77 +6,61 @@ No collective: a thread may call beside training, and a rank that has gone is na
 from __future__ import annotations
 
 import json
-import time
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from shardwise.black_box import Track
-from shardwise.comm.alive import announce, read_post
-from shardwise.comm.store import JobStore
+from shardwise.comm.posts import GRACE_S, Posts, open_posts
 from shardwise.errors import StateError, TransportError
-from shardwise.torch_private import process_group_store, process_group_timeout_s
-
-_GRACE_S = 3.0
 
 
 class RollCall:
-    """Calls in one order on all ranks; ``size`` 1 without a store meets nobody.
+    """Calls in one order on all ranks; without posts this process meets nobody."""
 
-    Args:
-        prefix: of the keys in the store; the same on every rank, and of this object alone.
-        members: global ranks.  rank: this one's place among them.
-    """
-
-    def __init__(
-        self, store: JobStore | None, prefix: str, members: tuple[int, ...], rank: int, timeout_s: float
-    ) -> None:
-        self._store, self._prefix, self._members, self._timeout_s = store, prefix, members, timeout_s
-        self.rank, self.size = rank, len(members)
+    def __init__(self, posts: Posts | None) -> None:
+        self._posts = posts
+        self.rank, self.size = (posts.rank, posts.size) if posts is not None else (0, 1)
         self._number = 0
-        self._track = Track(prefix)
+        self._track = Track(posts.prefix if posts is not None else "")
 
     def branch(self, name: str) -> RollCall:
         """Return another order of calls, for another thread; ``name`` is the same on all ranks and new."""
-        return RollCall(self._store, f"{self._prefix}/{name}", self._members, self.rank, self._timeout_s)
+        posts = self._posts
+        return RollCall(None if posts is None else replace(posts, prefix=f"{posts.prefix}/{name}"))
 
     def call(self, said: str) -> list[str]:
         """Return what every rank has said, in rank order, once all have.
 
         Raises: TransportError on every rank that is there if one is gone or does not come in time.
         """
-        store = self._store
-        if store is None:
+        posts = self._posts
+        if posts is None:
             return [said]
         number, self._number = self._number, self._number + 1
-        place = f"{self._prefix}/{number}"
         self._track.note("meeting")
-        if self.rank:
-            store.set(f"{place}/{self.rank}", said)
+        if posts.rank:
+            posts.post(f"{number}", said)
             # Who waits for the answer waits longer: rank 0 knows who is missing.
-            verdict = json.loads(self._read(store, f"{place}/all", 0, time.monotonic() + self._timeout_s + _GRACE_S))
+            answer = posts.collect(f"{number}/all", [0], posts.timeout_s + GRACE_S)
+            verdict = json.loads(answer[0]) if answer else _absence(posts, [0])
         else:
-            verdict = self._collect(store, place, said)
-            store.set(f"{place}/all", json.dumps(verdict))
-            for rank in range(1, self.size):
-                store.delete(f"{place}/{rank}")
+            others = posts.peers()
+            found = posts.collect(f"{number}", others)
+            absent = [rank for rank in others if rank not in found]
+            verdict = _absence(posts, absent) if absent else [said, *found.values()]
+            posts.post(f"{number}/all", json.dumps(verdict))
+            posts.forget(f"{number}", others)
             if number:  # whoever has called again has read the last answer
-                store.delete(f"{self._prefix}/{number - 1}/all")
+                posts.forget(f"{number - 1}/all", [0])
         if isinstance(verdict, str):
             raise TransportError(verdict)
         return verdict
 
-    def _collect(self, store: JobStore, place: str, said: str) -> list[str] | str:
-        deadline = time.monotonic() + self._timeout_s
-        try:
-            return [said, *(self._read(store, f"{place}/{rank}", rank, deadline) for rank in range(1, self.size))]
-        except TransportError as error:
-            return str(error)
 
-    def _read(self, store: JobStore, key: str, rank: int, deadline: float) -> str:
-        try:
-            return read_post(store.inner, key, self._members[rank], max(0.0, deadline - time.monotonic()))
-        except TimeoutError as error:
-            raise TransportError(f"rank {self._members[rank]} did not come within {self._timeout_s:g} s") from error
+def _absence(posts: Posts, ranks: list[int]) -> str:
+    late = TransportError(f"rank {posts.members[ranks[0]]} did not come within {posts.timeout_s:g} s")
+    return str(posts.absence(ranks, late))
 
 
 def open_roll_call(group: dist.ProcessGroup | None, topic: str) -> RollCall:
@@ -87,14 +71,9 @@ def open_roll_call(group: dist.ProcessGroup | None, topic: str) -> RollCall:
     if group is None:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if group is None:
-        return RollCall(None, topic, (0,), 0, 0.0)
-    rank = dist.get_rank(group)
-    if rank < 0:
+        return RollCall(None)
+    if dist.get_rank(group) < 0:
         raise StateError("this process is not a member of the process group that saves or loads the checkpoint")
-    members = tuple(dist.get_process_group_ranks(group))
-    if len(members) == 1 or dist.get_backend(group) == "fake":
-        return RollCall(None, topic, (0,), 0, 0.0)
-    store = JobStore(process_group_store(group))
-    announce(store.inner, members[rank])
-    number = store.add(f"shardwise/{topic}/opened/{rank}", 1)
-    return RollCall(store, f"shardwise/{topic}/{number}", members, rank, process_group_timeout_s(group))
+    if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+        return RollCall(None)
+    return RollCall(open_posts(group, topic))

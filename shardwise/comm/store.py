@@ -29,6 +29,10 @@ class JobStore:
         """Return what lies under ``key``, which is there."""
         return _ask(lambda: self._store.get(key)).decode()
 
+    def peek(self, key: str) -> str | None:
+        """Return what lies under ``key``, None if nothing does; does not wait."""
+        return self.get(key) if self.check([key]) else None
+
     def check(self, keys: Sequence[str]) -> bool:
         """Return True if all ``keys`` are there."""
         return _ask(lambda: self._store.check(list(keys)))
@@ -44,16 +48,11 @@ class JobStore:
         except (RuntimeError, NotImplementedError):
             return  # a few hundred bytes stay
 
-    @property
-    def inner(self) -> dist.Store:
-        """Torch's own store."""
-        return self._store
-
 
 def _ask(question: Callable[[], _T]) -> _T:
     try:
         return question()
-    except dist.DistError as error:
+    except (RuntimeError, ValueError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TransportError(
             "the store of the job does not answer: the process that keeps it (rank 0, unless the launcher does) has ended "

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardwise import black_box
 from shardwise.doctor.record import Event, Reason, Record, Stack, own_line, to_lines
 from shardwise.doctor.watch import Watch
-from shardwise.torch_private import process_group_timeout_s
+from shardwise.torch_private import timeout_s_of
 
 PATTERN = "rank-*.jsonl"
 BLACK_BOX = "black_box"  # the folder of records in the folder of a run
@@ -107,7 +107,7 @@ class Recorder:
             return self._stall_s
         if not dist.is_initialized() or dist.group.WORLD is None or dist.get_backend() == "fake":
             return STALL_S
-        return min(STALL_S, process_group_timeout_s(dist.group.WORLD) / 2)
+        return min(STALL_S, timeout_s_of(dist.group.WORLD) / 2)
 
     # ---- what is written ----
 

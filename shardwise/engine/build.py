@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from shardwise.plan.policy import UnitPolicy
 from shardwise.units.axes import MeshAxes, ShardPlacementResult, smaller_axes
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import Slot, UnitParam
+from shardwise.units.place import Place
 from shardwise.units.placement import cut_shard, place
 from shardwise.units.precision import CPUOffloadPolicy, GradDtype, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.units.unit import Unit
@@ -204,8 +205,7 @@ def _lend(lender: UnitParam, item: _Found, unit: Unit) -> bool:
     lending = next((each for module in owner.modules if (each := attachment_of(module)) is not None), None)
     if lending is not None:
         Hooks(lending).reshard_for_state_dict(item.module)
-    if owner not in unit.borrows:
-        unit.borrows.append(owner)
+    unit.borrow(owner)
     return True
 
 
@@ -218,12 +218,11 @@ def _make_groups(found: list[_Found], preset: Preset, device: torch.device) -> l
     _check_shared_groups([axes for axes, _ in by_mesh.values()])
     groups: list[ShardGroup] = []
     for axes, params in by_mesh.values():
-        group = ShardGroup(params, axes, preset.precision, preset.offload, device)
+        group = ShardGroup(params, axes, preset.precision, Place(device, preset.offload), preset.keeps_plain)
+        group.place = replace(group.place, is_shared=may_share_memory(group))
         size = preset.reshard_after_forward
         if isinstance(size, int) and not isinstance(size, bool):
             group.sub_axes = smaller_axes(axes, size)
-        group.shares_memory = may_share_memory(group)
-        group.keeps_plain = preset.keeps_plain
         group.ensure_packed()
         groups.append(group)
     return groups

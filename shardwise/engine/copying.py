@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -21,7 +22,7 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
 
     Full parameters are given back first.  Gradients are not copied, as ``nn.Parameter`` does not copy its own.
     """
-    for member in attachment.unit.family:
+    for member in (attachment.unit, *attachment.unit.borrows):
         member.reshard()
     is_outermost = PENDING not in memo
     pending: list[tuple[Attachment, Attachment]] = memo.setdefault(PENDING, [])
@@ -60,7 +61,7 @@ def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
     for lender in source.borrows:
         copied = _copy_of(lender, memo)
         if copied is not None:
-            unit.borrows.append(copied)
+            unit.borrow(copied)
     for name in old.forward_methods:
         for module in unit.modules:
             module.__dict__.pop(name, None)
@@ -80,13 +81,9 @@ def _copy_group(group: ShardGroup, memo: dict[Any, Any]) -> ShardGroup:
         if module is not None and id(module) in memo:
             copied.module = weakref.ref(memo[id(module)])
         params.append(copied)
-    result = ShardGroup(params, group.axes, group.precision, group.offload, group.device)
+    result = ShardGroup(params, group.axes, group.dtypes.precision, group.place, group.keeps_plain)
     result.sub_axes = group.sub_axes
-    result.shares_memory, result.keeps_plain = group.shares_memory, group.keeps_plain
-    result.custom_all_gather = group.custom_all_gather
-    result.custom_reduce_scatter = group.custom_reduce_scatter
-    result.reduce_process_group = group.reduce_process_group
-    result.allocates_from_process_group = group.allocates_from_process_group
+    result.custom = replace(group.custom)
     result.ensure_packed()
     return result
 

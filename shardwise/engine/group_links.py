@@ -16,12 +16,13 @@ from shardwise.comm.buffers import BufferPool
 from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.host import Host, HostLink, outbox_bytes, slot_bytes
 from shardwise.comm.links.link import Link, Transport
-from shardwise.comm.links.meet import Desk, Offer, meet
+from shardwise.comm.links.meet import Offer, meet, read_posts
 from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
 from shardwise.comm.links.send_recv import MAX_RANKS, PeerLink
+from shardwise.comm.posts import Posts
 from shardwise.errors import TransportError
+from shardwise.units.flat_bucket import Allocator, FlatBucket
 from shardwise.units.group import ShardGroup
-from shardwise.units.shards import Allocator, FlatBucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class GroupLink:
         self._timeout_s = timeout_s
         self._sizes: _Sizes | None = None
         self._link: Link | None = None
-        self._desk: Desk | None = None
+        self._posts: Posts | None = None
         self._said: list[ArenaPlace] = []
         self._num_said = 0
 
@@ -106,20 +107,20 @@ class GroupLink:
             bucket.number = number
             places.append(bucket.place)
         if places != self._said:
-            assert self._desk is not None
+            assert self._posts is not None
             self._said = places
             self._num_said += 1
             addresses = [place.segment.address for place in places]
             rows = [[a.pid, a.fd, a.num_bytes, a.token, p.offset] for a, p in zip(addresses, places, strict=True)]
-            self._desk.put(f"sections/{self._num_said}", json.dumps(rows))
+            self._posts.post(f"sections/{self._num_said}", json.dumps(rows))
             link.say_where(self._num_said)
 
     def _places_of(self, rank: int, number: int) -> Sequence[ArenaPlace]:
-        assert self._desk is not None
+        assert self._posts is not None
         if rank == self._process_group.rank() or number == 0:
             return self._said if number else []
         found: list[ArenaPlace] = []
-        for pid, fd, num_bytes, token, offset in json.loads(self._desk.read(f"sections/{number}", rank)):
+        for pid, fd, num_bytes, token, offset in json.loads(read_posts(self._posts, f"sections/{number}", [rank])[0]):
             try:
                 found.append(ArenaPlace(Segment.open(SegmentAddress(pid, fd, num_bytes, token)), offset))
             except OSError as error:
@@ -134,13 +135,10 @@ class GroupLink:
         return mine == (list(gathers), list(reduces), transport)
 
     def _make(self, sizes: _Sizes) -> Link | None:
-        store = torch_private.default_store()
-        if store is None:
-            return None
         offer = Offer(self._transport, sizes.num_bytes, sizes.digest())
-        meeting = meet(self._process_group, store, offer, self._timeout_s)
+        meeting = meet(self._process_group, offer)
         if meeting.segments is not None:
-            self._desk = meeting.desk
+            self._posts = meeting.posts
             ref = weakref.ref(self)
 
             def places_of(rank: int, number: int) -> Sequence[ArenaPlace]:
@@ -157,7 +155,7 @@ class GroupLink:
 
 def can_link(group: ShardGroup, process_group: dist.ProcessGroup) -> bool:
     """True if the ranks of ``process_group`` may find a link for ``group``: tensors on CPU, several ranks, gloo."""
-    if group.device.type != "cpu" or group.storage_device.type != "cpu" or process_group.size() == 1:
+    if group.device.type != "cpu" or group.place.storage_device.type != "cpu" or process_group.size() == 1:
         return False
     return torch_private.is_gloo(process_group)
 

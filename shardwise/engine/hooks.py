@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,14 +20,39 @@ from torch.utils.hooks import RemovableHandle
 from shardwise import black_box, torch_private
 from shardwise.comm.sync import broadcast_from_first
 from shardwise.engine.attachment import Attachment, Pass
-from shardwise.engine.engine import engine_of, live_engines
+from shardwise.engine.engine import Engine, live_engines
 from shardwise.engine.nested import cast_floating, map_tensors, tensors_in
-from shardwise.engine.notes import note_range
+from shardwise.engine.notes import logger, note
 from shardwise.engine.roots import live_engine
 from shardwise.units.unit import is_in_backward
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+
+
+def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` so that torch.compile leaves it out of its graphs; elsewhere it runs as it is."""
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function, recursive=True))
+        return disabled[0](*args, **kwargs)
+
+    torch_private.skip_frames(outside)
+    return outside
+
+
+def _range(what: str, unit: str) -> AbstractContextManager[object]:
+    """Log that ``what`` begins for ``unit``; return a context that a profiler shows as one range."""
+    if logger.isEnabledFor(logging.DEBUG):
+        note(what, unit)
+    if torch_private.is_profiling():
+        return torch.profiler.record_function(f"FSDP::{what} ({unit})")
+    return nullcontext()
 
 
 class Hooks:
@@ -34,6 +61,11 @@ class Hooks:
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
         self._unit = attachment.unit
+
+    def _engine(self) -> Engine | None:
+        # As engine_of, without a walk to another file at every hook.
+        host = self._unit.host_ref()
+        return host if isinstance(host, Engine) else None
 
     def install(self) -> None:
         """Register the forward hooks on the unit's modules."""
@@ -56,27 +88,29 @@ class Hooks:
         """State-dict hook, for both ways."""
         self._unit.reshard()
 
-    @torch_private.dynamo_disabled
+    @dynamo_disabled
     def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Pre-forward hook: full parameters, inputs on the device and in the compute dtype."""
-        engine = live_engine(self._attachment)
-        if not engine.is_in_forward and engine.device.type != "cpu":
-            args, kwargs = to_device(args, engine.device), to_device(kwargs, engine.device)
-        with note_range("pre_forward", self._unit.name):
+        engine = self._engine() if self._attachment.is_root is not None else None
+        if engine is None:
+            engine = live_engine(self._attachment)
+        if engine.means.device.type != "cpu" and not engine.forwards:
+            args, kwargs = to_device(args, engine.means.device), to_device(kwargs, engine.means.device)
+        with _range("pre_forward", self._unit.name):
             engine.before_forward(self._unit)
         precision = self._unit.precision
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             args, kwargs = cast_floating(args, precision.param_dtype), cast_floating(kwargs, precision.param_dtype)
-        is_watched = self._unit.wants_boundary and torch.is_grad_enabled() and self._has_boundary()
+        is_watched = self._wants_boundary() and torch.is_grad_enabled() and self._has_boundary()
         self._attachment.passes.append(self._watch_inputs(args, kwargs) if is_watched else None)
         return args, kwargs
 
-    @torch_private.dynamo_disabled
+    @dynamo_disabled
     def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Forward hook, also run when forward has raised."""
-        engine = engine_of(self._unit)
+        engine = self._engine()
         through = self._attachment.passes.pop() if self._attachment.passes else None
-        with note_range("post_forward", self._unit.name):
+        with _range("post_forward", self._unit.name):
             if engine is None or not engine.after_forward(self._unit, module):
                 return None
         if torch.is_grad_enabled():
@@ -89,12 +123,12 @@ class Hooks:
         return output if dtype is None else cast_floating(output, dtype)
 
     def _watch_outputs(self, output: Any, through: Pass | None) -> None:
-        made_of = self._unit.num_packs
+        made_of = [group.num_packs for group in self._unit.groups]
 
         def pre_backward(_: Any) -> None:
             self.before_backward(through, made_of)
 
-        for tensor in tensors_in(output):
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             if not tensor.requires_grad:
                 continue
             _ = (
@@ -121,6 +155,12 @@ class Hooks:
             tensor.register_hook(on_gradient)
         return through
 
+    def _wants_boundary(self) -> bool:
+        # Where counting gradients does not tell the end of the unit's backward, the gradients of its inputs must.
+        backward = self._unit.backward
+        is_told = backward.counts and not backward.ended_late and not backward.has_frozen
+        return not is_told or self._unit.policy.reduces_unused
+
     def _has_boundary(self) -> bool:
         # A recomputed module of several has been counted when it ran first.
         return len(self._unit.modules) == 1 or not is_in_backward()
@@ -138,18 +178,18 @@ class Hooks:
             attachment.shared_pass = Pass()
         return attachment.shared_pass
 
-    @torch_private.dynamo_disabled
-    def before_backward(self, through: Pass | None, made_of: int) -> None:
+    @dynamo_disabled
+    def before_backward(self, through: Pass | None, made_of: list[int]) -> None:
         """Runs when the first gradient of an output is known; ``made_of``: the packing of the forward that made it."""
-        engine = engine_of(self._unit)
+        engine = self._engine()
         if engine is not None:
-            with note_range("pre_backward", self._unit.name):
+            with _range("pre_backward", self._unit.name):
                 engine.before_backward(self._unit, through, made_of)
 
-    @torch_private.dynamo_disabled
+    @dynamo_disabled
     def inputs_done(self, through: Pass) -> None:
         """Runs when the gradients of all inputs of one forward are known."""
-        engine = engine_of(self._unit)
+        engine = self._engine()
         if engine is not None:
             engine.inputs_done(self._unit, through)
 
@@ -176,7 +216,7 @@ def _reshard_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     Raises: StateError if gradients of these parameters wait for ``finalize_backward``.
     """
     black_box.note("optimizer steps", type(optimizer).__name__)
-    engines = [engine for engine in live_engines if engine.awaits_completion or engine.has_full_units]
+    engines = [engine for engine in live_engines if engine.manual.awaits_completion or engine.has_full_units]
     if engines:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for engine in engines:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
 
-from shardwise.black_box import next_track
-from shardwise.comm.agree import Bulletin, Position
+from shardwise.black_box import hearers, next_track, now, remember, tell, thread
+from shardwise.comm.bulletin import Bulletin, Position
 from shardwise.errors import DesyncError
-from shardwise.events import Call, Event, Instrument, Op, OrderChanged
-from shardwise.plan.order import Edge, Order, Visit
+from shardwise.events import EventLog, Op, OrderChanged
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.prefetch import StepPlan, UnitFacts, plan_step
+from shardwise.plan.visits import Edge, Order, Visit
 from shardwise.units.param import UnitParam
 from shardwise.units.unit import Unit
 
@@ -22,18 +21,17 @@ class Journal:
 
     Attributes:
         plan: the prediction made from the last step's order; None until a step has shown one.
-        track: what this rank does, for the black box.
         depth: units to unshard ahead of their use.
-        instruments: hear every event.
+        log: what units have done last; its instruments hear every event.
         bulletin: where ranks compare plans and say where they are when a collective fails; None without other ranks.
         agreed: which parameters' gradients may be reduced together: the ranks have agreed on each of these sets.
     """
 
     def __init__(self) -> None:
-        self.track = next_track("engine")
         self.plan: StepPlan | None = None
         self.depth = 1
-        self.instruments: list[Instrument] = []
+        self.log = EventLog(next_track("engine"))
+        self.instruments = self.log.instruments
         self.bulletin: Bulletin | None = None
         self.agreed: set[frozenset[UnitParam]] = set()
         self._units: Sequence[Unit] = ()
@@ -42,8 +40,6 @@ class Journal:
         self._visits: list[Visit] = []
         self._follows_plan = False
         self._planned_policies: tuple[UnitPolicy, ...] = ()
-        self._recent: deque[Call] = deque(maxlen=4)
-        self._num_calls = 0
         self._left_order = ""
 
     def adopt(self, units: Sequence[Unit]) -> None:
@@ -55,21 +51,10 @@ class Journal:
 
     # ---- events ----
 
-    def emit(self, event: Event) -> None:
-        """Remember ``event`` and tell every instrument."""
-        if isinstance(event, Call):
-            self._num_calls += 1
-            self.track.note(event.op, event.unit)
-            self._recent.append(event)
-        else:
-            self._left_order = f"expected unit '{event.expected}', found unit '{event.found}'"
-        for instrument in self.instruments:
-            instrument.on_event(event)
-
     def position(self, note: str = "") -> Position:
         """Return where this rank is, for the others to read."""
-        recent = tuple(f"{call.op.value} of unit '{call.unit}'" for call in self._recent)
-        return Position(self._num_calls, recent, note or self._left_order)
+        recent = tuple(f"{op.value} of unit '{unit}'" for op, unit in self.log.recent)
+        return Position(self.log.num_calls, recent, note or self._left_order)
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """Return ``error`` with the position of every rank, as far as they can be known."""
@@ -89,27 +74,35 @@ class Journal:
         self._visits = []
         self._follows_plan = False
 
-    def visit(self, unit: Unit, edge: Edge) -> None:
+    def visit(self, unit: Unit, edge: Edge) -> Sequence[Unit]:
         """Write down that ``unit`` passes ``edge``, before anything is done about it.
 
+        Returns: the units that the plan wants unsharded right after.
         Raises: DesyncError if this leaves the plan and other ranks do not leave it so.
         """
         number = self._numbers.get(unit)
         if number is None:
-            return
-        self.track.note(edge.value, unit.name)
+            return ()
+        track = self.log.track
+        track.count += 1
+        remember((now(), thread(), track.name, track.count, edge.value, unit.name))
+        if hearers:
+            tell(edge.value, unit.name)
         position = len(self._visits)
         self._visits.append(Visit(number, edge))
         if not self._follows_plan or self.plan is None:
-            return
+            return ()
         expected = self.plan.order.visits
         if position < len(expected) and expected[position] == self._visits[-1]:
-            return
+            return self._ahead[position]
         self._follows_plan = False
         name = self._units[expected[position].unit].name if position < len(expected) else "end of step"
-        self.emit(OrderChanged(name, unit.name))
+        self._left_order = f"expected unit '{name}', found unit '{unit.name}'"
+        for instrument in self.instruments:
+            instrument.on_event(OrderChanged(name, unit.name))
         if self.bulletin is not None:
             self.bulletin.check_deviation(f"{self._left_order} to {edge.value}", self.position())
+        return ()
 
     def agree_on_gradients(self, unit: Unit, params: frozenset[UnitParam]) -> None:
         """Let the ranks compare what they are about to reduce, unless the way there compares it in every message.
@@ -129,12 +122,6 @@ class Journal:
                 facts = [_fact_of(param) for param in unit.params if param in params]
                 self.bulletin.check_facts(what, facts, self.position())
         self.agreed.add(params)
-
-    def ahead(self) -> Sequence[Unit]:
-        """Return the units that the plan wants unsharded right after the last visit."""
-        if not self._follows_plan or self.plan is None:
-            return []
-        return self._ahead[len(self._visits) - 1]
 
     def has_planned_forward(self) -> bool:
         """True if the visits so far are the forward part of the plan."""

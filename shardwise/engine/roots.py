@@ -54,7 +54,7 @@ def _become_root(attachment: Attachment) -> Engine:
     engine = new_engine([each.unit for each in attachments])
     for inner in attachments:
         if inner.engine is not None:
-            if inner.engine.is_manual and inner is not attachment:
+            if inner.engine.manual.is_on and inner is not attachment:
                 raise StateError(
                     "set_manual_backward_finalization must be called on the root FSDP module; it was called on "
                     f"{inner.unit.name or _path_in(root, inner)}"
@@ -67,7 +67,7 @@ def _become_root(attachment: Attachment) -> Engine:
 
 def _inherit(engine: Engine, old: Engine) -> None:
     engine.is_last_backward = engine.is_last_backward and old.is_last_backward
-    engine.is_manual = engine.is_manual or old.is_manual
+    engine.manual.is_on = engine.manual.is_on or old.manual.is_on
     engine.post_optim_event = engine.post_optim_event or old.post_optim_event
     heard = engine.journal.instruments
     heard += [each for each in old.journal.instruments if each not in heard]
@@ -117,7 +117,7 @@ def _check_materialized(attachments: Sequence[Attachment]) -> None:
         (p.fqn, p.local.device)
         for each in attachments
         for group in each.unit.groups
-        if isinstance(group.offload, CPUOffloadPolicy)
+        if isinstance(group.place.offload, CPUOffloadPolicy)
         for p in group.params
         if p.local.device.type != "cpu"
     ]

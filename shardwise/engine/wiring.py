@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
-from shardwise.comm.agree import Bulletin
-from shardwise.comm.buffers import BufferPool
-from shardwise.comm.c10d import C10dCommunicator
+from shardwise.comm.bulletin import Bulletin
+from shardwise.comm.c10d import C10dCommunicator, CustomCollectives
 from shardwise.comm.lanes import Lane
 from shardwise.comm.links.link import Transport, default_transport
 from shardwise.comm.links.routes import RoutedCommunicator
-from shardwise.engine.engine import Engine, Lanes
+from shardwise.comm.posts import number_posts
+from shardwise.engine.engine import Engine
 from shardwise.engine.group_links import GroupLink, can_link
+from shardwise.engine.means import Means
 from shardwise.units.group import GroupComm, ShardGroup
 from shardwise.units.unit import Unit
 
 
 def new_engine(units: list[Unit]) -> Engine:
     device = next((group.device for unit in units for group in unit.groups), torch.device("cpu"))
-    engine = Engine(device, Lanes.on(device), BufferPool(device))
     wanted: list[Transport] = [unit.transport for unit in units if unit.transport is not None]
-    engine.transport = wanted[0] if wanted else default_transport()
+    engine = Engine(Means.on(device, wanted[0] if wanted else default_transport()))
     engine.adopt(units)
     engine.journal.bulletin = bulletin = _bulletin(units, device)
     if bulletin is not None:
-        engine.journal.track.name = bulletin.topic  # a count of this process alone may be another on other ranks
-    engine.max_reductions = max((unit.max_reductions for unit in units), default=1)
+        engine.journal.log.track.name = bulletin.topic  # a count of this process alone may be another on other ranks
+    engine.reductions.max_inputs = max((unit.max_reductions for unit in units), default=1)
     bind_units(engine)
     return engine
 
@@ -38,34 +40,33 @@ def _bulletin(units: list[Unit], device: torch.device) -> Bulletin | None:
     if store is None:
         return None
     largest = max(meshes, key=lambda mesh: mesh.size())
-    ranks = largest.mesh.flatten().tolist()
+    ranks = tuple(largest.mesh.flatten().tolist())
     if len(ranks) == 1:
         return None
     timeout_s = torch_private.timeout_s_of(largest.get_group(0), device)
-    return Bulletin(store, ranks, dist.get_rank(), timeout_s)
+    return Bulletin(number_posts(store, "engine", ranks, ranks.index(dist.get_rank()), timeout_s))
 
 
-def communicators(group: ShardGroup, engine: Engine) -> GroupComm:
-    """Return how ``group`` talks, on the lanes and with the memory of ``engine``, as its settings say."""
-    axes, lanes = group.axes, engine.lanes
+def communicators(group: ShardGroup, means: Means) -> GroupComm:
+    """Return how ``group`` talks, on the lanes and with the memory of ``means``, as its settings say."""
+    axes, lanes = group.axes, means.lanes
 
-    def over(process_group: dist.ProcessGroup, lane: Lane) -> RoutedCommunicator:
-        packed = C10dCommunicator(process_group, lane, engine.pool)
-        packed.custom_all_gather = group.custom_all_gather
-        packed.custom_reduce_scatter = group.custom_reduce_scatter
-        packed.allocates_from_process_group = group.allocates_from_process_group
-        return RoutedCommunicator(packed, engine.spans)
+    def over(process_group: dist.ProcessGroup, lane: Lane, custom: CustomCollectives) -> RoutedCommunicator:
+        packed = C10dCommunicator(process_group, lane, means.pool, custom)
+        return RoutedCommunicator(packed, means.spans)
 
+    custom = group.custom
     shards = reduce = replicas = sub = None
     if group.is_collective and axes.shard_mesh_dim is not None:
         process_group = axes.mesh.get_group(axes.shard_mesh_dim)
-        shards = over(process_group, lanes.gather)
-        reduce = over(group.reduce_process_group or process_group, lanes.reduce)
+        shards = over(process_group, lanes.gather, custom)
+        reduce = over(custom.reduce_group or process_group, lanes.reduce, custom)
     if axes.replicate_mesh_dim is not None and axes.num_replicas > 1:
-        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), lanes.reduce)
+        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), lanes.reduce, custom)
     if group.sub_axes is not None and group.sub_axes.shard_mesh_dim is not None:
-        sub = over(group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim), lanes.gather)
-        sub.packed.custom_all_gather = None
+        sub = over(
+            group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim), lanes.gather, replace(custom, all_gather=None)
+        )
     return GroupComm(shards, reduce, replicas, sub)
 
 
@@ -74,20 +75,21 @@ def bind_units(engine: Engine) -> None:
     gathers: dict[str, list[ShardGroup]] = {}
     reduces: dict[str, list[ShardGroup]] = {}
     process_groups: dict[str, dist.ProcessGroup] = {}
+    means = engine.means
     for group in (group for unit in engine.units for group in unit.groups):
-        comm = communicators(group, engine)
-        group.bind(engine.pool, comm)
+        comm = communicators(group, means)
+        group.bind(means.pool, comm)
         for way, users in ((comm.shards, gathers), (comm.reduce, reduces)):
             if way is not None and can_link(group, way.packed.group):
                 process_groups[way.packed.group.group_name] = way.packed.group
                 users.setdefault(way.packed.group.group_name, []).append(group)
     for name, process_group in process_groups.items():
-        wanted = gathers.get(name, []), reduces.get(name, []), engine.transport
-        link = engine.links.get(name)
+        wanted = gathers.get(name, []), reduces.get(name, []), means.transport
+        link = means.links.get(name)
         if link is None or not link.is_for(*wanted):
-            timeout_s = torch_private.timeout_s_of(process_group, engine.device)
-            link = engine.links[name] = GroupLink(process_group, *wanted, engine.pool, timeout_s)
-            engine.spans.register(process_group, link.prepare)
+            timeout_s = torch_private.timeout_s_of(process_group, means.device)
+            link = means.links[name] = GroupLink(process_group, *wanted, means.pool, timeout_s)
+            means.spans.register(process_group, link.prepare)
 
 
 def may_share_memory(group: ShardGroup) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate
 from shardwise import torch_private
 from shardwise.comm.matrices import sum_of
 from shardwise.errors import ConfigError
-from shardwise.optim.owned import GradientOwner, OwnedGradient
+from shardwise.optim.owned_gradient import GradientOwner, OwnedGradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,67 @@ class Part:
     local: torch.Tensor
     place: DeviceMesh | dist.ProcessGroup | None = None
     num_shards: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The norm that gradients may have: of order ``norm_type``, at most ``max_norm``.
+
+    Raises: ConfigError unless there is a norm of this order.
+    """
+
+    max_norm: float
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.norm_type <= 0:
+            raise ConfigError(f"norm_type is {self.norm_type}; expected a positive number or math.inf")
+
+    @property
+    def is_max(self) -> bool:
+        """True for the largest absolute value, whose parts are compared and not added up."""
+        return math.isinf(self.norm_type)
+
+    def power(self, tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Return the ``norm_type``-th power of the norm of all ``tensors``; of the largest value itself.  0-dim, wide."""
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        total = torch.zeros((), device=device, dtype=wide)
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel():
+                values = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
+                precise = torch.float64 if values.dtype == torch.float64 else torch.float32
+                alike.setdefault((values.device, precise), []).append(values)
+        for (_, precise), values in alike.items():
+            norms = torch.stack(torch_private.norms_of(values, self.norm_type, precise)).to(device, wide)
+            total = self.plus(total, norms.max() if self.is_max else (norms**self.norm_type).sum())
+        return total
+
+    def plus(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Return the power of the norm of two sets of tensors together."""
+        return torch.maximum(left, right) if self.is_max else left + right
+
+    def hold(self, power: torch.Tensor, tensors: Sequence[torch.Tensor], dtypes: Iterable[torch.dtype]) -> torch.Tensor:
+        """Scale ``tensors`` in place as their norm asks for, whose power is ``power`` over all ranks; return that norm.
+
+        It is float32 unless one of the gradients' ``dtypes`` is wider.  Raises: RuntimeError, nothing scaled, as asked.
+        """
+        norm = power if self.is_max else power ** (1.0 / self.norm_type)
+        norm = norm if {torch.float64, torch.complex128} & set(dtypes) else norm.float()
+        if self.error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                f"The total norm of order {self.norm_type} for gradients from `parameters` is non-finite ({norm.item()}), so "
+                "it cannot be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                "`error_if_nonfinite=False`"
+            )
+        coefficient = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            alike.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+        for (device, dtype), scaled in alike.items():
+            torch_private.scale_all(scaled, coefficient.to(device, dtype.to_real()))
+        return norm
 
 
 def clip_grad_norm_(
@@ -59,77 +120,23 @@ def clip_grad_norm_(
         >>> round(float(clip_grad_norm_(layer.parameters(), max_norm=1.0)), 4)
         0.5
     """
-    checked_norm_type(norm_type)
+    limit = Limit(max_norm, norm_type, error_if_nonfinite)
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [param.grad for param in params if param.grad is not None]
     parts = [part_of(gradient) for gradient in gradients if not isinstance(gradient, OwnedGradient)]
-    owned = [gradient for gradient in gradients if isinstance(gradient, OwnedGradient)]
-    return clip_parts(parts, owned, max_norm, norm_type, error_if_nonfinite)
+    return clip_parts(parts, [gradient for gradient in gradients if isinstance(gradient, OwnedGradient)], limit)
 
 
-def clip_parts(
-    parts: Sequence[Part],
-    owned: Sequence[OwnedGradient],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-) -> torch.Tensor:
+def clip_parts(parts: Sequence[Part], owned: Sequence[OwnedGradient], limit: Limit) -> torch.Tensor:
     """Do what :func:`clip_grad_norm_` does for gradients in parts and gradients with owners."""
     tensors = [part.local for part in parts] + [part for gradient in owned for part in gradient.usable_parts()]
     if not parts and not owned:
         return torch.tensor(0.0)
-    total = _power_over_ranks(parts, norm_type, (parts[0].local if parts else owned[0]).device)
+    power = _power_over_ranks(parts, limit, (parts[0].local if parts else owned[0]).device)
     for owner, gradients in _by_owner(owned):
-        mine = power_of_norm([part for g in gradients for part in g.usable_parts()], norm_type, total.device)
-        reduced = owner.sum_over_ranks(mine, math.isinf(norm_type))
-        total = torch.maximum(total, reduced) if math.isinf(norm_type) else total + reduced
-    dtypes = {gradient.dtype for gradient in (*(part.local for part in parts), *owned)}
-    total = root_of_power(total, norm_type, dtypes)
-    scale_by(clip_coefficient(total, max_norm, norm_type, error_if_nonfinite), tensors)
-    return total
-
-
-def checked_norm_type(norm_type: float) -> None:
-    """Raises: ConfigError unless there is a norm of this order."""
-    if norm_type <= 0:
-        raise ConfigError(f"norm_type is {norm_type}; expected a positive number or math.inf")
-
-
-def power_of_norm(tensors: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return the ``norm_type``-th power of the norm of all ``tensors``; of the infinity norm itself.  0-dim, wide."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    total = torch.zeros((), device=device, dtype=dtype)
-    for tensor in tensors:
-        if not tensor.numel():
-            continue
-        values = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
-        precise = torch.float64 if values.dtype == torch.float64 else torch.float32
-        norm = torch.linalg.vector_norm(values, norm_type, dtype=precise).to(device, dtype)
-        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type
-    return total
-
-
-def root_of_power(power: torch.Tensor, norm_type: float, dtypes: Iterable[torch.dtype]) -> torch.Tensor:
-    """Return the norm, in float32 unless a gradient is wider."""
-    total = power if math.isinf(norm_type) else power ** (1.0 / norm_type)
-    return total if {torch.float64, torch.complex128} & set(dtypes) else total.float()
-
-
-def clip_coefficient(total: torch.Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-    """Return what gradients of norm ``total`` are to be multiplied by.  Raises: RuntimeError as asked."""
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite ({total.item()}), so it "
-            "cannot be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-            "`error_if_nonfinite=False`"
-        )
-    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
-
-
-def scale_by(coefficient: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
-    """Multiply all ``tensors`` by ``coefficient``, in place."""
-    for tensor in tensors:
-        tensor.detach().mul_(coefficient.to(tensor.device, tensor.real.dtype if tensor.is_complex() else tensor.dtype))
+        mine = limit.power([part for g in gradients for part in g.usable_parts()], power.device)
+        power = limit.plus(power, owner.sum_over_ranks(mine, limit.is_max))
+    return limit.hold(power, tensors, [gradient.dtype for gradient in (*(part.local for part in parts), *owned)])
 
 
 def _by_owner(owned: Iterable[OwnedGradient]) -> list[tuple[GradientOwner, list[OwnedGradient]]]:
@@ -153,20 +160,18 @@ def part_of(gradient: torch.Tensor) -> Part:
     return Part(torch_private.local_of(gradient).detach(), mesh, math.prod(sizes))
 
 
-def _power_over_ranks(parts: Sequence[Part], norm_type: float, device: torch.device) -> torch.Tensor:
+def _power_over_ranks(parts: Sequence[Part], limit: Limit, device: torch.device) -> torch.Tensor:
     groups = _groups(list(dict.fromkeys(part.place for part in parts if part.place is not None)))
     num_ranks = math.prod(group.size() for group in groups)
-    is_max = math.isinf(norm_type)
     by_share: dict[float, list[torch.Tensor]] = {}
     for part in parts:
         # Every copy of a shard adds its part of one: then one sum over all ranks counts each shard once.
-        by_share.setdefault(1.0 if is_max else part.num_shards / num_ranks, []).append(part.local)
-    total = power_of_norm([], norm_type, device)
+        by_share.setdefault(1.0 if limit.is_max else part.num_shards / num_ranks, []).append(part.local)
+    total = limit.power([], device)
     for share, tensors in by_share.items():
-        power = power_of_norm(tensors, norm_type, device)
-        total = torch.maximum(total, power) if is_max else total + power * share
+        total = limit.plus(total, limit.power(tensors, device) * share)
     for group in groups:
-        total = sum_of(total, group, is_max)
+        total = sum_of(total, group, limit.is_max)
     return total
 
 

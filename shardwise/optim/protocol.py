@@ -39,7 +39,7 @@ class Stepper(Protocol):
         ...
 
     def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all state and options; may be collective."""
+        """Replace all state and options; may be collective.  ``values`` may be kept: nobody else holds them."""
         ...
 
 

@@ -21,7 +21,7 @@ from shardwise.errors import DesyncError, StateError
 from shardwise.layout.owners import assign_owners
 from shardwise.optim.exchanges import exchange, exchange_objects
 from shardwise.optim.forms import load_indexed
-from shardwise.optim.meeting import Matrix, Meeting, all_boxes, leaf_of, make_matrix, without_memory
+from shardwise.optim.matrix_owners import Matrix, Meeting, all_boxes, leaf_of, make_matrix, without_memory
 from shardwise.optim.pieces import PerPiece, Piece, gradient_of, is_sharded, is_sharded_tensor, local_of, state_of_piece
 from shardwise.optim.protocol import Closure, MakeOptimizer, Params, Values, loss_of
 from shardwise.optim.registry import step_cost

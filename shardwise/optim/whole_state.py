@@ -11,7 +11,7 @@ import torch
 from shardwise.comm.matrices import Expected
 from shardwise.errors import StateError
 from shardwise.optim.exchanges import exchange, exchange_objects
-from shardwise.optim.meeting import Matrix, Meeting, boxes_of
+from shardwise.optim.matrix_owners import Matrix, Meeting, boxes_of
 from shardwise.optim.pieces import PerPiece
 
 State = dict[str, Any]

@@ -32,26 +32,6 @@ def compress_paths(paths: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
-def expand_paths(text: str) -> tuple[str, ...]:
-    """Return the paths that :func:`compress_paths` wrote as ``text``."""
-    paths: list[str] = []
-    rest = text
-    while rest:
-        if rest.startswith('"'):
-            path, end = json.JSONDecoder().raw_decode(rest)
-            paths.append(str(path))
-            rest = rest[end:].removeprefix(", ")
-            continue
-        part, _, rest = rest.partition(", ")
-        match = _RANGE.fullmatch(part)
-        if match is None:
-            paths.append(part)
-        else:
-            numbers = range(int(match["first"]), int(match["last"]) + 1)
-            paths += [f"{match['stem']}{number}" for number in numbers]
-    return tuple(paths) if text else ("",)
-
-
 def _count_up(paths: Sequence[str], start: int) -> int:
     """Return how many paths from ``start`` on differ by one in the number at their end alone."""
     numbered = _split_number(paths[start])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardwise.events import Call, Op
-from shardwise.plan.order import Edge, Order
 from shardwise.plan.policy import UnitPolicy
+from shardwise.plan.visits import Edge, Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +51,6 @@ class StepPlan:
     calls: tuple[Call, ...]
     ahead: tuple[tuple[int, ...], ...]
     routes: tuple[tuple[str, str], ...] = ()
-
-    def fingerprint(self) -> str:
-        """Return a digest that is the same on every rank that has the same plan."""
-        text = "\n".join(f"{call.op.value} {call.unit} {call.num_bytes}" for call in self.calls)
-        return hashlib.sha256(text.encode()).hexdigest()
 
 
 class _Simulation:

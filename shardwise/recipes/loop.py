@@ -15,7 +15,7 @@ from shardwise.recipes.checkpoints import Progress, finish_saving, load_newest, 
 from shardwise.recipes.config import TrainConfig, learning_rate
 from shardwise.recipes.doors import DOORS, Door, local_optimizer
 from shardwise.recipes.gpt import build_gpt, next_byte_loss
-from shardwise.recipes.memory import HeldBytes, measure_held, peak_bytes
+from shardwise.recipes.held_bytes import HeldBytes, measure_held, peak_bytes
 from shardwise.recipes.parallel import build_meshes, compile_blocks, split_heads, why_not_compiled
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Run
@@ -85,20 +85,29 @@ def build_trainer(run: Run, ranks: RunRanks) -> Trainer:
     return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters, notes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that was made: its figures but for the loss, this rank's part of that, and what it held if that was measured."""
+
+    figures: TrainedStep
+    loss: Tensor
+    held: HeldBytes
+
+
 class _Figures:
     """The figures of the steps since the last line, and how long training took: validation and checkpoints do not count."""
 
     def __init__(self, trainer: Trainer, journal: RunLog) -> None:
         self._trainer = trainer
         self._journal = journal
-        self._pending: list[tuple[TrainedStep, Tensor]] = []
+        self._pending: list[_Step] = []
         self._began = time.perf_counter()
         self.trained_s = 0.0
 
-    def add(self, figures: TrainedStep, loss: Tensor) -> None:
-        """Keep a step; its loss is this rank's part."""
-        self._pending.append((figures, loss))
-        self._journal.advance(figures.step)
+    def add(self, step: _Step) -> None:
+        """Keep a step."""
+        self._pending.append(step)
+        self._journal.advance(step.figures.step)
 
     def write(self) -> None:
         """Stop the clock and write down what there is, with losses of all ranks.  Collective."""
@@ -108,9 +117,9 @@ class _Figures:
             return
         trainer, config = self._trainer, self._trainer.config
         step_s = window_s / len(self._pending)
-        losses = trainer.ranks.mean([loss for _, loss in self._pending])
+        losses = trainer.ranks.mean([step.loss for step in self._pending])
         peak = max(trainer.ranks.gather(peak_bytes(trainer.ranks.device)))
-        steps = [replace(figures, loss=loss) for (figures, _), loss in zip(self._pending, losses, strict=True)]
+        steps = [replace(step.figures, loss=loss) for step, loss in zip(self._pending, losses, strict=True)]
         speed = config.batch * config.model.context / step_s
         self._journal.trained(steps, round(speed, 1), peak, (config.steps - steps[-1].step) * step_s)
         self._pending = []
@@ -129,19 +138,21 @@ def train_steps(trainer: Trainer, journal: RunLog, asked: Asked) -> Finished | S
     if start == 0:
         journal.validated(0, validate(trainer))
     figures = _Figures(trainer, journal)
+    intervals = (config.log_every, config.eval_every, config.save_every)
     held = HeldBytes(0, 0, 0)
-    for step in range(start, config.steps):
-        done = step + 1
-        trained, loss, held = _train_step(trainer, step, measure=done == config.steps)
-        verdict = _judge(trainer, trained, loss, asked)
+    for number in range(start, config.steps):
+        done = number + 1
+        step = _train_step(trainer, number, measure=done == config.steps)
+        held = step.held
+        verdict = _judge(trainer, step, asked)
         if verdict.is_broken:
             figures.write()
             finish_saves(trainer)
-            mean = trainer.ranks.mean([loss])[0]
-            raise _diverged(trainer, done, f"the loss is {mean}, the norm of its gradients {trained.grad_norm}")
-        figures.add(trained, loss)
+            mean = trainer.ranks.mean([step.loss])[0]
+            raise _diverged(trainer, done, f"the loss is {mean}, the norm of its gradients {step.figures.grad_norm}")
+        figures.add(step)
         is_asked = verdict.signal != 0
-        if not is_asked and not any(_is_due(done, every, config) for every in _intervals(config)):
+        if not is_asked and not any(_is_due(done, every, config) for every in intervals):
             continue
         figures.write()
         if _is_due(done, config.eval_every, config):
@@ -160,13 +171,9 @@ def train_steps(trainer: Trainer, journal: RunLog, asked: Asked) -> Finished | S
     return Finished(each, num_tokens / figures.trained_s)
 
 
-def _intervals(config: TrainConfig) -> tuple[int, int, int]:
-    return config.log_every, config.eval_every, config.save_every
-
-
-def _judge(trainer: Trainer, trained: TrainedStep, loss: Tensor, asked: Asked) -> Verdict:
+def _judge(trainer: Trainer, step: _Step, asked: Asked) -> Verdict:
     """Return what all ranks know after a step: each sees its own signals and its own part of the loss.  Collective."""
-    is_broken = not (math.isfinite(trained.grad_norm) and math.isfinite(float(loss)))
+    is_broken = not (math.isfinite(step.figures.grad_norm) and math.isfinite(float(step.loss)))
     signal, broken = trainer.ranks.highest([asked(), int(is_broken)])
     return Verdict(signal, bool(broken))
 
@@ -182,7 +189,7 @@ def _is_due(done: int, every: int, config: TrainConfig) -> bool:
     return done % every == 0 or done == config.steps
 
 
-def _train_step(trainer: Trainer, step: int, *, measure: bool) -> tuple[TrainedStep, Tensor, HeldBytes]:
+def _train_step(trainer: Trainer, step: int, *, measure: bool) -> _Step:
     config, door = trainer.config, trainer.door
     rate = learning_rate(config, step)
     for group in trainer.optimizer.param_groups:
@@ -201,7 +208,7 @@ def _train_step(trainer: Trainer, step: int, *, measure: bool) -> tuple[TrainedS
     trainer.optimizer.step()
     held = measure_held(trainer.model, local_optimizer(trainer.optimizer)) if measure else HeldBytes(0, 0, 0)
     trainer.optimizer.zero_grad()
-    return TrainedStep(step + 1, 0.0, float(norm), rate), loss, held
+    return _Step(TrainedStep(step + 1, 0.0, float(norm), rate), loss, held)
 
 
 def _microbatch(trainer: Trainer, step: int, microbatch: int) -> tuple[Tensor, Tensor]:

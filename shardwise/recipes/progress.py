@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shardwise.recipes.memory import HeldBytes, fold_held, format_bytes
+from shardwise.recipes.held_bytes import HeldBytes, fold_held, format_bytes
 
 
 @dataclass(frozen=True, slots=True)

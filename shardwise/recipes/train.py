@@ -13,8 +13,8 @@ from shardwise.doctor.recorder import BLACK_BOX
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks
 from shardwise.recipes.doors import DOORS
 from shardwise.recipes.gpt import generate
+from shardwise.recipes.held_bytes import unsharded_bytes
 from shardwise.recipes.loop import Finished, Stopped, Trainer, build_trainer, train_steps
-from shardwise.recipes.memory import unsharded_bytes
 from shardwise.recipes.progress import ProgressDisplay, memory_table
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -60,17 +61,17 @@ class MeshAxes:
     dims: DataParallelMeshDims | None = None
     spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
 
-    @property
+    @functools.cached_property  # asked for at every collective
     def num_shards(self) -> int:
         """Ranks on the shard axis; 1 without one."""
         return 1 if self.shard_mesh_dim is None else self.mesh.size(self.shard_mesh_dim)
 
-    @property
+    @functools.cached_property
     def shard_rank(self) -> int:
         """This rank's coordinate on the shard axis."""
         return 0 if self.shard_mesh_dim is None else self.mesh.get_local_rank(self.shard_mesh_dim)
 
-    @property
+    @functools.cached_property
     def num_replicas(self) -> int:
         """Ranks on the replica axis; 1 without one."""
         return 1 if self.replicate_mesh_dim is None else self.mesh.size(self.replicate_mesh_dim)

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DeviceMesh
 
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool, Lease
+from shardwise.comm.communicator import BucketEnds, Communicator, GatherEnds, Pending
 from shardwise.comm.groups import mesh_of_one
-from shardwise.comm.protocol import BucketEnds, Communicator, GatherEnds, Pending
 from shardwise.errors import LayoutError
 from shardwise.layout.bucket import align
 from shardwise.layout.shard import row_major

@@ -65,8 +65,7 @@ class GradientSection:
         return [
             *map(sys.getrefcount, tensors),
             *map(sys.getrefcount, self._storages),
-            *torch_private.tensor_use_counts(tensors),
-            *map(torch_private.storage_use_count, self._storages),
+            *torch_private.use_counts(tensors, self._storages),
         ]
 
     def _is_as_made(self) -> bool:

@@ -11,16 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.comm.carve import is_own
+from shardwise.comm.communicator import Pending, Scale
 from shardwise.comm.lanes import Lane
-from shardwise.comm.protocol import Pending, Scale
 from shardwise.layout import bucket as layout_bucket
 from shardwise.layout.bucket import Bucket
 from shardwise.plan.policy import UnitPolicy
 from shardwise.units.gradient_memory import GradientSection, as_gradient
 from shardwise.units.group import ShardGroup
-from shardwise.units.idle import mark_full
 from shardwise.units.param import UnitParam
-from shardwise.units.precision import CPUOffloadPolicy
 from shardwise.units.reduce_layout import ReduceLayout
 
 Gradients = dict[UnitParam, torch.Tensor]
@@ -30,7 +28,6 @@ _HERE = nullcontext()
 def take_gradients(group: ShardGroup) -> Gradients:
     """Return the local gradients of the full parameters, in the dtypes that they are reduced in, and clear them there."""
     taken: Gradients = {}
-    mark_full(group.params)  # a unit whose backward reads no parameter is not waited for
     for param in group.params:
         full = param.full
         if full is None:
@@ -43,9 +40,11 @@ def take_gradients(group: ShardGroup) -> Gradients:
             continue  # frozen since forward
         if type(gradient) is not torch.Tensor:
             gradient = _local_gradient(gradient, param, group)
-        dtype = group.reduce_dtypes.get(gradient.dtype) if param.grad_dtype is None and not param.keeps_dtype else None
+        dtype = (
+            group.dtypes.by_gradient.get(gradient.dtype) if param.grad_dtype is None and not param.keeps_dtype else None
+        )
         if dtype is None:
-            dtype = group.dtype_of_reduction(param, gradient.dtype)
+            dtype = group.dtypes.of_reduction(param, gradient.dtype)
         taken[param] = gradient if gradient.dtype is dtype else gradient.to(dtype)
     return taken
 
@@ -180,7 +179,7 @@ class Reduction:
     ) -> None:
         self.group = group
         self.params = params
-        self._comm = group.comm
+        self._comm = group.bound_comm or group.comm
         self.is_partial = self._comm.replicas is not None and not terms.policy.syncs_replicas
         self._layout = _layout_of(group, params, dtype)
         self.has_elements = self._layout.bucket.full_numel > 0
@@ -189,7 +188,7 @@ class Reduction:
         self._scale = scale_of(group, dtype, terms.policy)
         self._pending: Pending | None = None
         self._is_scattered = False
-        is_final = not self.is_partial and group.storage_device == group.device
+        is_final = not self.is_partial and group.place.storage_device == group.device
         is_final = is_final and _dtypes_of_gradients(params) <= {dtype, None}
         self._packing = _Packing(self._layout, gradients, dtype, group.device, is_final)
 
@@ -286,15 +285,16 @@ class Reduction:
             return packing.result.gradients
         group, section = self.group, packing.target()
         dtypes = {param.dtype_of_gradient or packing.dtype for param in self.params}
-        if dtypes == {packing.dtype} and section.device == group.storage_device:
+        if dtypes == {packing.dtype} and section.device == group.place.storage_device:
             return GradientSection(self._layout.places, section).gradients
         if len(dtypes) > 1:
             return [
-                as_gradient(param, window.to(group.storage_device, param.dtype_of_gradient or packing.dtype, copy=True))
+                as_gradient(
+                    param, window.to(group.place.storage_device, param.dtype_of_gradient or packing.dtype, copy=True)
+                )
                 for param, window in self.windows().items()
             ]
-        pins = isinstance(group.offload, CPUOffloadPolicy) and group.offload.can_pin
-        packing.result = self._layout.memory.take(dtypes.pop(), group.storage_device, pins)
+        packing.result = self._layout.memory.take(dtypes.pop(), group.place.storage_device, group.place.pins)
         packing.result.flat.copy_(section)
         return packing.result.gradients
 
@@ -340,7 +340,7 @@ def launch_reductions(
     packing and the page faults of new memory cost as much as the network within a host.
     """
     launched: list[Reduction] = []
-    comm = group.comm
+    comm = group.bound_comm or group.comm
     may_stay = comm.reduce is None and comm.replicas is not None and group.device.type == "cpu" and terms.hook is None
     if partial:
         gradients = {param: _widened(gradient, partial.get(param)) for param, gradient in gradients.items()}
@@ -377,7 +377,7 @@ def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
     """Return the bytes that the reduction of all trainable parameters stages."""
     if not group.is_collective:
         return 0
-    trainable = {param: group.dtype_of_reduction(param) for param in group.params if param.sharded.requires_grad}
+    trainable = {param: group.dtypes.of_reduction(param) for param in group.params if param.sharded.requires_grad}
     total = 0
     for dtype, params in _by_reduce_dtype(group, trainable):
         packing = _Packing(_layout_of(group, params, dtype), [], dtype, group.device)
@@ -387,8 +387,8 @@ def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
 
 def _staging(group: ShardGroup, packing: _Packing, scale: Scale) -> int:
     itemsize = packing.dtype.itemsize
-    comm = group.bound_comm.reduce if group.bound_comm is not None else None
-    link = comm.planned_link if comm is not None else None
+    comm = group.bound_comm
+    link = comm.reduce.planned_link if comm is not None and comm.reduce is not None else None
     if link is not None and link.takes_scatter(packing, scale):
         return link.scatter_staging(packing.layout, itemsize)
     return packing.section_numel * group.axes.num_shards * itemsize

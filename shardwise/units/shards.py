@@ -1,8 +1,7 @@
-"""This rank's shards of a unit's parameters in flat memory, and the full parameters they gather into."""
+"""The shards of a unit's parameters on their way into the full parameters: sections, moves, and the memory they arrive in."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,20 +11,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool, Lease
-from shardwise.comm.carve import carve, is_own
-from shardwise.comm.links.arena import ArenaPlace, take_shareable
+from shardwise.comm.communicator import BucketEnds
+from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import section_parts
-from shardwise.errors import LayoutError
 from shardwise.layout.bucket import Bucket, align
 from shardwise.layout.shard import Move, row_major
-from shardwise.units.param import Slot, UnitParam
+from shardwise.units.flat_bucket import FlatBucket, SubBucket, view_of
+from shardwise.units.idle import FreedParameter, mark_freed
+from shardwise.units.param import UnitParam
 
 _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share
-
-
-def view_of(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
-    """Return a strided window of the 1-D tensor ``flat``."""
-    return flat.as_strided(shape, stride, flat.storage_offset() + offset)
 
 
 def full_window(flat: torch.Tensor, move: Move, base: int) -> torch.Tensor:
@@ -36,189 +31,6 @@ def full_window(flat: torch.Tensor, move: Move, base: int) -> torch.Tensor:
 def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
     """Return the side of ``move`` that lies in a packed buffer."""
     return view_of(flat, move.shape, move.packed_stride, move.packed_offset)
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What a section lies in: a 1-D tensor, and where that is for other processes of this host, if it is shared."""
-
-    flat: torch.Tensor
-    place: ArenaPlace | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Allocator:
-    """Makes memory for sections; page-locked, or where other processes of this host can map it, if wanted and possible."""
-
-    device: torch.device
-    pins: bool = False
-    shares: bool = False
-
-    def __call__(self, numel: int, dtype: torch.dtype) -> Memory:
-        """Return ``numel`` zeros."""
-        if self.shares and numel:
-            found = take_shareable(numel * dtype.itemsize)
-            if found is not None:
-                return Memory(found[0].view(dtype), found[1])
-        flat = torch.zeros(numel, dtype=dtype, device=self.device)
-        return Memory(flat.pin_memory() if self.pins else flat)
-
-
-@dataclass(slots=True, eq=False)
-class SubBucket:
-    """This rank's shards on the smaller mesh that parameters go to after forward; attributes as of a FlatBucket."""
-
-    params: list[UnitParam]
-    layout: Bucket
-    full_dtype: torch.dtype
-    local: torch.Tensor
-    byte_offset: int = 0
-
-    def windows(self, rank: int) -> list[torch.Tensor]:
-        """Return the shards of ``rank``, each with a storage of its own."""
-        shapes = [shard.shard_shape(rank) for shard in self.layout.shards]
-        return [carve(self.local, offset, shape) for offset, shape in zip(self.layout.offsets, shapes, strict=True)]
-
-
-class FlatBucket:
-    """This rank's shards of parameters of one dtype, side by side in one allocation.
-
-    Every shard has a storage of its own there, its *home*.  Memory that somebody else may hold is never replaced: when user
-    code has put other memory under a parameter (``to_empty``, ``load_state_dict(assign=True)``, ``share_memory_``), the
-    parameter comes home once nothing but itself holds that memory.  Until then it is *loose*: what travels is a copy.
-
-    Attributes:
-        params: the parameters, in layout order.
-        layout: where each of them starts, in a section and in the full buffer.
-        dtype: of the shards.  full_dtype: of the all-gather and the full parameters.
-        local: 1-D, ``layout.section_numel`` elements: this rank's section.
-        place: where ``local`` lies for other processes of this host; None: it is this process's own.
-        travels: full parameters are copies; else they are the shards themselves, wherever these lie.
-        byte_offset: where the bucket starts in a section that several buckets share.
-        number: which of the sections that the ranks of a host read from each other this is.
-        loose: indices of the parameters that are not at home.
-        num_replaced: parameters that user code has put others in the place of, since somebody has asked.
-    """
-
-    def __init__(
-        self,
-        params: list[UnitParam],
-        layout: Bucket,
-        full_dtype: torch.dtype,
-        allocate: Allocator,
-        travels: bool,
-    ) -> None:
-        self.params = params
-        self.layout = layout
-        self.dtype = params[0].dtype
-        self.full_dtype = full_dtype
-        self.travels = travels
-        self.byte_offset = 0
-        self.number: int | None = None
-        self.num_replaced = 0
-        self.has_attributes = False
-        self._allocate = allocate
-        self._take_memory()
-
-    def _take_memory(self) -> None:
-        memory = self._allocate(self.layout.section_numel, self.dtype)
-        self.place, self.local = memory.place, memory.flat
-        self._homes: list[torch.UntypedStorage] = []
-        # For each parameter its first slot, and the address of its home; None: the shard is empty.
-        self._places: list[tuple[UnitParam, Slot, int | None]] = []
-        self.loose: list[int] = []
-        for param, offset in zip(self.params, self.layout.offsets, strict=True):
-            home = carve(self.local, offset, param.shard_shape)
-            self._homes.append(home.untyped_storage())
-            self._places.append((param, param.slots[0], home.data_ptr() if home.numel() else None))
-
-    def move_in(self) -> None:
-        """Bring every parameter home that nobody else holds; note that the others are loose."""
-        self.loose = [
-            index
-            for index, (param, _, address) in enumerate(self._places)
-            if (address is not None or not param.is_handed_out) and not self._come_home(index)
-        ]
-
-    def settle(self) -> bool:
-        """Find parameters that are not at home; bring them home or note that they are loose.
-
-        Returns: False if a parameter has another dtype or device than the bucket was made for.
-        """
-        dtype, device = self.dtype, self.local.device
-        self.has_attributes = False
-        away: list[int] = []
-        for param, slot, _ in self._places:
-            if slot.parameters[slot.name] is not param.sharded and not param.is_registered:
-                param.adopt_registered()
-                self.num_replaced += 1
-        locals_ = torch_private.locals_of([param.sharded for param in self.params])
-        for index, (param, _, address) in enumerate(self._places):
-            sharded, local = param.sharded, locals_[index]
-            if local.dtype is not dtype or local.device != device:
-                return False
-            if local.__dict__:
-                self.has_attributes = True
-            if sharded.grad_dtype is not (dtype if param.grad_dtype is None else param.grad_dtype.dtype):
-                param.follow_grad_dtype()
-            if address is not None and self.travels and local.data_ptr() != address:
-                away.append(index)
-        self.loose = [index for index in away if not self._come_home(index)] if away else away
-        if self.loose and any(torch_private.storage_use_count(self._homes[index]) for index in self.loose):
-            self.relocate()  # somebody holds a home that its parameter has left
-        return True
-
-    def stage(self) -> None:
-        """Copy loose parameters to where they travel from."""
-        for index in self.loose:
-            param = self.params[index]
-            with torch.no_grad():
-                view_of(self.local, param.shard_shape, row_major(param.shard_shape), self.layout.offsets[index]).copy_(
-                    param.local
-                )
-
-    def relocate(self, allocate: Allocator | None = None) -> None:
-        """Take other memory for the section, from ``allocate`` if that is given."""
-        if allocate is not None:
-            self._allocate = allocate
-        self._take_memory()
-        self.move_in()
-
-    def _come_home(self, index: int) -> bool:
-        param, storage = self.params[index], self._homes[index]
-        local = param.local
-        if tuple(local.shape) != param.shard_shape:
-            raise LayoutError(
-                f"{param.fqn}: its shard has shape {tuple(local.shape)}, expected {param.shard_shape}; user code has put "
-                "another tensor in its place: assign one of the sharded shape"
-            )
-        if torch_private.storage_use_count(storage) or (param.is_handed_out and is_held(local)):
-            return False
-        home = torch.empty(0, dtype=self.dtype, device=self.local.device)
-        home.set_(storage, 0, local.shape, row_major(local.shape))
-        if local.device.type != "meta":
-            with torch.no_grad():
-                home.copy_(local)
-        if param.is_handed_out and is_own(local) and local.is_contiguous():
-            # The tensor object stays as well, and whoever holds it: only the memory under it is another.
-            old = local.untyped_storage()
-            torch_private.swap_storage(old, storage)
-            self._homes[index] = old
-        else:
-            param.replace_local(home.requires_grad_(local.requires_grad))
-            param.is_handed_out = True
-        return True
-
-
-def is_held(tensor: torch.Tensor) -> bool:
-    """Return True if something beside ``tensor`` holds its memory, or something beside Python holds ``tensor``."""
-    storage = tensor.untyped_storage()
-    return (
-        torch_private.storage_use_count(storage) > 1
-        or torch_private.tensor_use_count(tensor) > 0
-        or sys.getrefcount(storage) > 3  # itself, the argument, and the storage, which keeps its Python object
-        or (tensor.device.type == "cpu" and tensor.is_shared())  # with other processes, which nobody can count
-    )
 
 
 class FullBuffer:
@@ -379,3 +191,111 @@ class Shards:
             ]
         if sources:
             torch_private.copy_all([window for windows in self._full_windows for window in windows], sources)
+
+
+class ShardEnds:
+    """One bucket, for transports that move parts.  ``pool``: where its full buffer finds memory."""
+
+    def __init__(self, shards: Shards, index: int, full: FullBuffer) -> None:
+        bucket = shards.buckets[index]
+        assert isinstance(bucket, FlatBucket)
+        self._shards, self._index, self._bucket, self._full = shards, index, bucket, full
+        self.pool: BufferPool | None = None
+        self.layout, self.dtype, self.full_dtype = bucket.layout, bucket.dtype, bucket.full_dtype
+
+    @property
+    def number(self) -> int | None:
+        return self._bucket.number
+
+    def section(self) -> torch.Tensor:
+        return self._shards.section_of(self._bucket)
+
+    def full_parts(self, rank: int) -> list[torch.Tensor]:
+        assert self.pool is not None
+        return self._shards.full_parts(self._index, rank, self._full.hold(self.pool))
+
+    def lose_full(self) -> object:
+        return self._full.lose()
+
+
+@dataclass(slots=True)
+class Delivery:
+    """Both ends of an all-gather from ``shards`` into ``fulls``, which find memory in ``pool``.
+
+    Attributes:
+        ends: of the buckets, if they may travel in parts.
+    """
+
+    shards: Shards
+    fulls: Sequence[FullBuffer]
+    pool: BufferPool
+    ends: Sequence[BucketEnds] = ()
+
+    def buckets(self) -> Sequence[BucketEnds]:
+        return self.ends
+
+    def shard(self) -> torch.Tensor:
+        return self.shards.section()
+
+    def deliver(self, packed: torch.Tensor) -> None:
+        self.shards.unpack(packed, [full.hold(self.pool) for full in self.fulls])
+
+
+class Packing:
+    """Buckets and their full buffers: made anew, whole, when parameters have another dtype or place.
+
+    Attributes:
+        buckets: those that travel first.  fulls: the full buffer of each.
+        travelling: those of what travels.  shards: its sections.  ends: what takes it in parts.
+        full_bytes: of the full parameters beyond the shards.
+    """
+
+    def __init__(self, buckets: list[FlatBucket], num_shards: int, device: torch.device) -> None:
+        self.buckets = sorted(buckets, key=lambda bucket: not bucket.travels)  # numbered as in what travels
+        for bucket in self.buckets:
+            bucket.stage()
+            for param in bucket.params:
+                param.full = None
+                param.is_hooked = False
+        self.fulls = [FullBuffer(b.layout, b.full_dtype, device, is_shared=not b.travels) for b in self.buckets]
+        self.shards = Shards([bucket for bucket in self.buckets if bucket.travels], num_shards, device)
+        self.full_bytes = sum(full.num_bytes for full in self.fulls)
+        self.travelling = [full for full in self.fulls if not full.is_shared]
+        self.ends = [ShardEnds(self.shards, number, full) for number, full in enumerate(self.travelling)]
+        self._staging: tuple[Link | None, tuple[int, bool]] | None = None
+
+    def bind(self, pool: BufferPool | None) -> None:
+        """Let parts find memory in ``pool``."""
+        for ends in self.ends:
+            ends.pool = pool
+
+    def hold(self, pool: BufferPool) -> list[torch.Tensor]:
+        """Return the 1-D full buffers of the buckets that travel, with memory under them."""
+        return [full.hold(pool) for full in self.travelling]
+
+    def staging(self, link: Link | None) -> tuple[int, bool]:
+        """Return the bytes that an all-gather by ``link`` stages, and whether its full parameters are among them."""
+        if self._staging is None or self._staging[0] is not link:
+            self._staging = (link, self._compute_staging(link))
+        return self._staging[1]
+
+    def _compute_staging(self, link: Link | None) -> tuple[int, bool]:
+        if link is None:
+            return self.shards.packed_bytes, False
+        stagings = [link.gather_staging(each.layout, each.full_dtype.itemsize) for each in self.shards.buckets]
+        in_place = any(is_in_place for _, is_in_place in stagings)
+        return sum(num_bytes for num_bytes, _ in stagings) + (self.full_bytes if in_place else 0), in_place
+
+    def drop(self, keeps_memory: bool) -> None:
+        """Let nobody use the full parameters, and give their memory back unless ``keeps_memory``."""
+        for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
+            if not keeps_memory:
+                buffer.drop()
+            if not buffer.is_shared:
+                mark_freed(bucket.params, has_memory=buffer.is_held)
+
+    def leave(self) -> None:
+        """Give memory back that is kept while nobody uses it: another packing takes the place of this one."""
+        for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
+            if all(type(param.full) is FreedParameter for param in bucket.params):
+                buffer.drop()

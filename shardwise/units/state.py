@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.comm.protocol import Pending
+from shardwise.comm.communicator import Pending
 from shardwise.errors import StateError
 
 

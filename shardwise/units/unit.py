@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
+from shardwise.black_box import hearers, now, remember, tell, thread
 from shardwise.comm.links.link import Transport
 from shardwise.errors import ConfigError, StateError, TransportError
-from shardwise.events import Call, Event, Op
+from shardwise.events import Call, EventLog, Op
 from shardwise.plan.policy import UnitPolicy
+from shardwise.units.backward import UnitBackward
+from shardwise.units.earlier_gradients import EarlierGradients
 from shardwise.units.gradients import Gradients, planned_scatter_bytes, take_gradients
 from shardwise.units.group import ShardGroup
 from shardwise.units.idle import mark_full
@@ -25,20 +28,12 @@ from shardwise.units.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsh
 class Host(Protocol):
     """Whoever carries out the steps of a unit."""
 
-    def emit(self, event: Event) -> None:
-        """Hear what a unit has done."""
-        ...
-
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """Return ``error``, of a collective at ``where``, with what the other ranks were doing."""
         ...
 
     def before_gather(self) -> None:
         """Order the all-gather that follows after what has been done to shards."""
-        ...
-
-    def gradient_arrived(self, unit: Unit, ordinal: int) -> None:
-        """Hear that the gradient of a parameter of ``unit`` is there."""
         ...
 
 
@@ -49,23 +44,15 @@ def _nobody() -> None:
 class Unit:
     """The parameters of one ``fully_shard`` or ``replicate`` call.
 
-    One arrow of the state machine is one method; :meth:`_enter` checks the arrow and stores the state.
+    What they are now is its ``state``: one arrow of that machine is one method; :meth:`_enter` checks the arrow.  How far
+    its backward has come is ``backward``, what earlier ones have left is ``earlier``.
 
     Attributes:
         groups: its parameters, one group per mesh.
         policy: its behaviour; replaced whole.
         is_full: the full parameters are registered: its state is Unsharded.
         name: paths of its modules in the root, from the first forward on.
-        backward_task: the autograd task in which its backward has begun.
-        open_passes: passes through its modules that backward has come to and not left.
-        counts_gradients: the last gradient ends a backward.  Where checkpoints run backwards of their own, which may use the
-            parameters again, that is so once a first backward has shown that they do not.
-        is_nested: gradients have come from a backward within that: they tell nothing of what is still to come.
-        gradient_arrived: ordinals of the parameters whose gradient has come in the running backward.
-        held: gradients of earlier backwards without sync, per parameter, in the reduce dtype.
-        hidden: gradients of plain parameters, taken away while backward adds new ones.
-        unsynced: plain parameters whose gradients are of this rank alone.
-        partial: sums over the shard axis that replicas have not been summed into.
+        log: hears what it does.
         num_commits: how often its gradients have been set: an optimizer is expected to change its shards then.
         borrows: units whose parameters its modules use too.
         holders: forwards that are using its full parameters now.
@@ -74,7 +61,6 @@ class Unit:
         max_reductions: reduce-scatter inputs that may live at once; the largest of an engine's units holds.
         transport: how its engine's ranks may exchange tensors, if the user has said so of this unit; a root's holds.
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
-        ended_late: its last backward ended without some gradient, at the end of the whole backward.
     """
 
     def __init__(self, modules: Sequence[nn.Module], precision: MixedPrecisionPolicy, policy: UnitPolicy) -> None:
@@ -83,25 +69,15 @@ class Unit:
         self.precision = precision
         self.policy = policy
         self.name = ""
+        self.log = EventLog()
         self.state: UnitState = Sharded()
         self.is_full = False
-        self.in_backward = False
-        self.backward_task = -1
-        self.open_passes: set[object] = set()
-        self.counts_gradients = True
-        self.is_nested = False
-        self.gradient_arrived: set[int] = set()
-        self.num_expected = 0
-        self.num_frozen = 0
-        self.held: Gradients = {}
-        self.partial: Gradients = {}
-        self.hidden: Gradients = {}
-        self.unsynced: set[UnitParam] = set()
+        self.backward = UnitBackward()
+        self.earlier = EarlierGradients()
         self.num_commits = 0
-        self.borrows: list[Unit] = []
+        self.borrows: tuple[Unit, ...] = ()
         self.holders = 0
         self.awaited: set[int] = set()
-        self.ended_late = False
         self.uses_default_reshard = False
         self.max_reductions = 1
         self.transport: Transport | None = None
@@ -126,47 +102,18 @@ class Unit:
             return self.groups[0].params
         return [param for group in self.groups for param in group.params]
 
-    @property
-    def family(self) -> tuple[Unit, ...]:
-        """The unit and those it borrows parameters from."""
-        return (self, *self.borrows)
+    def borrow(self, lender: Unit) -> None:
+        """Use parameters of ``lender`` too."""
+        if lender not in self.borrows:
+            self.borrows = (*self.borrows, lender)
 
-    @property
-    def wants_boundary(self) -> bool:
-        """True when counting gradients does not tell the end of its backward: the gradients of its inputs must."""
-        return self.ended_late or self.policy.reduces_unused or self.num_frozen > 0 or not self.counts_gradients
-
-    @property
-    def is_sharded(self) -> bool:
-        """True when this rank holds its shards alone."""
-        return isinstance(self.state, Sharded)
-
-    @property
-    def is_gathering(self) -> bool:
-        """True while an all-gather is in flight."""
-        return isinstance(self.state, Gathering)
-
-    @property
-    def is_subsharded(self) -> bool:
-        """True while the parameters on the smaller mesh are registered."""
-        return isinstance(self.state, Subsharded)
-
-    @property
-    def num_packs(self) -> int:
-        """How often its parameters were put together anew, because somebody has replaced them or changed their dtype."""
-        total = 0
-        for group in self.groups:
-            total += group.num_packs
-        return total
-
-    def check_packing(self, made_of: int) -> None:
-        """Raise StateError if parameters were put together anew since a forward that saw ``num_packs == made_of``."""
-        if self.num_packs != made_of:
-            raise StateError(
-                f"parameters of unit '{self.name}' were replaced, moved or given another dtype after the forward whose "
-                "backward runs now: their gradients would go to what they were before. Do such changes before forward, or "
-                "after backward"
-            )
+    def refuse_packing(self) -> None:
+        """Raise StateError: parameters were put together anew since the forward whose backward runs."""
+        raise StateError(
+            f"parameters of unit '{self.name}' were replaced, moved or given another dtype after the forward whose "
+            "backward runs now: their gradients would go to what they were before. Do such changes before forward, or "
+            "after backward"
+        )
 
     @property
     def reduce_bytes(self) -> int:
@@ -200,10 +147,6 @@ class Unit:
             total += group.full_bytes
         return 0 if self.policy.keeps_full_memory else total
 
-    def module_ids(self) -> set[int]:
-        """Return the ids of its modules."""
-        return {id(module) for ref in self._modules if (module := ref()) is not None}
-
     def number_parameters(self) -> None:
         """Give every parameter its ordinal."""
         for ordinal, param in enumerate(self.params):
@@ -222,13 +165,21 @@ class Unit:
             check_move(self.name, self.state, new)
         self.state = new
         self.is_full = type(new) is Unsharded
-        self.is_full = type(new) is Unsharded
 
-    def note(self, op: Op, num_bytes: int = 0, in_place: bool = False) -> None:
-        """Tell the engine's instruments what this unit has just done."""
-        host = self.host_ref()
-        if host is not None:
-            host.emit(Call(op, self.name, num_bytes, in_place))
+    def note(self, op: Op, measure: Callable[[], tuple[int, bool]] = lambda: (0, False)) -> None:
+        """Tell whoever listens what this unit has just done; ``measure``: the bytes, and the place, of the call."""
+        log = self.log
+        log.num_calls += 1
+        log.recent.append((op, self.name))
+        track = log.track
+        track.count += 1
+        remember((now(), thread(), track.name, track.count, op, self.name))
+        if hearers:
+            tell(op, self.name)
+        if log.instruments:
+            call = Call(op, self.name, *measure())
+            for instrument in log.instruments:
+                instrument.on_event(call)
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
         host = self.host_ref()
@@ -260,8 +211,7 @@ class Unit:
         except TransportError as error:
             raise self._explained(error) from error
         self._enter(Gathering(Source(version, span), tuple(launched)))
-        num_bytes, is_in_place = self.gather_staging
-        self.note(Op.UNSHARD, num_bytes, is_in_place)
+        self.note(Op.UNSHARD, lambda: self.gather_staging)
 
     def wait(self, span: int | None = None) -> None:
         """Register the full parameters once the all-gather has delivered them; launches it if nobody has."""
@@ -278,13 +228,14 @@ class Unit:
             raise self._explained(error) from error
         if span is not None and state.source.span != span:
             self._check_is_copy()
-        self.num_expected = num_params = 0
+        num_trainable = num_params = 0
         for group in self.groups:
-            self.num_expected += group.register_full(self._gradient_hook)
+            num_trainable += group.register_full(self.backward.hook)
             num_params += len(group.params)
-        self.num_frozen = num_params - self.num_expected
+        if (num_trainable, num_params) != self.backward.counted:
+            self.backward.expect(num_trainable, num_params)
         self._enter(Unsharded(Source(state.source.version, span)))
-        self.note(Op.WAIT, self.full_bytes)
+        self.note(Op.WAIT, lambda: (self.full_bytes, False))
 
     def reshard(self, in_span: bool = False) -> bool:
         """Give the full parameters back and register the shards; what was written to the full ones goes there.
@@ -307,7 +258,7 @@ class Unit:
             group.register_sharded(self.policy.keeps_full_memory)
         self._enter(Sharded())
         if was_full:
-            self.note(Op.RESHARD, self.full_bytes)
+            self.note(Op.RESHARD, lambda: (self.full_bytes, False))
         return True
 
     def discard(self) -> None:
@@ -329,14 +280,52 @@ class Unit:
             self._drop()
 
     def abandon(self) -> None:
-        """Reshard after a failure: an all-gather that cannot end any more is forgotten."""
+        """Be sharded after a failure, in no forward and no backward: an all-gather that cannot end any more is forgotten."""
+        self.holders = 0
+        self.awaited = set()
+        self.backward.forget()
         if isinstance(self.state, Gathering):
             for pending in self.state.pending:
                 if pending is not None:
                     pending.cancel()
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
-        self.state, self.is_full = Sharded(), False
+        if type(self.state) is not Sharded:
+            self._enter(Sharded())
+
+    # ---- use in a forward ----
+
+    def wait_with_lenders(self, span: int | None) -> None:
+        """Make the full parameters readable that its modules use."""
+        for member in (self, *self.borrows):
+            member.wait(span)
+
+    def begin_forward(self, span: int | None) -> None:
+        """One of its modules begins to run: nobody reshards what it uses."""
+        if not self.awaited and not self.holders:
+            self.awaited = {id(module) for ref in self._modules if (module := ref()) is not None}
+        for member in (self, *self.borrows):
+            member.holders += 1
+            member.wait(span)
+
+    def end_forward(self, module: nn.Module) -> bool:
+        """``module`` has run; return True if all of its modules have."""
+        self.awaited.discard(id(module))
+        for member in (self, *self.borrows):
+            member.holders -= 1
+        return not self.awaited
+
+    def await_none(self) -> None:
+        """Some of its modules will not run in this forward."""
+        self.awaited = set()
+
+    def abort_forward(self) -> None:
+        """One of its modules has raised."""
+        self.awaited = set()
+        for member in (self, *self.borrows):
+            member.holders -= 1
+            if not member.holders:
+                member.reshard()
 
     def reshard_after_forward(self) -> bool:
         """Do what the policy says at the end of forward; return False as :meth:`reshard` in a span does."""
@@ -353,7 +342,7 @@ class Unit:
         for group in self.groups:
             group.cut_to_sub(self.policy.keeps_full_memory)
         self._enter(Subsharded(source))
-        self.note(Op.RESHARD, self.full_bytes)
+        self.note(Op.RESHARD, lambda: (self.full_bytes, False))
         return True
 
     # ---- changes made by others ----
@@ -428,92 +417,47 @@ class Unit:
 
     # ---- gradients ----
 
-    def _gradient_hook(self, param: UnitParam) -> Callable[[torch.Tensor], None]:
-        # Through weak references alone: the full parameter owns the hook, and the unit owns the full parameter.
-        unit_ref, ordinal = weakref.ref(self), param.ordinal
+    def take_gradients(self, is_late: bool = False) -> Gradients:
+        """End its backward: return the gradients in their reduce dtypes, zeros for unused ones if the policy says so.
 
-        def on_accumulated(_: torch.Tensor) -> None:
-            unit = unit_ref()
-            if unit is None:
-                return
-            unit.gradient_arrived.add(ordinal)
-            if unit.in_backward:
-                if unit.backward_task != torch_private.graph_task_id():
-                    unit.is_nested = True  # a checkpoint within the unit runs a backward of its own: others may follow
-                if unit.is_nested or len(unit.gradient_arrived) < unit.num_expected:
-                    return  # the engine knows of this backward, and nothing is complete
-            host = unit.host_ref()
-            if host is not None:
-                host.gradient_arrived(unit, ordinal)
-
-        return on_accumulated
-
-    @property
-    def has_all_gradients(self) -> bool:
-        """True when every parameter has its gradient: then backward reads none of them any more.
-
-        A frozen parameter may still be read after the last gradient has come; its unit ends at its inputs.
+        ``is_late``: some have not come, and the whole backward has ended.
         """
-        is_complete = len(self.gradient_arrived) >= self.num_expected > 0
-        return is_complete and self.counts_gradients and not self.num_frozen and not self.is_nested
-
-    def take_gradients(self) -> Gradients:
-        """Return the gradients of this backward in their reduce dtypes, zeros for unused ones if the policy says so."""
         taken: Gradients = {}
+        if not self.is_full:
+            mark_full(self.params)  # a unit whose backward reads no parameter is not waited for
         for group in self.groups:
             gradients = take_gradients(group)
             if self.policy.reduces_unused:
                 self._add_zeros(group, gradients)
             taken.update(gradients)
-        if self.gradient_arrived:
-            self.counts_gradients = not self.is_nested
-        self.gradient_arrived.clear()
-        self.is_nested = False
+        self.backward.leave(is_late)
         return taken
 
     def _add_zeros(self, group: ShardGroup, gradients: Gradients) -> None:
         for param in group.params:
             if not param.sharded.requires_grad:
                 continue
-            if group.takes_any_gradient(param):  # whether its gradient has come or not: so every rank finds it
+            if group.dtypes.takes_any_gradient(param):  # whether its gradient has come or not: so every rank finds it
                 raise ConfigError(
                     f"{param.fqn} (unit '{self.name}') has grad_dtype None, so a rank that does not use it cannot know the "
                     "dtype of the zeros that set_reduce_scatter_unused_params sends; give reduce_dtype in mp_policy, or a "
                     "dtype to grad_dtype"
                 )
             if param not in gradients:
-                dtype = group.dtype_of_reduction(param)
+                dtype = group.dtypes.of_reduction(param)
                 gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
 
     def hide_gradients(self) -> None:
         """Take the gradients of parameters that stay registered from where backward is about to accumulate new ones."""
         for group in self.groups:
-            for param in group.in_place:
-                gradient, param.sharded.grad = param.sharded.grad, None
-                if gradient is None:
-                    self.unsynced.discard(param)
-                elif param in self.unsynced:
-                    self.held[param] = gradient
-                else:
-                    self.hidden[param] = gradient
+            if group.in_place:
+                self.earlier.hide(group.in_place)
 
     def show_gradients(self) -> None:
         """Put them back, with what a backward has added."""
         for group in self.groups:
-            for param in group.in_place:
-                self._show_gradient(param)
-
-    def _show_gradient(self, param: UnitParam) -> None:
-        parts = [self.hidden.pop(param, None), self.held.get(param), param.sharded.grad]
-        first, *others = [part for part in parts if part is not None] or [None]
-        for other in others:
-            assert first is not None
-            first = first.add_(other) if other is not None else first
-        param.sharded.grad = first
-        if self.held.pop(param, None) is None:
-            self.unsynced.discard(param)
-        else:
-            self.unsynced.add(param)
+            if group.in_place:
+                self.earlier.show(group.in_place)
 
     def drop_gradients(self) -> None:
         """Forget the gradients of an unfinished backward."""
@@ -521,9 +465,7 @@ class Unit:
         for param in self.params:
             if param.full is not None:
                 param.full.grad = None
-        self.gradient_arrived.clear()
-        self.open_passes.clear()
-        self.in_backward = self.is_nested = False
+        self.backward.forget()
 
 
 def is_in_backward() -> bool:

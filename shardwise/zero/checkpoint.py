@@ -19,9 +19,9 @@ from shardwise.layout.owners import Piece
 from shardwise.optim.checkpointed import Checkpoint, only_saved
 from shardwise.optim.forms import in_form, is_flat, options_of, unflattened
 from shardwise.optim.trial import states_after_zeros
+from shardwise.zero.consolidate import StateOfParam, load_share
 from shardwise.zero.local import LocalOptimizer
-from shardwise.zero.pieces import LocalPiece, elements_of, memory_order
-from shardwise.zero.state import StateOfParam, load_share
+from shardwise.zero.local_pieces import LocalPiece, elements_of, memory_order
 
 
 class StateSlice(torch.Tensor):

@@ -14,9 +14,10 @@ from shardwise.comm.carve import carve
 from shardwise.comm.owned import Owned, PendingReduce, reduce_to_owners
 from shardwise.errors import StateError
 from shardwise.layout.owners import Piece
-from shardwise.optim.owned import GradientOwner, OwnedGradient, make_owned
-from shardwise.zero.compare import are_same
-from shardwise.zero.pieces import LocalPiece, elements_of, gradient_for
+from shardwise.optim.clip import Limit
+from shardwise.optim.owned_gradient import GradientOwner, OwnedGradient, make_owned
+from shardwise.zero.local_pieces import LocalPiece, elements_of, gradient_for
+from shardwise.zero.same_gradients import are_same
 from shardwise.zero.share import Share
 
 MESSAGE_BYTES = 4 * 1024 * 1024  # two messages are on their way at a time, each copied once out and once in
@@ -236,3 +237,22 @@ def check_averaged(share: Share, what: str) -> bool:
                 "been averaged to their owners; call reduce_gradients() after the last backward"
             )
     return True
+
+
+def clip_gradients(share: Share, owner: GradientOwner | None, limit: Limit) -> torch.Tensor:
+    """Scale all gradients to ``limit``, each rank reading its own elements only; return the norm before.
+
+    Plain gradients must be the same on all ranks, or be this rank's alone to judge (``owner`` None: nothing is exchanged).
+    """
+    gradients = [param.grad for param in share.params if param.grad is not None]
+    usable = {id(each): each.usable_parts() for each in gradients if isinstance(each, OwnedGradient)}
+    counted: list[torch.Tensor] = gradients
+    if owner is not None:
+        plain = ((local, local.param.grad) for local in share.local_pieces)
+        own = [gradient_for(local, each) for local, each in plain if each is not None and id(each) not in usable]
+        counted = own + [part for parts in usable.values() for part in parts]
+    power = limit.power(counted, share.params[0].device)
+    if owner is not None:
+        power = owner.sum_over_ranks(power, limit.is_max)
+    scaled = [part for each in gradients for part in usable.get(id(each), [each])]
+    return limit.hold(power, scaled, [gradient.dtype for gradient in gradients])

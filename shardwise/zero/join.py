@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import JoinHook
 from shardwise.comm.board import Board
 from shardwise.comm.owned import ranks_that_are, receive_tensor, send_tensor
 from shardwise.layout.owners import Piece
-from shardwise.zero.pieces import gradient_for, make_local
+from shardwise.zero.local_pieces import gradient_for, make_local
 from shardwise.zero.share import Share
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from shardwise.optim.forms import copy_options
 from shardwise.optim.protocol import MakeOptimizer
-from shardwise.zero.pieces import LocalPiece
+from shardwise.zero.local_pieces import LocalPiece
 from shardwise.zero.share import Share, make_share
 
 

@@ -19,7 +19,7 @@ from shardwise.comm.owned import Owned, PendingBroadcast, PendingReduce, launch_
 from shardwise.errors import ConfigError
 from shardwise.torch_private import call_after_backward, graph_task_id
 from shardwise.zero.gradients import mark_spent
-from shardwise.zero.pieces import LocalPiece, elements_of, gradient_for, is_dense
+from shardwise.zero.local_pieces import LocalPiece, elements_of, gradient_for, is_dense
 from shardwise.zero.stepper import ShareStepper
 
 DDPHook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]

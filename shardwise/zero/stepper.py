@@ -17,11 +17,11 @@ from shardwise.comm.owned import launch_broadcasts
 from shardwise.errors import DesyncError, StateError
 from shardwise.layout.owners import Piece
 from shardwise.zero.checks import describe_params
+from shardwise.zero.consolidate import Consolidated, consolidate
 from shardwise.zero.gradients import KnownGradients, OwnerReduction, attached, reduce_to_pieces
 from shardwise.zero.join import share_gradients
 from shardwise.zero.local import LocalOptimizer
 from shardwise.zero.share import Layout, Share, addresses_of, make_layout, moving_of, trainable_of
-from shardwise.zero.state import Consolidated, consolidate
 
 logger = logging.getLogger(__name__)
 

@@ -334,7 +334,7 @@ def test_kept_memory_shows_nothing_stale_and_is_planned() -> None:
     moved = [call for call in recorder.calls if call.op in (Op.WAIT, Op.RESHARD)]
     assert moved
     assert not any(call.num_bytes for call in moved), "memory that stays was counted as coming and going"
-    leased = engine.pool.leased_bytes
+    leased = engine.means.pool.leased_bytes
     model.double()
     model(batch(4).double()).sum().backward()
-    assert engine.pool.leased_bytes == 2 * leased, "memory of the parameters before the conversion stays too"
+    assert engine.means.pool.leased_bytes == 2 * leased, "memory of the parameters before the conversion stays too"

@@ -172,10 +172,10 @@ def test_a_fault_strikes_in_whatever_thread_comes_to_the_place() -> None:
 
 
 def test_nothing_is_left_behind_when_a_fault_is_taken_back() -> None:
-    before = len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks), len(black_box._hearers)
+    before = len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks), len(black_box.hearers)
     with faults.raise_at("forward"), faults.delay_at("backward"):
-        assert len(black_box._hearers) == before[2] + 2
-    assert before == (len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks), len(black_box._hearers))
+        assert len(black_box.hearers) == before[2] + 2
+    assert before == (len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks), len(black_box.hearers))
     nn.Linear(2, 2)(torch.ones(1, 2))  # not struck
 
 

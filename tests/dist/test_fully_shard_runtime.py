@@ -35,14 +35,14 @@ def test_trace_and_memory_equal_the_plan(transport: Transport) -> None:
             plan = engine.journal.plan
             assert plan is not None
             recorder = Recorder(engine)
-            engine.pool.reset_peak()
-            before = engine.pool.num_allocations
+            engine.means.pool.reset_peak()
+            before = engine.means.pool.num_allocations
             loss_of(model, name=name).backward()
             assert tuple(recorder.events) == plan.calls, (name, reshard)
             assert engine.journal.plan is plan
-            assert engine.pool.peak_leased_bytes == peak_bytes(plan.calls)
-            assert engine.pool.num_allocations == before, "a warm step allocated"
-            assert engine.pool.leased_bytes == 0
+            assert engine.means.pool.peak_leased_bytes == peak_bytes(plan.calls)
+            assert engine.means.pool.num_allocations == before, "a warm step allocated"
+            assert engine.means.pool.leased_bytes == 0
             expected = {"auto": "shared memory", "gloo": "send/recv", "collective": "collectives"}[transport]
             assert {route for _, route in plan.routes} <= {expected, "collectives"}, plan.routes
     set_default_transport("auto")
@@ -62,9 +62,9 @@ def test_forward_holds_two_units_with_prefetch(transport: Transport, num_units: 
         model(batch).sum().backward()
     with torch.no_grad():
         model(batch)
-        engine_of(model).pool.reset_peak()
+        engine_of(model).means.pool.reset_peak()
         model(batch)
-    assert engine_of(model).pool.peak_leased_bytes == num_units * 64 * 64 * 4
+    assert engine_of(model).means.pool.peak_leased_bytes == num_units * 64 * 64 * 4
 
 
 @on_ranks(2)
@@ -166,7 +166,7 @@ def fragile() -> Fragile:
 
 def assert_clean(model: nn.Module) -> None:
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    assert engine_of(model).pool.leased_bytes == 0
+    assert engine_of(model).means.pool.leased_bytes == 0
 
 
 @on_ranks(2)

@@ -13,7 +13,7 @@ from shardwise.testing.fuzz.areas import AREAS
 from shardwise.testing.fuzz.case import Contender
 from shardwise.testing.fuzz.draw import draw
 from shardwise.testing.fuzz.engines import EngineSide
-from shardwise.testing.fuzz.memory import most_full
+from shardwise.testing.fuzz.most_alive import most_full
 from shardwise.testing.fuzz.render import render
 from shardwise.testing.fuzz.runner import Runner
 from shardwise.testing.fuzz.selftest import find

@@ -15,15 +15,15 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ends import Ends, Gradients, make_link
 from helpers.inside import engine_of, parts_from
-from helpers.messages import Ends, Gradients, make_link
 from helpers.ranks import on_ranks
 from torch import nn
 
 from shardwise import DesyncError, fully_shard
+from shardwise.comm.communicator import Pending, Scale
 from shardwise.comm.links import unfinished
 from shardwise.comm.links.send_recv import PeerLink
-from shardwise.comm.protocol import Pending, Scale
 from shardwise.testing import WorkerPool
 
 LARGE = 1 << 20  # elements; more than sockets hold
@@ -108,7 +108,7 @@ def test_a_model_whose_gather_fails_does_not_lend_its_full_parameters_again() ->
     batch = torch.ones(2, 8)
     with parts_from(1):
         model(batch).sum().backward()
-        pool = engine_of(model).pool
+        pool = engine_of(model).means.pool
         pool.trim()
         if dist.get_rank() == 0:
             posted: list[int] = []

@@ -231,9 +231,9 @@ def test_idle_memory_is_given_back_on_request() -> None:
     for _ in range(2):
         model(batch).sum().backward()
     engine = engine_of(model)
-    assert engine.pool.idle_bytes > 0
+    assert engine.means.pool.idle_bytes > 0
     model.release_memory()
-    assert engine.pool.idle_bytes == 0
+    assert engine.means.pool.idle_bytes == 0
     model(batch).sum().backward()
 
 

@@ -28,7 +28,7 @@ from shardwise import (
     fully_shard,
     hook_with_zero_step,
 )
-from shardwise.optim.owned import OwnedGradient
+from shardwise.optim.owned_gradient import OwnedGradient
 
 NUM_STEPS = 4
 PARTITIONS = ("whole", "even")

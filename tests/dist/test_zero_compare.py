@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise import DesyncError, ZeroRedundancyOptimizer
 from shardwise.comm.board import Board
-from shardwise.zero.compare import digest_of
+from shardwise.zero.same_gradients import digest_of
 
 PARTITIONS = ("whole", "even")
 

@@ -257,7 +257,7 @@ def test_a_rank_outside_the_group_is_told() -> None:
 def test_no_thread_is_left() -> None:
     before = threading.active_count()
     zero = _zero(_group())
-    assert zero.board.timeout_s == TIMEOUT_S
+    assert zero.board.posts.timeout_s == TIMEOUT_S
     zero.step()
     assert threading.active_count() == before
 

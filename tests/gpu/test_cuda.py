@@ -105,6 +105,6 @@ def test_peak_is_the_plan_s() -> None:
         model(x).sum().backward()
     engine = engine_of(model)
     assert engine.journal.plan is not None
-    engine.pool.reset_peak()
+    engine.means.pool.reset_peak()
     model(x).sum().backward()
-    assert engine.pool.peak_leased_bytes == peak_bytes(engine.journal.plan.calls)
+    assert engine.means.pool.peak_leased_bytes == peak_bytes(engine.journal.plan.calls)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from shardwise.testing.fuzz import actions as do
 from shardwise.testing.fuzz.areas import AREAS
 from shardwise.testing.fuzz.case import Case, Model, Node, Optim, Segment, Settings
-from shardwise.testing.fuzz.compare import first_difference
 from shardwise.testing.fuzz.draw import draw
+from shardwise.testing.fuzz.judge import first_difference
 from shardwise.testing.fuzz.record import Tale
 from shardwise.testing.fuzz.reference import run_reference
 from shardwise.testing.fuzz.render import render

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+from helpers.posts import make_posts, on_threads
 
 from shardwise.comm import roll_call
 from shardwise.comm.roll_call import RollCall
-from shardwise.comm.store import JobStore
 from shardwise.errors import TransportError
 
 SIZE = 3
@@ -20,9 +19,7 @@ SIZE = 3
 
 def _on_threads(body: Callable[[RollCall], object], timeout_s: float = 20.0) -> tuple[list[object], dist.HashStore]:
     store = dist.HashStore()
-    rolls = [RollCall(JobStore(store), "roll", (4, 5, 9), rank, timeout_s) for rank in range(SIZE)]
-    with ThreadPoolExecutor(SIZE) as threads:
-        return list(threads.map(body, rolls)), store
+    return on_threads(lambda posts: body(RollCall(posts)), make_posts(store, timeout_s)), store
 
 
 def test_what_all_have_said_comes_in_rank_order_and_the_store_keeps_one_answer() -> None:
@@ -35,17 +32,17 @@ def test_what_all_have_said_comes_in_rank_order_and_the_store_keeps_one_answer()
         answers == [[[f"{number} of {rank}" for rank in range(SIZE)] for number in range(3)] + [["0", "1", "2"]]] * SIZE
     )
     kept = [
-        f"roll/{number}/{key}"
+        f"posts/{number}/{key}"
         for number in range(3)
-        for key in ("all", *range(1, SIZE))
-        if store.check([f"roll/{number}/{key}"])
+        for key in ("all/0", *range(1, SIZE))
+        if store.check([f"posts/{number}/{key}"])
     ]
-    assert kept == ["roll/2/all"]
-    assert json.loads(store.get("roll/2/all")) == answers[0][2]
+    assert kept == ["posts/2/all/0"]
+    assert json.loads(store.get("posts/2/all/0")) == answers[0][2]
 
 
 def test_every_rank_names_the_one_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "_GRACE_S", 5.0)
+    monkeypatch.setattr(roll_call, "GRACE_S", 5.0)
 
     def body(roll: RollCall) -> object:
         if roll.rank == 1:

@@ -8,24 +8,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.links import SEGMENT_BYTES, make_links
+from helpers.posts import announce_as, gone_process
 
 from shardwise import TransportError
-from shardwise.comm.alive import Liveness, announce, is_gone, read_post
+from shardwise.comm.alive import Liveness, is_gone
 from shardwise.comm.links.segment import HEADER_BYTES, NUM_WORDS, Segment
 
 
 @pytest.fixture
 def gone_pid() -> int:
     """The number of a process that has ended and been waited for."""
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    return child.pid
+    return gone_process()
 
 
 def num_fds() -> int:
@@ -103,36 +101,13 @@ def test_liveness(gone_pid: int) -> None:
     assert not handle.is_alive()
 
 
-def announce_as(store: dist.Store, rank: int, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "getpid", lambda: pid)
-        announce(store, rank)
-
-
-def test_posts_are_waited_for_while_their_rank_is_there(
-    gone_pid: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for store in (dist.HashStore(), dist.FileStore(str(tmp_path / "store"), 1)):
-        announce(store, 0)
-        announce_as(store, 1, gone_pid, monkeypatch)
-        announce_as(store, 2, gone_pid, monkeypatch)
-        assert [is_gone(store, rank) for rank in (0, 1, 2, 3)] == [False, True, True, False]
-        store.set("from 1", "left before it went")
-        assert read_post(store, "from 1", 1, 60.0) == "left before it went"
-        with pytest.raises(TransportError, match="rank 2 is gone"):
-            read_post(store, "from 2", 2, 60.0)
-        for rank in (0, 3):  # alive, and unknown
-            with pytest.raises(TimeoutError, match=f"rank {rank} did not post nothing within 0.1 s"):
-                read_post(store, "nothing", rank, 0.1)
-
-
 def test_processes_of_other_hosts_and_containers_are_not_looked_for(
     gone_pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = dist.HashStore()
     with monkeypatch.context() as patched:
         patched.setattr(os, "readlink", lambda _: "pid:[1]")
-        announce_as(store, 1, gone_pid, monkeypatch)
+        announce_as(store, 1, gone_pid)
     assert not is_gone(store, 1)
 
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import torch_private as private
+from shardwise.engine.hooks import dynamo_disabled
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ def test_holders_of_a_tensor_beside_python_are_counted() -> None:
     assert private.tensor_use_count(gradient) == 0
     parameter.grad = gradient
     assert private.tensor_use_count(names[0]) == 1
-    assert private.tensor_use_counts([parameter, gradient]) == [0, 1]
+    assert private.use_counts([parameter, gradient], [gradient.untyped_storage()]) == [0, 1, 1]
     parameter.grad = None
     assert private.tensor_use_count(gradient) == 0
 
@@ -171,6 +173,14 @@ def test_copy_all_and_add_all() -> None:
     private.copy_all(targets, [torch.ones(2), torch.ones(3)])
     private.add_all(targets[:1], [torch.ones(2)])
     assert [t.tolist() for t in targets] == [[2.0, 2.0], [1.0, 1.0, 1.0]]
+
+
+def test_scale_all_and_norms_of() -> None:
+    tensors = [torch.full((2,), 2.0, dtype=torch.bfloat16), torch.ones((1, 4), dtype=torch.bfloat16)]
+    private.scale_all(tensors, torch.tensor(0.5, dtype=torch.bfloat16))
+    assert [t.tolist() for t in tensors] == [[1.0, 1.0], [[0.5] * 4]]
+    assert torch.equal(torch.stack(private.norms_of(tensors, 2.0, torch.float32)), torch.tensor([2.0**0.5, 1.0]))
+    assert [norm.item() for norm in private.norms_of(tensors, float("inf"), torch.float32)] == [1.0, 0.5]
 
 
 def test_graph_task_and_end_of_backward() -> None:
@@ -281,16 +291,19 @@ def test_dtensors(fake_ranks: object) -> None:
     assert private.wait_tensor(local) is local
     assert private.default_store() is None
     assert not private.is_gloo(mesh.get_group("a"))
+    assert private.timeout_s_of(mesh.get_group("a")) == 1800.0, "of a backend that does not say"
     assert Replicate() != Shard(0)
 
 
 def test_process_groups() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
     try:
         group = dist.group.WORLD
         assert group is not None
         assert private.default_store() is not None
-        assert private.timeout_s_of(group, torch.device("cpu")) > 0
+        assert private.timeout_s_of(group, torch.device("cpu")) == private.timeout_s_of(group) == 7.0
+        private.process_group_store(group).set("key", "text")
+        assert private.process_group_store(group).get("key") == b"text"
         assert private.backend_of(group, torch.device("cpu")) is not None
         assert private.is_gloo(group)
     finally:
@@ -320,7 +333,7 @@ def test_dynamo_disabled_keeps_signature_and_result() -> None:
     def double(x: int) -> int:
         return 2 * x
 
-    wrapped = private.dynamo_disabled(double)
+    wrapped = dynamo_disabled(double)
     assert wrapped(3) == 6
     assert inspect.signature(wrapped) == inspect.signature(double)
 

@@ -30,7 +30,7 @@ from shardwise.recipes.bench.probe import (
     available_bytes,
     loopback_bytes,
     malloc_live_bytes,
-    peak_rss_bytes,
+    peak_resident_bytes,
     resident,
 )
 from shardwise.recipes.bench.request import SHAPES, BenchConfig, settle_ranks
@@ -281,7 +281,7 @@ def test_the_probes_see_memory_come_and_go() -> None:
     assert now is not None
     assert now.total - before.total > 0.9 * size
     assert now.anonymous - before.anonymous > 0.9 * size
-    assert peak_rss_bytes() >= 0.99 * now.total  # the kernel counts on each core by itself
+    assert peak_resident_bytes() >= 0.99 * now.total  # the kernel counts on each core by itself
     assert loopback_bytes() is not None
     assert (available_bytes() or 0) > 0
     if live_before is not None:  # glibc

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load as load_with_safetensors
 
@@ -35,7 +35,6 @@ from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpointErro
 # ---- names ----
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=4))
 def test_names_are_split_as_they_were_joined(parts: list[str]) -> None:
     assert split(join(*parts)) == parts
@@ -70,7 +69,6 @@ def _rows(rank: int, size: int, rows: int, width: int) -> Window:
     return Window((start, 0), (stop - start, width))
 
 
-@settings(deadline=None)
 @given(
     size=st.integers(1, 6),
     shapes=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 200_00)), min_size=1, max_size=5),
@@ -114,7 +112,6 @@ def test_what_does_not_make_up_a_tensor_is_refused() -> None:
             share_out(ranks)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_runs_cover_exactly_the_window(data: Any) -> None:
     dims = data.draw(st.integers(0, 3))
@@ -157,7 +154,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(VALUES)
 def test_values_come_back_as_they_were(value: Any) -> None:
     through = json.loads(json.dumps(encode(value, "x"), allow_nan=False))
@@ -196,7 +192,6 @@ def test_a_value_within_itself_is_an_error() -> None:
 # ---- blocks ----
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=60), st.integers(1, 9), st.integers(1, 7))
 def test_sums_do_not_depend_on_how_bytes_come(data: bytes, block: int, step: int) -> None:
     sums = BlockSums(block)

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise import StateError
 from shardwise.testing.fuzz.case import Settings
-from shardwise.testing.fuzz.compare import Verdict, bound_of, first_difference, judge
+from shardwise.testing.fuzz.judge import Verdict, bound_of, first_difference, judge
 from shardwise.testing.fuzz.record import WRITTEN, Part, Raised, Record, Tale
 
 

@@ -49,7 +49,7 @@ def test_a_gap_ends_a_run() -> None:
 
 
 @given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6), seed=st.integers(0, 9))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_split_and_merge_are_inverse_and_share_memory(sizes: list[int], seed: int) -> None:
     run = make_run(_found(_windows(sizes), [None] * len(sizes)))
     state = {"step": torch.tensor(float(seed)), "average": torch.randn(run.tensor.shape), "flag": None}
@@ -75,7 +75,7 @@ def test_different_counts_do_not_merge() -> None:
     sizes=st.lists(st.integers(0, 4), min_size=1, max_size=5),
     masks=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=5),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_flat_steps_equal_single_ones_whatever_gradients_come(sizes: list[int], masks: list[list[bool]]) -> None:
     memory = torch.randn(sum(sizes))
     tensors = {str(i): t for i, t in enumerate(memory.clone().split(sizes))}

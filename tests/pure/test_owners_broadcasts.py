@@ -6,7 +6,7 @@ import torch
 
 from shardwise.comm.board import first_difference
 from shardwise.comm.owned import PACK_BELOW_BYTES, Owned, plan_broadcasts
-from shardwise.zero.pieces import flat_like, flat_view, owned_views, pack_params, partition_groups
+from shardwise.zero.local_pieces import flat_like, flat_view, owned_views, pack_params, partition_groups
 
 BIG = PACK_BELOW_BYTES // 4
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from shardwise.recipes.config import SHARDS, ModelShape, TrainConfig
 from shardwise.recipes.doors import DOORS, build_adamw
 from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
-from shardwise.recipes.memory import HeldBytes, format_bytes, local_bytes, measure_held, unsharded_bytes
+from shardwise.recipes.held_bytes import HeldBytes, format_bytes, local_bytes, measure_held, unsharded_bytes
 from shardwise.recipes.progress import memory_table
 from shardwise.recipes.report import draw_report
 

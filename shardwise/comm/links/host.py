@@ -21,11 +21,11 @@ import torch
 from shardwise import torch_private
 from shardwise.black_box import WAITS, note
 from shardwise.comm.alive import Liveness
+from shardwise.comm.communicator import BucketEnds, GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.link import SpanKind
 from shardwise.comm.links.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.comm.links.segment import NUM_WORDS, Segment
-from shardwise.comm.protocol import BucketEnds, GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.errors import TransportError
 from shardwise.layout.bucket import Bucket, align
 

@@ -1,16 +1,10 @@
-"""Links: ways between the ranks of a group that beat its backend's collectives, and the spans in which they may be used."""
+"""Links: ways between the ranks of a group that beat its backend's collectives."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch.distributed as dist
-
-from shardwise import torch_private
-from shardwise.comm.protocol import GatherEnds, Pending, Scale, ScatterEnds
+from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.errors import ConfigError
 from shardwise.layout.bucket import Bucket
 
@@ -95,106 +89,3 @@ class Link(Protocol):
     def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
         """Return the pooled bytes that the reduce-scatter of a bucket stages."""
         ...
-
-
-@dataclass(slots=True)
-class _Entry:
-    prepare: Callable[[], Link | None]
-    link: Link | None = None
-    is_prepared: bool = False
-    is_open: bool = False
-    is_agreed: bool = False
-
-
-class Spans:
-    """The spans of one engine: a forward or a backward, from the outermost begin to its end; nobody changes shards in one.
-
-    A link is opened by the first collective that could use it: a rank that runs a forward without collectives, as
-    replicas may, waits for nobody.
-
-    Attributes:
-        number: one that no other span of this engine has; None outside of any.
-        known_links: by name of their group, the links that the last spans had, for planning.
-    """
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._count = 0
-        self._kind: SpanKind = "forward"
-        self._entries: dict[str, _Entry] = {}
-        self.known_links: dict[str, Link | None] = {}
-        self.number: int | None = None
-
-    def register(self, group: dist.ProcessGroup, prepare: Callable[[], Link | None]) -> None:
-        """Let ``prepare`` say, before each span, by which link the ranks of ``group`` talk; None: by none."""
-        old = self._entries.get(group.group_name)
-        self._entries[group.group_name] = _Entry(prepare, old.link if old is not None else None)
-
-    def link(self, group: dist.ProcessGroup, takes: Callable[[Link], bool]) -> Link | None:
-        """Return the link to use for the next collective of ``group``; None: use the backend's own.
-
-        ``takes(link)`` says, alike on every rank, whether the collective is one for the link: if none is, in a whole span,
-        the link stays closed.
-        """
-        entry = self._entries.get(group.group_name)
-        if entry is None or not self._depth:
-            return None
-        if not entry.is_prepared:
-            entry.link = self.known_links[group.group_name] = entry.prepare()
-            entry.is_prepared = True
-        if entry.link is None or not takes(entry.link):
-            return None
-        if not entry.is_open:
-            entry.is_agreed = entry.link.open(self._kind, collectives_are_watched())
-            entry.is_open = True
-        return entry.link if entry.is_agreed else None
-
-    def begin(self, kind: SpanKind) -> None:
-        """Enter a span, or one inside another."""
-        if not self._depth:
-            self._kind = kind
-            self._count += 1
-            self.number = self._count
-        self._depth += 1
-
-    def end(self) -> None:
-        """Leave it; the outermost end waits until no peer reads this rank's shards."""
-        if self._depth == 1:
-            for entry in self._entries.values():
-                entry.is_prepared = False
-                if entry.is_open:
-                    if entry.link is not None:
-                        entry.link.close()
-                    entry.is_open = entry.is_agreed = False
-        self._depth = max(self._depth - 1, 0)
-        if not self._depth:
-            self.number = None
-
-    def abort(self) -> None:
-        """Leave all spans after a failure."""
-        self._depth = 0
-        self.number = None
-        for entry in self._entries.values():
-            entry.is_prepared = False
-            if entry.is_open:
-                entry.is_open = entry.is_agreed = False
-                if entry.link is not None:
-                    entry.link.abort()
-
-
-_WATCHED = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
-_ORIGINALS = {name: getattr(sys.modules["torch.distributed.distributed_c10d"], name, None) for name in _WATCHED}
-
-
-def collectives_are_watched() -> bool:
-    """True if something on this rank counts or replaces collectives: a dispatch mode, or a wrapper around torch's functions.
-
-    Such tools know torch's collectives alone, so they are what a watched step uses.
-    """
-    if torch_private.has_dispatch_mode():
-        return True
-    own = sys.modules["torch.distributed.distributed_c10d"]
-    return any(
-        getattr(dist, name, None) is not original or getattr(own, name, None) is not original
-        for name, original in _ORIGINALS.items()
-    )

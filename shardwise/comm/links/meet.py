@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from shardwise.comm.alive import host_id, read_post
+from shardwise.comm.alive import host_id
 from shardwise.comm.links.arena import can_share_memory
 from shardwise.comm.links.link import TRANSPORTS, Transport
 from shardwise.comm.links.segment import Segment, SegmentAddress
+from shardwise.comm.posts import Posts, open_posts
 from shardwise.errors import DesyncError
 
 _log = logging.getLogger(__name__)
@@ -27,38 +28,20 @@ class Offer:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class Desk:
-    """Where the ranks of a group put down what the others read; ``rank`` counts in the group, ``ranks`` are global."""
+def read_posts(posts: Posts, what: str, ranks: Sequence[int]) -> list[str]:
+    """Return what ``ranks`` of a group post about ``what``.
 
-    store: dist.Store
-    prefix: str
-    rank: int
-    ranks: Sequence[int]
-    timeout_s: float
-
-    def put(self, what: str, text: str) -> None:
-        """Put down this rank's ``what``."""
-        self.store.set(f"{self.prefix}/{what}/{self.rank}", text)
-
-    def exchange(self, what: str, text: str) -> list[str]:
-        """Return what every rank has put down; each leaves its own."""
-        self.put(what, text)
-        return [self.read(what, index) for index in range(len(self.ranks))]
-
-    def read(self, what: str, index: int) -> str:
-        """Return what rank ``index`` of the group puts down.
-
-        Raises: DesyncError if it does not come in time, TransportError if its process is gone.
-        """
-        key = f"{self.prefix}/{what}/{index}"
-        try:
-            return read_post(self.store, key, self.ranks[index], self.timeout_s)
-        except TimeoutError as error:
-            raise DesyncError(
-                f"rank {self.ranks[index]} did not come to its first forward or backward within {self.timeout_s:g} s of "
-                f"rank {self.ranks[self.rank]}; every rank must run the same units in the same order"
-            ) from error
+    Raises: DesyncError if one does not come in time, TransportError if its process is gone.
+    """
+    found = posts.collect(what, ranks)
+    absent = [rank for rank in ranks if rank not in found]
+    if absent:
+        late = DesyncError(
+            f"rank {posts.members[absent[0]]} did not come to its first forward or backward within {posts.timeout_s:g} s of "
+            f"rank {posts.members[posts.rank]}; every rank must run the same units in the same order"
+        )
+        raise posts.absence(absent, late)
+    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,45 +49,43 @@ class Outcome:
     """What the ranks agreed on: the segments of all ranks (``segments[rank]``) if they share memory, else None.
 
     Attributes:
-        desk: where they may put down more for each other.
+        posts: where they may leave more for each other.
     """
 
     transport: Transport
-    desk: Desk
+    posts: Posts
     segments: tuple[Segment, ...] | None = None
     pids: tuple[int, ...] = ()
 
 
-def meet(group: dist.ProcessGroup, store: dist.Store, offer: Offer, timeout_s: float) -> Outcome:
+def meet(group: dist.ProcessGroup, offer: Offer) -> Outcome:
     """Meet the other ranks of ``group``.  Collective.
 
-    Raises: DesyncError on every rank if one does not come within ``timeout_s`` seconds or brings another digest;
+    Raises: DesyncError on every rank if one does not come within its timeout or brings another digest;
         TransportError if its process is gone.
     """
-    rank, size = group.rank(), group.size()
-    ranks = [dist.get_global_rank(group, index) for index in range(size)]
-    topic = f"shardwise/link/{'-'.join(map(str, ranks))}"
-    number = store.add(f"{topic}/{rank}", 1)
-    desk = Desk(store, f"{topic}/{number}", rank, ranks, timeout_s)
+    posts = open_posts(group, "link")
+    rank, ranks = posts.rank, posts.members
     own: Segment | None = None
     problem = ""
     if offer.transport == "auto":
         own, problem = _create(offer.num_bytes)
     address = own.address if own is not None else None
     facts = [offer.transport, offer.digest, host_id(), problem, *_fields(address)]
-    theirs = desk.exchange("offer", json.dumps(facts))
-    found = [json.loads(text) for text in theirs]
+    posts.post("offer", json.dumps(facts))
+    found = [json.loads(text) for text in read_posts(posts, "offer", range(posts.size))]
     _compare_digests([fields[1] for fields in found], ranks, rank)
     transport = max((fields[0] for fields in found), key=TRANSPORTS.index)
     if transport != "auto":
-        return Outcome(transport, desk)
+        return Outcome(transport, posts)
     segments, problem = _open_all(found, rank, own)
-    problems = [text for text in desk.exchange("opened", problem) if text]
+    posts.post("opened", problem)
+    problems = [text for text in read_posts(posts, "opened", range(posts.size)) if text]
     if problems or segments is None:
         if rank == 0:
             _log.warning("ranks %s do not share memory (%s); they use the network", ranks, problems[0])
-        return Outcome(transport, desk)
-    return Outcome(transport, desk, segments, tuple(fields[4] for fields in found))
+        return Outcome(transport, posts)
+    return Outcome(transport, posts, segments, tuple(fields[4] for fields in found))
 
 
 def _compare_digests(digests: Sequence[str], ranks: Sequence[int], rank: int) -> None:

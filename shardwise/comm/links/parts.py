@@ -8,7 +8,7 @@ import torch
 
 from shardwise import torch_private
 from shardwise.comm.c10d import resolve_scale
-from shardwise.comm.protocol import Scale
+from shardwise.comm.communicator import Scale
 from shardwise.layout.bucket import Bucket
 
 
@@ -46,7 +46,7 @@ def have_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def can_sum_in_parts(scale: Scale, size: int) -> bool:
     """True if :func:`sum_sections` can carry out ``scale``: gradients are not divided before the sum."""
-    return resolve_scale(scale, size)[0] is None
+    return resolve_scale(scale, size).before is None
 
 
 def sum_sections(layout: Bucket, sections: Sequence[torch.Tensor], scale: Scale, rank: int, out: torch.Tensor) -> None:

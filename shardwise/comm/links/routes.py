@@ -1,15 +1,105 @@
-"""The communicator that units talk to: the group's link where it serves, the backend's collectives elsewhere."""
+"""The communicator that units talk to: in a span, the group's link where it serves; the backend's collectives elsewhere."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.distributed as dist
 
-from shardwise.black_box import note
+from shardwise import torch_private
+from shardwise.black_box import hearers, note, now, remember, tell, thread
 from shardwise.comm.c10d import C10dCommunicator
-from shardwise.comm.links.link import Link, Spans
-from shardwise.comm.protocol import GatherEnds, Pending, Scale, ScatterEnds
+from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds
+from shardwise.comm.links.link import Link, SpanKind
+
+
+@dataclass(slots=True)
+class _Entry:
+    prepare: Callable[[], Link | None]
+    link: Link | None = None
+    is_prepared: bool = False
+    is_open: bool = False
+    is_agreed: bool = False
+
+
+class Spans:
+    """The spans of one engine: a forward or a backward, from the outermost begin to its end; nobody changes shards in one.
+
+    A link is opened by the first collective that could use it: a rank that runs a forward without collectives, as
+    replicas may, waits for nobody.
+
+    Attributes:
+        number: one that no other span of this engine has; None outside of any.
+        known_links: by name of their group, the links that the last spans had, for planning.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._count = 0
+        self._kind: SpanKind = "forward"
+        self._entries: dict[str, _Entry] = {}
+        self.known_links: dict[str, Link | None] = {}
+        self.number: int | None = None
+
+    def register(self, group: dist.ProcessGroup, prepare: Callable[[], Link | None]) -> None:
+        """Let ``prepare`` say, before each span, by which link the ranks of ``group`` talk; None: by none."""
+        old = self._entries.get(group.group_name)
+        self._entries[group.group_name] = _Entry(prepare, old.link if old is not None else None)
+
+    def link(self, group: dist.ProcessGroup, takes: Callable[[Link], bool]) -> Link | None:
+        """Return the link to use for the next collective of ``group``; None: use the backend's own.
+
+        ``takes(link)`` says, alike on every rank, whether the collective is one for the link: if none is, in a whole span,
+        the link stays closed.
+        """
+        entry = self._entries.get(group.group_name)
+        if entry is None or not self._depth:
+            return None
+        if not entry.is_prepared:
+            entry.link = self.known_links[group.group_name] = entry.prepare()
+            entry.is_prepared = True
+        if entry.link is None or not takes(entry.link):
+            return None
+        if not entry.is_open:
+            entry.is_agreed = entry.link.open(self._kind, collectives_are_watched())
+            entry.is_open = True
+        return entry.link if entry.is_agreed else None
+
+    def begin(self, kind: SpanKind) -> None:
+        """Enter a span, or one inside another."""
+        if not self._depth:
+            self._kind = kind
+            self._count += 1
+            self.number = self._count
+        self._depth += 1
+
+    def end(self) -> None:
+        """Leave it; the outermost end waits until no peer reads this rank's shards."""
+        if self._depth == 1:
+            for entry in self._entries.values():
+                entry.is_prepared = False
+                if entry.is_open:
+                    if entry.link is not None:
+                        entry.link.close()
+                    entry.is_open = entry.is_agreed = False
+        self._depth = max(self._depth - 1, 0)
+        if not self._depth:
+            self.number = None
+
+    def abort(self) -> None:
+        """Leave all spans after a failure."""
+        self._depth = 0
+        self.number = None
+        for entry in self._entries.values():
+            entry.is_prepared = False
+            if entry.is_open:
+                entry.is_open = entry.is_agreed = False
+                if entry.link is not None:
+                    entry.link.abort()
 
 
 class LeftOut:
@@ -61,9 +151,10 @@ class RoutedCommunicator:
 
     def all_gather(self, pieces: GatherEnds) -> Pending:
         """Gather by the link or through one packed buffer."""
-        if note("all-gather", "", pieces):
+        remember((now(), thread(), "", 0, "all-gather", ""))
+        if hearers and tell("all-gather", "", pieces):
             return LeftOut(pieces, self.size)
-        if self.packed.custom_all_gather is None:
+        if self.packed.custom.all_gather is None:
             link = self._spans.link(self.packed.group, lambda link: link.takes_gather(pieces))
             if link is not None:
                 return link.all_gather(pieces)
@@ -71,9 +162,10 @@ class RoutedCommunicator:
 
     def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
         """Reduce by the link or through one packed buffer."""
-        if note("reduction", pieces.label, pieces):
+        remember((now(), thread(), "", 0, "reduction", pieces.label))
+        if hearers and tell("reduction", pieces.label, pieces):
             return LeftOut(pieces)
-        if self.packed.custom_reduce_scatter is None:
+        if self.packed.custom.reduce_scatter is None:
             link = self._spans.link(self.packed.group, lambda link: link.takes_scatter(pieces, scale))
             if link is not None:
                 return link.reduce_scatter(pieces, scale)
@@ -84,3 +176,21 @@ class RoutedCommunicator:
         if note("reduction", "replicas", [tensor]):
             return LeftOut()
         return self.packed.all_reduce(tensor, scale)
+
+
+_WATCHED = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
+_ORIGINALS = {name: getattr(sys.modules["torch.distributed.distributed_c10d"], name, None) for name in _WATCHED}
+
+
+def collectives_are_watched() -> bool:
+    """True if something on this rank counts or replaces collectives: a dispatch mode, or a wrapper around torch's functions.
+
+    Such tools know torch's collectives alone, so they are what a watched step uses.
+    """
+    if torch_private.has_dispatch_mode():
+        return True
+    own = sys.modules["torch.distributed.distributed_c10d"]
+    return any(
+        getattr(dist, name, None) is not original or getattr(own, name, None) is not original
+        for name, original in _ORIGINALS.items()
+    )

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool, Lease
+from shardwise.comm.communicator import BucketEnds, GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.links import unfinished
 from shardwise.comm.links.link import SpanKind
 from shardwise.comm.links.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
-from shardwise.comm.protocol import BucketEnds, GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.errors import TransportError
 from shardwise.layout.bucket import Bucket
 

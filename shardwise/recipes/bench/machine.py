@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
+from shardwise.one_host import usable_cores
+
 
 def describe_machine(num_threads: int) -> dict[str, object]:
     """Return processor, cores, versions, threads per rank, GPUs and the date (UTC)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu": _cpu_model(),
-        "cores": cores,
+        "cores": usable_cores(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,

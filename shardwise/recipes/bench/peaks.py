@@ -19,7 +19,7 @@ from shardwise.recipes.bench.probe import (
     malloc_live_bytes,
     minor_faults,
     others_part_of_shared,
-    peak_rss_bytes,
+    peak_resident_bytes,
     reset_peak,
     resident,
 )
@@ -103,7 +103,7 @@ def _describe(base: _Base, sampler: PeakSampler, setup: Setup, faults: int, wire
     largest, before = sampler.largest, base.resident
     rss = anonymous = shared = live = peak_shared = None
     if largest is not None and before is not None:
-        rss = max(peak_rss_bytes(), largest.total) - before.total  # either can miss a little
+        rss = max(peak_resident_bytes(), largest.total) - before.total  # either can miss a little
         anonymous = largest.anonymous - before.anonymous
         shared = largest.shared - before.shared
         if sampler.shared is not None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import resource
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+
+from shardwise.recipes.held_bytes import peak_rss_bytes
 
 SAMPLE_S = 0.001
 
@@ -82,13 +83,10 @@ def reset_peak() -> bool:
     return True
 
 
-def peak_rss_bytes() -> int:
+def peak_resident_bytes() -> int:
     """Return the largest resident set: since :func:`reset_peak` where that works, else since the process started."""
     now = resident()
-    if now is not None:
-        return now.peak
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    return peak_rss_bytes() if now is None else now.peak
 
 
 def available_bytes() -> int | None:

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adam, Optimizer
 from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard, replicate, set_default_transport
 from shardwise.checkpoint import finish, load, save
 from shardwise.testing.chaos.program import Program
-from shardwise.torch_private import process_group_timeout_s
+from shardwise.torch_private import timeout_s_of
 
 _SAVED_AFTER, _LOADED_AFTER = 1, 2  # before the step in which faults strike: what they change stays
 
@@ -93,7 +93,7 @@ def _two_axes(num_ranks: int) -> DeviceMesh:
     """Return a mesh of two replicas whose groups have the job's timeout: those of ``init_device_mesh`` have torch's own."""
     world = dist.group.WORLD
     assert world is not None
-    timeout = timedelta(seconds=process_group_timeout_s(world))
+    timeout = timedelta(seconds=timeout_s_of(world))
     rows = torch.arange(num_ranks).view(2, -1)
     groups: list[dist.ProcessGroup] = []
     for lists in (rows.t().tolist(), rows.tolist()):

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.testing.fuzz.case import Case, Contender, Node, to_json
-from shardwise.testing.fuzz.compare import Verdict
 from shardwise.testing.fuzz.draw import draw
+from shardwise.testing.fuzz.judge import Verdict
 from shardwise.testing.fuzz.render import render
 from shardwise.testing.fuzz.runner import Outcome, Runner
 from shardwise.testing.fuzz.shrink import only, shrink

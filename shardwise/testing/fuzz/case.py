@@ -104,7 +104,7 @@ class Contender:
     """Who carries a case out.
 
     Attributes:
-        door: a name of :data:`shardwise.testing.fuzz.doors.DOORS`.
+        door: a name of :data:`shardwise.testing.fuzz.eligible.DOORS`.
         transport: of the engine's doors.
         update: "" for torch's own optimizer; "sharded" for ``ShardedOptimizer``; of ZeRO: "whole" or "even".
     """

@@ -9,8 +9,8 @@ from random import Random
 from shardwise.testing.fuzz import actions as do
 from shardwise.testing.fuzz.areas import AREAS, Weights
 from shardwise.testing.fuzz.case import Case, Contender, Optim, Settings
-from shardwise.testing.fuzz.doors import OURS, is_ours, peer_of, suits
 from shardwise.testing.fuzz.draw_model import SIZES, draw_model, pick
+from shardwise.testing.fuzz.eligible import OURS, is_ours, peer_of, suits
 from shardwise.testing.fuzz.optims import OPTIMIZERS
 
 RANKS = {"one": 1, "two": 2, "three": 3, "four": 4}

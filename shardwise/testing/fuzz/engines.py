@@ -17,7 +17,7 @@ from shardwise.engine.attachment import attachment_of
 from shardwise.engine.roots import live_engine
 from shardwise.testing.fuzz import peers
 from shardwise.testing.fuzz.case import Contender
-from shardwise.testing.fuzz.memory import Watch
+from shardwise.testing.fuzz.most_alive import Watch
 from shardwise.testing.fuzz.optims import OPTIMIZERS
 from shardwise.testing.fuzz.record import Record
 from shardwise.testing.fuzz.sides import Play, Seat, Side
@@ -173,7 +173,7 @@ class EngineSide(Side):
         if self._shows_unsynced:
             attachment = attachment_of(self.model)
             units = live_engine(attachment).units if attachment is not None else []
-            self.hidden = frozenset({"grad"}) if any(unit.unsynced for unit in units) else frozenset()
+            self.hidden = frozenset({"grad"}) if any(unit.earlier.unsynced for unit in units) else frozenset()
         return super().record(moment)
 
     def notes(self) -> list[str]:

@@ -21,7 +21,7 @@ import shardwise.comm.links.send_recv
 import shardwise.layout.bucket
 from shardwise.testing.fuzz.case import Contender
 from shardwise.testing.fuzz.checkpoint import read, write
-from shardwise.testing.fuzz.doors import is_ours
+from shardwise.testing.fuzz.eligible import is_ours
 from shardwise.testing.fuzz.engines import MAKERS, EngineSide, Meshes
 from shardwise.testing.fuzz.faults import faults_at_work, plant
 from shardwise.testing.fuzz.record import Raised, Tale

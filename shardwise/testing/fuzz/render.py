@@ -22,7 +22,6 @@ TIED: dict[str, tuple[str, ...]] = {
     "Follower": ("first", "second"),
     "Lstm": ("cell.weight_ih_l0", "out.weight"),
 }
-CONTAINERS = {"Stack", "Boxed", "Touched", "Gate", "Peek"}
 
 
 def path_of(place: tuple[int, ...]) -> str:

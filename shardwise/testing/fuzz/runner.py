@@ -10,8 +10,8 @@ from pathlib import Path
 
 from shardwise.testing.fuzz import peers
 from shardwise.testing.fuzz.case import Case, Contender
-from shardwise.testing.fuzz.compare import Verdict, bound_of, judge
-from shardwise.testing.fuzz.doors import is_engines, is_ours, peer_of
+from shardwise.testing.fuzz.eligible import is_engines, is_ours, peer_of
+from shardwise.testing.fuzz.judge import Verdict, bound_of, judge
 from shardwise.testing.fuzz.play import Told, run_rank, warm_up
 from shardwise.testing.fuzz.record import Tale
 from shardwise.testing.fuzz.reference import run_reference

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from shardwise.engine.engine import Engine
 from shardwise.torch_private import parameters_of
-from shardwise.units import shards
+from shardwise.units import flat_bucket
+from shardwise.units.backward import Stage
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import Slot
 from shardwise.units.unit import Unit
@@ -19,7 +20,7 @@ from shardwise.zero import overlap
 from shardwise.zero.stepper import ShareStepper
 
 # What the functions of these modules look up by name.
-_IN_SHARDS = cast(Any, shards)
+_IN_BUCKET = cast(Any, flat_bucket)
 _IN_OVERLAP = cast(Any, overlap)
 
 
@@ -35,7 +36,7 @@ def _end_at_the_first_pass() -> None:
     inputs_done = Engine.inputs_done
 
     def at_once(self: Engine, unit: Unit, through: object) -> None:
-        unit.open_passes.clear()
+        unit.backward.open_passes.clear()
         inputs_done(self, unit, through)
 
     cast(Any, Engine).inputs_done = at_once
@@ -43,8 +44,10 @@ def _end_at_the_first_pass() -> None:
 
 def _end_before_the_borrower() -> None:
     def done(self: Engine, unit: Unit, through: object) -> None:
-        unit.open_passes.discard(through)
-        if unit.in_backward and not unit.open_passes and (unit.gradient_arrived or not unit.num_expected):
+        backward = unit.backward
+        backward.open_passes.discard(through)
+        is_left = backward.stage is Stage.RUNNING and not backward.open_passes
+        if is_left and (backward.arrived or not backward.expects_any):
             self.after_backward(unit)
 
     cast(Any, Engine).inputs_done = done
@@ -59,8 +62,8 @@ def _watch_no_full_form() -> None:
 
 
 def _move_what_is_held() -> None:
-    _IN_SHARDS.is_held = lambda tensor: False
-    _IN_SHARDS.is_own = lambda tensor: False
+    _IN_BUCKET.is_held = lambda tensor: False
+    _IN_BUCKET.is_own = lambda tensor: False
 
 
 FIXES: dict[str, Callable[[], None]] = {

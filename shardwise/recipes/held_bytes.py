@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.optim.owned import OwnedGradient
+from shardwise.optim.owned_gradient import OwnedGradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,13 @@ def peak_bytes(device: torch.device) -> int:
     """Return this process's peak: of the CUDA allocator, or of resident memory on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    return peak_rss_bytes()
+
+
+def peak_rss_bytes() -> int:
+    """Return the largest resident set since the process started."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def format_bytes(count: float) -> str:

@@ -21,8 +21,8 @@ import torch
 
 from shardwise.comm.board import Board
 from shardwise.errors import DesyncError
-from shardwise.optim.owned import OwnedGradient
-from shardwise.zero.pieces import flat_like
+from shardwise.optim.owned_gradient import OwnedGradient
+from shardwise.zero.local_pieces import flat_like
 from shardwise.zero.share import Share
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from shardwise.optim.forms import load_indexed
 from shardwise.optim.pieces import copied
 from shardwise.zero.checks import Partition
 from shardwise.zero.local import LocalOptimizer
-from shardwise.zero.pieces import LocalPiece, elements_of, flat_view
+from shardwise.zero.local_pieces import LocalPiece, elements_of, flat_view
 from shardwise.zero.share import Share
 
 StateOfParam = dict[str, Any]

@@ -1,0 +1,173 @@
+"""The bulletin of an engine: plans and facts that must be the same on every rank, compared beside the collectives they protect.
+
+A collective that ranks enter with different ideas hangs or, worse, mixes tensors of the same size.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from shardwise.comm.posts import GRACE_S, Posts
+from shardwise.errors import DesyncError, TransportError
+
+_RULE = "Ranks must run the same units in the same order, the same number of times."
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank is: how many calls it has made, the last ones, and what it says of itself."""
+
+    num_calls: int
+    recent: tuple[str, ...]
+    note: str = ""
+
+    def to_text(self) -> str:
+        """Return the position as one JSON object."""
+        return json.dumps({"num_calls": self.num_calls, "recent": self.recent, "note": self.note})
+
+    @classmethod
+    def from_text(cls, text: str) -> Position:
+        """Return the position that :meth:`to_text` wrote."""
+        fields = json.loads(text)
+        return cls(fields["num_calls"], tuple(fields["recent"]), fields["note"])
+
+
+class Bulletin:
+    """Posts of the ranks of one engine's collectives.  Every rank compares with the first, and that one with all."""
+
+    def __init__(self, posts: Posts) -> None:
+        self._posts = posts
+        self._rank = posts.members[posts.rank]  # as errors name it
+        number = posts.prefix.rsplit("/", 1)[-1]
+        self.topic = f"engine {number} of ranks {min(posts.members)} to {max(posts.members)}"  # the same on all of them
+        self._counts: Counter[str] = Counter()
+        self._agreed: set[str] = set()
+
+    def check_plan(self, calls: Sequence[str], position: Position) -> None:
+        """Raise DesyncError on every rank unless all ranks have planned the same ``calls``.
+
+        Plans that have been agreed on before are not compared again.
+        """
+        text = json.dumps(list(calls))
+        if text not in self._agreed:
+            self._compare(
+                "plan",
+                text,
+                position,
+                lambda other, theirs: _first_difference(calls, json.loads(theirs), self._rank, other),
+                lambda other: (
+                    f"rank {other} has not changed its order of units, rank {self._rank} has: {position.note}"
+                ),
+            )
+            self._agreed.add(text)
+
+    def check_facts(self, what: str, facts: Sequence[str], position: Position) -> None:
+        """Raise DesyncError on every rank unless all ranks have the same ``facts`` about ``what``.
+
+        To be called before the first collective whose sizes follow from them: a backend given other sizes than its peers
+        may end the process, and given the same by chance mixes tensors without a word.
+        """
+        mine = [what, *facts]
+        self._compare(
+            "facts",
+            json.dumps(mine),
+            position,
+            lambda other, theirs: _first_fact(mine, json.loads(theirs), self._rank, other),
+            lambda other: f"rank {self._rank} comes with new {what}, rank {other} does not: {_listed(facts)}",
+        )
+
+    def check_deviation(self, what: str, position: Position) -> None:
+        """Raise DesyncError unless all ranks leave their plan here, in the way that ``what`` says.
+
+        To be called before the first collective that is not as planned: sizes may not fit, and a backend given other sizes
+        than its peers may overwrite memory.
+        """
+        left = "left the order of units"
+        self._compare(
+            "deviation",
+            what,
+            position,
+            lambda other, theirs: f"ranks {left} differently: rank {self._rank}: {what}; rank {other}: {theirs}",
+            lambda other: f"rank {self._rank} {left}, rank {other} has not: {what}",
+        )
+
+    def _compare(
+        self,
+        topic: str,
+        text: str,
+        position: Position,
+        different: Callable[[int, str], str],
+        late: Callable[[int], str],
+    ) -> None:
+        posts = self._posts
+        self._counts[topic] += 1
+        place = f"{topic}/{self._counts[topic]}"
+        posts.post(place, text)
+        peers = (0,) if posts.rank else posts.peers()
+        found = posts.collect(place, peers, is_enough=lambda found: any(theirs != text for theirs in found.values()))
+        problem = next((different(posts.members[other], each) for other, each in found.items() if each != text), "")
+        if not problem and len(found) < len(peers):
+            absent = [other for other in peers if other not in found]
+            problem = str(posts.absence(absent, DesyncError(late(posts.members[absent[0]]))))
+        if problem:
+            with suppress(TransportError):
+                posts.post("failure", Position(position.num_calls, position.recent, problem).to_text())
+            raise DesyncError(f"{problem}\n{_RULE}")
+
+    def explain(self, error: BaseException, position: Position) -> DesyncError:
+        """Return an error that says where every rank was when a collective failed on this one."""
+        lines = [f"rank {self._rank} failed at {_describe(position)}: {error}"]
+        try:
+            lines += [*self._reports(position), _RULE]
+        except TransportError as gone:
+            lines.append(str(gone))
+        return DesyncError("\n".join(lines))
+
+    def _reports(self, position: Position) -> Iterator[str]:
+        posts = self._posts
+        posts.post("failure", position.to_text())
+        deadline = time.monotonic() + GRACE_S
+        for other in posts.peers():  # one by one: others may report while one is gone
+            rank = posts.members[other]
+            text = posts.collect("failure", [other], deadline - time.monotonic()).get(other)
+            if text is None:
+                late = DesyncError(f"rank {rank} has not reported: it is still running, or gone")
+                yield str(posts.absence([other], late))
+            else:
+                yield f"rank {rank} was at {_describe(Position.from_text(text))}"
+
+
+def _describe(position: Position) -> str:
+    last = position.recent[-1] if position.recent else "no call yet"
+    note = f" ({position.note})" if position.note else ""
+    before = f", after {', '.join(position.recent[:-1])}" if len(position.recent) > 1 else ""
+    return f"call {position.num_calls}: {last}{before}{note}"
+
+
+def _first_difference(mine: Sequence[str], theirs: Sequence[str], rank: int, other: int) -> str:
+    for index in range(max(len(mine), len(theirs))):
+        left = mine[index] if index < len(mine) else "the end of the step"
+        right = theirs[index] if index < len(theirs) else "the end of the step"
+        if left != right:
+            return f"ranks differ at collective {index} of the step: rank {rank} has {left}, rank {other} has {right}"
+    return f"rank {rank} and rank {other} differ"
+
+
+def _first_fact(mine: Sequence[str], theirs: Sequence[str], rank: int, other: int) -> str:
+    if mine[0] != theirs[0]:
+        return f"ranks are at different places: rank {rank} brings {mine[0]}, rank {other} brings {theirs[0]}"
+    for index in range(1, max(len(mine), len(theirs))):
+        left = mine[index] if index < len(mine) else "nothing more"
+        right = theirs[index] if index < len(theirs) else "nothing more"
+        if left != right:
+            return f"ranks have different {mine[0]}: rank {rank} has {left}, rank {other} has {right}"
+    return f"rank {rank} and rank {other} differ"
+
+
+def _listed(facts: Sequence[str]) -> str:
+    return ", ".join(facts[:4]) + (f" and {len(facts) - 4} more" if len(facts) > 4 else "")

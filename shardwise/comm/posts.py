@@ -1,0 +1,127 @@
+"""What the ranks of a group post for each other in the store of the job, with one deadline and a name for who does not.
+
+No collective: a thread may post beside training, a rank that has failed can say why while others wait for it, and one that
+never comes is named instead of waited for for ever.  Agreements (`board`), the bulletin of an engine (`bulletin`), roll calls
+and the meetings of links are orders in which these are written and read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from shardwise.black_box import EVERYBODY, WAITS, note
+from shardwise.comm.alive import LOOK_S, announce, is_gone
+from shardwise.comm.store import JobStore
+from shardwise.errors import ShardwiseError, TransportError
+from shardwise.torch_private import default_store, process_group_store, timeout_s_of
+
+GRACE_S = 3.0  # after a rank's own deadline: what others may take to reach theirs and report
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 1e-4, 2e-2  # between two questions to the store
+
+
+@dataclass(frozen=True, slots=True)
+class Posts:
+    """One rank's view of what the ranks of one group post about one thing.
+
+    Attributes:
+        members: global ranks, as errors name them.  rank: this one's place among them; methods count places.
+        timeout_s: how long a rank is waited for that does in a correct program the same at about the same time.
+        notes: the store in which ranks leave the numbers of their processes; None: nobody is known to be gone.
+    """
+
+    store: JobStore
+    prefix: str
+    members: tuple[int, ...]
+    rank: int
+    timeout_s: float
+    notes: dist.Store | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+    def peers(self) -> tuple[int, ...]:
+        """Return all ranks but this one."""
+        return tuple(rank for rank in range(self.size) if rank != self.rank)
+
+    def post(self, what: str, text: str) -> None:
+        """Post this rank's ``what``."""
+        self.store.set(f"{self.prefix}/{what}/{self.rank}", text)
+
+    def forget(self, what: str, ranks: Iterable[int]) -> None:
+        """Take back what ``ranks`` have posted about ``what``, so that long runs do not fill the store."""
+        for rank in ranks:
+            self.store.delete(f"{self.prefix}/{what}/{rank}")
+
+    def collect(
+        self,
+        what: str,
+        ranks: Sequence[int],
+        limit_s: float | None = None,
+        is_enough: Callable[[Mapping[int, str]], bool] | None = None,
+        needs: Sequence[int] = (),
+    ) -> dict[int, str]:
+        """Return what ``ranks`` post about ``what``: of fewer ranks where waiting for the others is over.
+
+        That is after ``limit_s`` seconds for all of them together (default: the timeout), as soon as the process of one that
+        is missing, or of one in ``needs``, has gone, and once ``is_enough`` says so of what has come (asked of late ranks).
+        Raises: TransportError if the store does not answer.  Cost: one or two questions per rank, then one per look.
+        """
+        start = looked = time.monotonic()
+        limit_s, pause_s = self.timeout_s if limit_s is None else limit_s, _LEAST_PAUSE_S
+        found: dict[int, str] = {}
+        missing = list(ranks)
+        is_noted = False
+        while True:
+            while missing and (text := self._peek(what, missing[0])) is not None:
+                found[missing.pop(0)] = text
+            if missing and not is_noted:
+                is_noted = True
+                note(f"{WAITS}rank {self.members[missing[0]]}" if len(missing) == 1 else EVERYBODY, what)
+            now = time.monotonic()
+            is_over = now - start >= limit_s
+            if missing and now - looked >= LOOK_S:
+                looked = now
+                is_over = is_over or bool(self.gone([*missing, *needs]))
+            if missing and pause_s > _MOST_PAUSE_S and is_enough is not None:
+                is_over = is_over or is_enough(found)
+            if is_over or not missing:
+                late = [(rank, self._peek(what, rank)) for rank in missing]  # posted before they went, or out of order
+                return found | {rank: text for rank, text in late if text is not None}
+            time.sleep(min(pause_s, max(start + limit_s - now, 0.0)))
+            pause_s = pause_s if pause_s > _MOST_PAUSE_S else 1.5 * pause_s
+
+    def gone(self, ranks: Iterable[int]) -> list[int]:
+        """Return which of ``ranks`` were processes of this host that have ended, as far as it can be known."""
+        return [] if self.notes is None else [rank for rank in ranks if is_gone(self.notes, self.members[rank])]
+
+    def absence(self, ranks: Sequence[int], late: ShardwiseError) -> ShardwiseError:
+        """Return the error for ``ranks`` that have posted nothing: it names one that is gone; if none is, ``late``."""
+        gone = self.gone(ranks)
+        return TransportError(f"rank {self.members[gone[0]]} is gone") if gone else late
+
+    def _peek(self, what: str, rank: int) -> str | None:
+        return self.store.peek(f"{self.prefix}/{what}/{rank}")
+
+
+def open_posts(group: dist.ProcessGroup, topic: str) -> Posts:
+    """Return the posts of ``group`` about the next ``topic``: the n-th call on each of its ranks opens the same."""
+    members = tuple(dist.get_process_group_ranks(group))
+    return number_posts(process_group_store(group), topic, members, dist.get_rank(group), timeout_s_of(group))
+
+
+def number_posts(store: dist.Store, topic: str, members: tuple[int, ...], rank: int, timeout_s: float) -> Posts:
+    """Return the posts of ``members`` about the next ``topic`` in ``store``, for ranks that have no group of their own."""
+    notes = default_store()
+    if notes is not None:
+        announce(notes, dist.get_rank())
+    job = JobStore(store)
+    place = f"shardwise/{topic}/{hashlib.sha256(repr(members).encode()).hexdigest()[:12]}"
+    number = job.add(f"{place}/opened/{rank}", 1)
+    return Posts(job, f"{place}/{number}", members, rank, timeout_s, notes)

@@ -1,0 +1,49 @@
+"""What an engine moves tensors with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwise.comm.buffers import BufferPool
+from shardwise.comm.lanes import Lane
+from shardwise.comm.links.link import Transport
+from shardwise.comm.links.routes import Spans
+from shardwise.engine.group_links import GroupLink
+
+
+@dataclass(slots=True)
+class Lanes:
+    """The streams of an engine; engines of pipeline stages may share one set."""
+
+    gather: Lane
+    reduce: Lane
+
+    @classmethod
+    def on(cls, device: torch.device) -> Lanes:
+        """Return new lanes for ``device``."""
+        return cls(Lane(device), Lane(device))
+
+
+@dataclass(slots=True)
+class Means:
+    """The device of an engine and the ways to other ranks.
+
+    Attributes:
+        lanes, pool: where collectives run and where their memory comes from.
+        transport: which links this rank wants.
+        spans: when links between ranks may be used.  links: those links, by name of their process group.
+    """
+
+    device: torch.device
+    lanes: Lanes
+    pool: BufferPool
+    transport: Transport = "auto"
+    spans: Spans = field(default_factory=Spans)
+    links: dict[str, GroupLink] = field(default_factory=dict[str, GroupLink])
+
+    @classmethod
+    def on(cls, device: torch.device, transport: Transport) -> Means:
+        """Return new ones for ``device``."""
+        return cls(device, Lanes.on(device), BufferPool(device), transport)

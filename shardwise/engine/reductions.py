@@ -1,0 +1,181 @@
+"""Gradients on their way from the end of a unit's backward to ``.grad``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shardwise.engine.journal import Journal
+from shardwise.engine.means import Means
+from shardwise.errors import TransportError
+from shardwise.events import Op
+from shardwise.units.gradients import Gradients, Reduction, Terms, add_gradients, launch_reductions
+from shardwise.units.param import UnitParam
+from shardwise.units.unit import Unit
+
+
+@dataclass(slots=True)
+class _Launch:
+    """Reductions of a unit that have not been committed, and what they consumed.
+
+    Attributes:
+        held, partial: gradients of earlier backwards that they took from the unit.
+        absorbed: deferred launches whose partial sums they took, and of which parameters.
+        taken: parameters whose partial sums a later launch has taken from this one.
+    """
+
+    unit: Unit
+    held: Gradients
+    partial: Gradients
+    reductions: list[Reduction] = field(default_factory=list[Reduction])
+    absorbed: list[tuple[_Launch, set[UnitParam]]] = field(default_factory=list[tuple["_Launch", set[UnitParam]]])
+    taken: set[UnitParam] = field(default_factory=set[UnitParam])
+
+
+class Reductions:
+    """The reductions of one engine: launched as units end, in flight, then committed together or deferred.
+
+    Nothing of a backward is visible before :meth:`commit`: one that raises leaves earlier microbatches as they were.
+
+    Attributes:
+        max_inputs: reduce-scatter inputs that may live at once.
+    """
+
+    def __init__(self, journal: Journal, means: Means) -> None:
+        self._journal = journal
+        self._means = means
+        self.max_inputs = 1
+        self._in_flight: list[Reduction] = []
+        self._launched: list[_Launch] = []
+        self._deferred: list[_Launch] = []
+        self._fresh_held: list[tuple[Unit, Gradients]] = []
+
+    @property
+    def has_deferred(self) -> bool:
+        """True when gradients of earlier backwards wait for a last one."""
+        return bool(self._deferred)
+
+    def have_come(self, unit: Unit, since_commit: bool) -> bool:
+        """Return True if something of ``unit`` was launched in this backward, or ``since_commit``."""
+        since = [*self._deferred, *self._launched] if since_commit else self._launched
+        return any(launch.unit is unit for launch in since)
+
+    def hold(self, unit: Unit, gradients: Gradients) -> None:
+        """Keep ``gradients`` for a later backward of ``unit``, once this one has ended well."""
+        self._fresh_held.append((unit, gradients))
+
+    def launch(self, unit: Unit, fresh: Gradients) -> None:
+        """Reduce ``fresh`` and what earlier backwards have left.  Raises: DesyncError, TransportError."""
+        while self._in_flight and (self._in_flight[0].is_due or self._num_inputs() >= self.max_inputs):
+            self._advance(self._in_flight.pop(0))
+        earlier = unit.earlier
+        # A set: in which order gradients that were held have come is each rank's own affair.
+        params = frozenset((*earlier.held, *fresh)) if earlier.held else frozenset(fresh)
+        if params not in self._journal.agreed:
+            self._journal.agree_on_gradients(unit, params)
+        launch = _Launch(unit, *(earlier.take(fresh) if earlier.held or earlier.partial else ({}, {})))
+        self._launched.append(launch)
+        gradients = add_gradients(launch.held, fresh) if launch.held else fresh
+        added = self._absorb(launch, gradients) if self._deferred else launch.partial
+        terms = Terms(unit.policy, self._means.lanes.reduce, unit.all_reduce_hook)
+        for group in unit.groups:
+            mine = gradients
+            if len(unit.groups) > 1:
+                mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
+            try:
+                launch.reductions += launch_reductions(group, mine, terms, added, launch.held)
+            except TransportError as error:
+                raise self._journal.explain(error, f"gradients of unit '{unit.name}'") from error
+        unit.note(Op.REDUCE, lambda: (sum(r.num_bytes for r in launch.reductions if r.is_collective), False))
+        self._in_flight += launch.reductions
+
+    def _absorb(self, launch: _Launch, gradients: Gradients) -> Gradients:
+        """Return the partial sums to add to ``gradients``: the unit's, and those that deferred backwards have left."""
+        added = launch.partial
+        for earlier in self._deferred:
+            if earlier.unit is launch.unit:
+                for reduction in earlier.reductions:
+                    taken = {p for p in reduction.params if p in gradients and p not in earlier.taken}
+                    if reduction.is_partial and taken:
+                        self._finish(earlier.unit, reduction)
+                        windows = reduction.windows()
+                        added = add_gradients(added, {param: windows[param] for param in taken})
+                        launch.absorbed.append((earlier, taken))
+                        earlier.taken |= taken
+        return added
+
+    def _num_inputs(self) -> int:
+        return sum([reduction.holds_input for reduction in self._in_flight])
+
+    def _advance(self, reduction: Reduction) -> None:
+        try:
+            reduction.advance()
+        except RuntimeError as error:
+            raise self._journal.explain(error, f"gradients of {reduction.label}") from error
+
+    def _finish(self, unit: Unit, reduction: Reduction) -> None:
+        try:
+            reduction.finish()
+        except RuntimeError as error:
+            raise self._journal.explain(error, f"gradients of unit '{unit.name}'") from error
+
+    # ---- the end of a backward: before, and after, the ranks may change what others read ----
+
+    def wait_for_inputs(self) -> None:
+        """Wait until no rank reads this one's gradients."""
+        for reduction in self._in_flight:
+            self._advance(reduction)
+        self._in_flight.clear()
+
+    def defer(self) -> None:
+        """Leave all to a later backward."""
+        self._keep_held()
+        self._deferred += self._launched
+        self._launched = []
+
+    def wait(self) -> None:
+        """Wait for the ends of all, also of those deferred."""
+        for launch in (*self._deferred, *self._launched):
+            for reduction in launch.reductions:
+                self._finish(launch.unit, reduction)
+
+    def commit(self) -> list[UnitParam]:
+        """Set the gradients of this backward and of deferred ones; return the parameters that have got any."""
+        launched = [*self._deferred, *self._launched]
+        self._keep_held()
+        self._deferred, self._launched = [], []
+        self._in_flight.clear()
+        params: list[UnitParam] = []
+        for launch in launched:
+            for reduction in launch.reductions:
+                if not reduction.is_partial:
+                    reduction.set_gradients()
+                    params += reduction.params
+                else:
+                    left = {p: value for p, value in reduction.windows().items() if p not in launch.taken}
+                    launch.unit.earlier.keep_partial(left)
+            launch.unit.num_commits += 1
+            launch.unit.note(Op.COMMIT)
+        return params
+
+    def _keep_held(self) -> None:
+        for unit, gradients in self._fresh_held:
+            unit.earlier.hold(gradients)
+        self._fresh_held.clear()
+
+    # ---- failure ----
+
+    def cancel(self) -> None:
+        """Forget what was launched in a backward that raised, and give units back what it had taken."""
+        self._fresh_held.clear()
+        launched, self._launched = self._launched, []
+        self._in_flight.clear()
+        for launch in reversed(launched):
+            for reduction in launch.reductions:
+                reduction.cancel()
+            for earlier, taken in launch.absorbed:
+                earlier.taken -= taken
+            launch.unit.earlier.put_back(launch.held, launch.partial)
+
+    def forget_deferred(self) -> None:
+        """Drop what earlier backwards have left to a last one."""
+        self._deferred = []

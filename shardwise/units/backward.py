@@ -1,0 +1,141 @@
+"""How far the backward of a unit has come: its stage, the gradients that are there, the passes that are open."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from enum import Enum
+
+import torch
+
+from shardwise import torch_private
+from shardwise.errors import StateError
+from shardwise.units.param import UnitParam
+
+
+class Stage(Enum):
+    """What a unit knows of a backward."""
+
+    IDLE = "idle"  # none runs, or it has not come to the unit, or it has left it
+    ARRIVING = (
+        "arriving"  # gradients come before its outputs' have: of weights that it lends, or of used parameters alone
+    )
+    RUNNING = "running"  # the gradient of an output has come: parameters are read
+
+
+LEGAL_STEPS: frozenset[tuple[Stage, Stage]] = frozenset(
+    {
+        (Stage.IDLE, Stage.ARRIVING),
+        (Stage.IDLE, Stage.RUNNING),
+        (Stage.ARRIVING, Stage.RUNNING),
+        (Stage.ARRIVING, Stage.IDLE),
+        (Stage.RUNNING, Stage.IDLE),
+    }
+)
+
+
+def _nobody() -> None:
+    return None
+
+
+class UnitBackward:
+    """The backward of one unit.  Whoever reads may read the attributes; the methods alone write them.
+
+    Attributes:
+        on_gradients: what is called when one has come from which something may follow.
+        stage: one arrow of the table above is one method.
+        task: the autograd task in which it has begun.
+        arrived: ordinals of the parameters whose gradient has come.
+        counted: how many parameters want one, and how many there are.  has_frozen: some want none.
+        open_passes: passes through the unit's modules that it has come to and not left.
+        is_nested: gradients have come from a backward within it: they tell nothing of what is still to come.
+        counts: the last gradient ends it.  Where checkpoints run backwards of their own, which may use the parameters
+            again, that is so once a first backward has shown that they do not.
+        ended_late: the last one ended without some gradient, at the end of the whole backward.
+    """
+
+    def __init__(self) -> None:
+        self.on_gradients: Callable[[], None] = _nobody
+        self.stage = Stage.IDLE
+        self.task = -1
+        self.arrived: set[int] = set()
+        self.counted = (0, 0)
+        self.has_frozen = False
+        self.open_passes: set[object] = set()
+        self.is_nested = False
+        self.counts = True
+        self.ended_late = False
+
+    @property
+    def expects_any(self) -> bool:
+        """True if parameters want gradients."""
+        return self.counted[0] > 0
+
+    def _step(self, new: Stage) -> None:
+        if (self.stage, new) not in LEGAL_STEPS:
+            raise StateError(f"the backward of a unit is {self.stage.value} and cannot become {new.value}")
+        self.stage = new
+
+    def expect(self, num_trainable: int, num_params: int) -> None:
+        """Wait for the gradients of ``num_trainable`` of ``num_params`` parameters."""
+        self.counted = (num_trainable, num_params)
+        self.has_frozen = num_trainable < num_params
+
+    def enter(self, task: int) -> None:
+        """The gradient of an output has come, in autograd's ``task``."""
+        if self.stage is not Stage.RUNNING:  # a second time where somebody has resharded the unit by hand
+            self._step(Stage.RUNNING)
+        self.task = task
+
+    def hook(self, param: UnitParam) -> Callable[[torch.Tensor], None]:
+        """Return what the full form of ``param`` runs when its gradient has been accumulated."""
+        # Through a weak reference: the full parameter owns the hook, and the unit owns the full parameter.
+        this, ordinal = weakref.ref(self), param.ordinal
+
+        def on_accumulated(_: torch.Tensor) -> None:
+            backward = this()
+            if backward is None:
+                return
+            backward.arrived.add(ordinal)
+            if backward.stage is Stage.RUNNING:
+                if backward.task != torch_private.graph_task_id():
+                    backward.is_nested = True  # a checkpoint within the unit runs its own: others may follow
+                if backward.is_nested or len(backward.arrived) < backward.counted[0]:
+                    return  # the engine knows of this backward, and nothing is complete
+            elif backward.stage is Stage.IDLE:
+                backward._step(Stage.ARRIVING)
+            backward.on_gradients()
+
+        return on_accumulated
+
+    def note_nested(self) -> None:
+        """What has come is of a weight that the unit lends, from a checkpoint's own backward: there may be more."""
+        self.is_nested = True
+
+    @property
+    def is_complete(self) -> bool:
+        """True when every parameter has its gradient: then backward reads none of them any more.
+
+        A frozen parameter may still be read after the last gradient has come; its unit ends at its inputs.
+        """
+        is_there = len(self.arrived) >= self.counted[0] > 0
+        return is_there and self.counts and not self.has_frozen and not self.is_nested
+
+    def leave(self, ended_late: bool = False) -> None:
+        """The unit's part of the backward is over, and its gradients are taken."""
+        if self.arrived:
+            self.counts = not self.is_nested
+        self.ended_late = self.ended_late or ended_late
+        self.forget()
+
+    def forget(self) -> None:
+        """Be without a backward, as after one that has failed."""
+        self.arrived.clear()
+        self.open_passes.clear()
+        self.is_nested = False
+        if self.stage is not Stage.IDLE:
+            self._step(Stage.IDLE)
+
+    def distrust_counts(self) -> None:
+        """Do not let the last gradient end it until one has shown which gradients are the last."""
+        self.counts = False

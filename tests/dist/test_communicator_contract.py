@@ -1,0 +1,217 @@
+"""What every communicator keeps to, whichever way its collectives take: units rely on these rules and on nothing else."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ends import SHAPES, Gradients, Shapes
+from helpers.ranks import on_ranks
+from helpers.ways import LINKS, WAYS, Way, way_over
+
+from shardwise.comm.communicator import Scale
+from shardwise.errors import TransportError
+
+# Rows that ranks share unevenly, fewer rows than ranks, columns, no elements, a scalar.
+UNEVEN: Shapes = (((7, 5), 0), ((3, 6), 1), ((3, 5), 0), ((5,), 0), ((1,), 0), ((0, 4), 0), ((), 0))
+SMALL: Shapes = (((2,), 0), ((3, 2), 1))
+LAYOUTS = {"even": SHAPES, "uneven": UNEVEN, "small": SMALL, "one element": (((1,), 0),)}
+SCALES = {
+    "mean": (Scale(), None),
+    "sum": (Scale(1.0), 1.0),
+    "other divisor": (Scale(3.0), 3.0),
+    "mean by sums alone": (Scale(sum_only=True), None),
+    "divided before and after": (Scale(6.0, split=True), 6.0),
+}
+
+
+def ways() -> list[str]:
+    return list(WAYS) if dist.get_world_size() > 1 else ["packed", "custom"]  # a rank alone has no link
+
+
+def is_free(way: Way) -> bool:
+    """True if all memory that was lent has come back, each storage once."""
+    idle = [id(slab) for slabs in way.pool.free.values() for slab in slabs]
+    return way.pool.leased_bytes == 0 and len(set(idle)) == len(idle)
+
+
+@on_ranks(1, 2, 4)
+def test_all_gather_delivers_every_ranks_section_in_order_to_the_bit() -> None:
+    for name in ways():
+        with way_over(name) as way:
+            for shapes, dtype in itertools.product(LAYOUTS, (torch.float32, torch.bfloat16)):
+                ends = way.ends(3.0, shapes=LAYOUTS[shapes], full_dtype=dtype)[0]
+                with way.span() as comm:
+                    comm.all_gather(ends).wait()
+                assert ends.is_right(), (name, shapes, dtype)
+
+
+@on_ranks(1, 2, 4)
+def test_reduce_scatter_sums_with_the_stated_scale() -> None:
+    for name in ways():
+        with way_over(name) as way:
+            for shapes, scale in itertools.product(LAYOUTS, SCALES):
+                ends = Gradients(way, 2.0, LAYOUTS[shapes])
+                with way.span("backward") as comm:
+                    comm.reduce_scatter(ends, SCALES[scale][0]).wait()
+                assert ends.is_right(SCALES[scale][1]), (name, shapes, scale)
+
+
+@on_ranks(1, 2, 4)
+def test_all_reduce_sums_in_place_with_the_stated_scale() -> None:
+    for name in ways():
+        with way_over(name) as way:
+            for scale, divisor in SCALES.values():
+                found = torch.arange(5.0) + way.rank
+                expected = sum((torch.arange(5.0) + rank for rank in range(way.size)), torch.zeros(5))
+                with way.span() as comm:
+                    comm.all_reduce(found, scale).wait()
+                assert torch.equal(found, expected / (divisor or way.size)), (name, scale)
+
+
+@on_ranks(2, 4)
+def test_links_take_what_they_are_for_and_say_so_on_every_rank() -> None:
+    for name in LINKS:
+        with way_over(name) as way:
+            assert way.link is not None
+            gather, reduction = way.ends(1.0, shapes=SHAPES)[0], Gradients(way, 1.0)
+            taken = [
+                way.link.takes_gather(gather),
+                way.link.takes_scatter(reduction, Scale()),
+                way.link.takes_scatter(reduction, Scale(6.0, split=True)),
+            ]
+            assert taken == [True, True, False], name
+
+
+@on_ranks(2, 4)
+def test_collectives_on_their_way_together_do_not_mix() -> None:
+    """More reductions than an outbox has slots, waited for in another order than launched."""
+    for name in ways():
+        with way_over(name) as way:
+            gathers = way.ends(*range(4), shapes=UNEVEN)
+            with way.span() as comm:
+                pendings = [comm.all_gather(each) for each in gathers]
+                for pending in reversed(pendings):
+                    pending.wait()
+            reductions = [Gradients(way, 10.0 * number, label=f"number {number}") for number in range(5)]
+            with way.span("backward") as comm:
+                pendings = [comm.reduce_scatter(each, Scale()) for each in reductions]
+                for pending in pendings[::2] + pendings[1::2]:
+                    pending.wait()
+            assert all(each.is_right() for each in (*gathers, *reductions)), name
+
+
+@on_ranks(2, 4)
+def test_a_second_wait_and_a_cancel_after_a_wait_do_nothing() -> None:
+    for name in ways():
+        with way_over(name) as way:
+            gather, reduction = way.ends(1.0, shapes=SHAPES)[0], Gradients(way, 5.0)
+            with way.span("backward") as comm:
+                pendings = [comm.all_gather(gather), comm.reduce_scatter(reduction, Scale())]
+                for _ in range(2):
+                    for pending in pendings:
+                        pending.wait()
+                for pending in pendings:
+                    assert pending.is_done()
+                    pending.cancel()
+                    pending.wait()
+            assert gather.is_right()
+            assert reduction.is_right()
+            assert reduction.num_delivered == 1, name
+            assert gather.num_delivered <= 1, name
+            gather.buffer.drop()
+            assert is_free(way), name
+
+
+@on_ranks(2, 4)
+def test_what_is_cancelled_is_not_delivered_and_the_next_call_works() -> None:
+    for name in ways():
+        with way_over(name) as way:
+            first, second = way.ends(1.0, 2.0, shapes=UNEVEN)
+            reductions = [Gradients(way, 3.0), Gradients(way, 4.0)]
+            full = first.buffer.hold(way.pool).fill_(-1.0)
+            with way.span("backward") as comm:
+                cancelled = [comm.all_gather(first), comm.reduce_scatter(reductions[0], Scale())]
+                for pending in cancelled:
+                    pending.cancel()
+                    pending.cancel()
+                    pending.wait()
+                    assert pending.is_done(), name
+                comm.all_gather(second).wait()
+                comm.reduce_scatter(reductions[1], Scale()).wait()
+            assert second.is_right(), name
+            assert reductions[1].is_right(), name
+            assert first.num_delivered == reductions[0].num_delivered == 0, name
+            assert name == "messages" or bool((full == -1.0).all()), name  # messages are received in place
+
+
+@on_ranks(2, 4)
+def test_memory_comes_back_once_whether_waited_for_or_cancelled() -> None:
+    for name in ways():
+        with way_over(name) as way:
+            for mode in ("wait", "cancel"):
+                gather, reduction = way.ends(1.0, shapes=UNEVEN)[0], Gradients(way, 2.0, UNEVEN)
+                with way.span("backward") as comm:
+                    for pending in (comm.all_gather(gather), comm.reduce_scatter(reduction, Scale())):
+                        getattr(pending, mode)()
+                gather.buffer.drop()
+                assert is_free(way), (name, mode)
+
+
+@on_ranks(2, 4)
+def test_a_warm_span_allocates_nothing() -> None:
+    for name in ("packed", *LINKS):
+        with way_over(name) as way:
+            counts: list[int] = []
+            for _ in range(3):
+                gather = way.ends(1.0, shapes=UNEVEN)[0]
+                with way.span("backward") as comm:
+                    comm.all_gather(gather).wait()
+                    comm.reduce_scatter(Gradients(way, 2.0, UNEVEN), Scale()).wait()
+                gather.buffer.drop()
+                counts.append(way.pool.num_allocations)
+            assert counts == counts[:1] * 3, name
+
+
+@on_ranks(2, 4)
+def test_spans_that_all_ranks_leave_by_an_exception_leave_the_next_one_working() -> None:
+    for name in ways():
+        with way_over(name) as way:
+            for number in range(2):
+                gather, reduction = way.ends(1.0, shapes=SHAPES)[0], Gradients(way, 2.0)
+                with pytest.raises(KeyError), way.span("backward") as comm:
+                    comm.all_gather(gather).wait()
+                    dist.barrier()  # all have come as far as this
+                    raise KeyError(number)
+                dist.barrier()
+                after = way.ends(5.0, shapes=SHAPES)[0]
+                with way.span("backward") as comm:
+                    comm.all_gather(after).wait()
+                    comm.reduce_scatter(reduction, Scale()).wait()
+                assert after.is_right(), name
+                assert reduction.is_right(), name
+
+
+@on_ranks(2, 4)
+def test_one_rank_that_wants_collectives_sends_all_of_them_there() -> None:
+    for name in LINKS:
+        with way_over(name) as way:
+            assert way.link is not None
+            for wants, expected in ((False, True), (way.rank == 1, False), (False, True)):
+                assert way.link.open("backward", wants) == expected, name
+                way.link.close()
+
+
+@on_ranks(2, 4)
+def test_a_rank_in_another_kind_of_span_is_named() -> None:
+    for name in LINKS:
+        with way_over(name) as way:
+            assert way.link is not None
+            with pytest.raises(TransportError) as raised:
+                way.link.open("backward" if way.rank == 1 else "forward", False)
+            assert "rank 1" in str(raised.value), name
+            assert "forward" in str(raised.value), name
+            way.link.abort()
+            dist.barrier()

@@ -1,0 +1,44 @@
+"""Posts of ranks that all live in this process: over a store in memory, each rank a thread or simply the next line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+from unittest import mock
+
+import torch.distributed as dist
+
+from shardwise.comm.alive import announce
+from shardwise.comm.posts import Posts
+from shardwise.comm.store import JobStore
+
+MEMBERS = (4, 5, 9)  # global ranks, so that a place is never mistaken for one
+_T = TypeVar("_T")
+
+
+def make_posts(store: dist.Store | None = None, timeout_s: float = 20.0) -> list[Posts]:
+    """Return each rank's posts in one store, where notes about their processes are looked for, too."""
+    store = dist.HashStore() if store is None else store
+    return [Posts(JobStore(store), "posts", MEMBERS, rank, timeout_s, store) for rank in range(len(MEMBERS))]
+
+
+def on_threads(body: Callable[[Posts], _T], posts: list[Posts]) -> list[_T]:
+    """Return what ``body`` returns on every rank, each a thread."""
+    with ThreadPoolExecutor(len(posts)) as threads:
+        return list(threads.map(body, posts))
+
+
+def announce_as(store: dist.Store, rank: int, pid: int) -> None:
+    """Leave the note of global rank ``rank`` as if its process had the number ``pid``."""
+    with mock.patch("os.getpid", return_value=pid):
+        announce(store, rank)
+
+
+def gone_process() -> int:
+    """Return the number of a process that has ended and been waited for."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid

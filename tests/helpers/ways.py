@@ -1,0 +1,141 @@
+"""Every way on which ranks of a group exchange buckets, each behind the communicator that units talk to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from helpers.ends import Ends, Shapes
+from helpers.inside import parts_from
+from shardwise.comm.buffers import BufferPool
+from shardwise.comm.c10d import C10dCommunicator, all_gather_single, reduce_scatter_single
+from shardwise.comm.lanes import Lane
+from shardwise.comm.links.arena import ArenaPlace
+from shardwise.comm.links.host import Host, HostLink, outbox_bytes
+from shardwise.comm.links.link import Link
+from shardwise.comm.links.meet import Offer, meet, read_posts
+from shardwise.comm.links.routes import RoutedCommunicator, Spans
+from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
+from shardwise.comm.links.send_recv import PeerLink
+
+SLOT_BYTES = 4096
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Way:
+    """A communicator of ``group`` whose collectives take one way; ``link`` None: the backend's own."""
+
+    group: dist.ProcessGroup
+    pool: BufferPool
+    spans: Spans
+    comm: RoutedCommunicator
+    link: Link | None
+    say_where: Callable[[Sequence[Ends]], None]
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        return self.comm.size
+
+    def ends(self, *bases: float, shapes: Shapes, full_dtype: torch.dtype = torch.float32) -> list[Ends]:
+        """Return ends of all-gathers, known to the peers: outside of spans."""
+        made = [
+            Ends(self, base, shapes, full_dtype=full_dtype, number=number, shares=isinstance(self.link, HostLink))
+            for number, base in enumerate(bases)
+        ]
+        self.say_where(made)
+        return made
+
+    @contextmanager
+    def span(self, kind: str = "forward") -> Iterator[RoutedCommunicator]:
+        """Return the communicator in a span, which ends as the body does: closed, or left by an exception."""
+        self.spans.begin(kind)  # type: ignore[arg-type]
+        try:
+            yield self.comm
+        except BaseException:
+            self.spans.abort()
+            raise
+        self.spans.end()
+
+
+class Custom:
+    """A user's collectives, as torch's ``set_custom_all_gather`` and its like take them."""
+
+    def __init__(self, collective: Callable[..., dist.Work | None]) -> None:
+        self.collective = collective
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, *arguments: object, async_op: bool = False) -> dist.Work | None:
+        assert async_op
+        return self.collective(*arguments)
+
+
+def _packed(way: Way) -> Link | None:
+    return None
+
+
+def _custom(way: Way) -> Link | None:
+    way.comm.packed.custom.all_gather = Custom(all_gather_single)
+    way.comm.packed.custom.reduce_scatter = Custom(reduce_scatter_single)
+    return None
+
+
+def _messages(way: Way) -> Link | None:
+    return PeerLink(way.group, way.pool)
+
+
+def _shared_memory(way: Way) -> Link | None:
+    outcome = meet(way.group, Offer("auto", HEADER_BYTES + outbox_bytes(SLOT_BYTES), "contract"))
+    assert outcome.segments is not None, "ranks of one host share memory"
+    said: list[list[ArenaPlace]] = [[]]
+
+    def places_of(rank: int, number: int) -> list[ArenaPlace]:
+        if rank == way.rank or not number:
+            return said[number]
+        rows = json.loads(read_posts(outcome.posts, f"sections/{number}", [rank])[0])
+        return [ArenaPlace(Segment.open(SegmentAddress(*row[:4])), row[4]) for row in rows]
+
+    link = HostLink(Host(outcome.segments, outcome.pids, way.rank, places_of), HEADER_BYTES, SLOT_BYTES, 20.0)
+
+    def say_where(ends: Sequence[Ends]) -> None:
+        places = [each.arena for each in ends if each.arena is not None]
+        rows = [[p.segment.address.pid, p.segment.address.fd, p.segment.num_bytes, p.segment.token] for p in places]
+        offsets = [place.offset for place in places]
+        said.append(places)
+        number = len(said) - 1
+        text = json.dumps([[*row, offset] for row, offset in zip(rows, offsets, strict=True)])
+        outcome.posts.post(f"sections/{number}", text)
+        link.say_where(number)
+
+    way.say_where = say_where
+    return link
+
+
+WAYS = {"packed": _packed, "custom": _custom, "messages": _messages, "shared memory": _shared_memory}
+LINKS = ("messages", "shared memory")
+
+
+@contextmanager
+def way_over(name: str, group: dist.ProcessGroup | None = None) -> Iterator[Way]:
+    """Return the way ``name``, on which tensors of ten elements travel like large ones."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    pool, spans = BufferPool(CPU), Spans()
+    comm = RoutedCommunicator(C10dCommunicator(group, Lane(CPU), pool), spans)
+    way = Way(group, pool, spans, comm, None, lambda _: None)
+    with parts_from(10):
+        way.link = WAYS[name](way)
+        spans.register(group, lambda: way.link)
+        yield way
+        dist.barrier(group)  # nobody takes memory away that others read

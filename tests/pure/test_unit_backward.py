@@ -1,0 +1,103 @@
+"""How far a unit's backward has come: legal steps alone, and when gradients end it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import StateError
+from shardwise.units import backward as module
+from shardwise.units.backward import LEGAL_STEPS, Stage, UnitBackward
+
+MOVES: dict[str, Callable[[UnitBackward], object]] = {
+    "enter": lambda each: each.enter(7),
+    "arrive 0": lambda each: each.hook(_param(0))(torch.zeros(())),
+    "arrive 1": lambda each: each.hook(_param(1))(torch.zeros(())),
+    "leave": lambda each: each.leave(),
+    "forget": lambda each: each.forget(),
+}
+
+
+def _param(ordinal: int) -> Any:
+    return SimpleNamespace(ordinal=ordinal)
+
+
+@pytest.fixture(autouse=True)
+def _in_task_7(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.torch_private, "graph_task_id", lambda: 7)
+
+
+def _at(stage: Stage) -> UnitBackward:
+    backward = UnitBackward()
+    backward.stage = stage
+    return backward
+
+
+@pytest.mark.parametrize(("old", "new"), list(product(Stage, Stage)))
+def test_a_step_that_the_table_does_not_have_is_refused(old: Stage, new: Stage) -> None:
+    backward = _at(old)
+    if (old, new) in LEGAL_STEPS:
+        backward._step(new)
+        assert backward.stage is new
+    else:
+        with pytest.raises(StateError, match=f"is {old.value} and cannot become {new.value}"):
+            backward._step(new)
+
+
+@given(st.lists(st.sampled_from(list(MOVES)), max_size=12))
+def test_whatever_happens_the_stage_tells_what_has_come(moves: list[str]) -> None:
+    backward = UnitBackward()
+    backward.expect(2, 2)
+    for move in moves:
+        MOVES[move](backward)
+        if move in ("leave", "forget"):
+            assert backward.stage is Stage.IDLE
+        assert (backward.stage is Stage.IDLE) <= (not backward.arrived)
+        assert (backward.stage is Stage.ARRIVING) <= bool(backward.arrived)
+        assert backward.is_complete == (backward.arrived == {0, 1})
+
+
+def test_who_listens_hears_of_what_nobody_knew_and_of_the_last_gradient() -> None:
+    heard: list[Stage] = []
+    backward = UnitBackward()
+    backward.on_gradients = lambda: heard.append(backward.stage)
+    backward.expect(2, 2)
+    MOVES["arrive 0"](backward)
+    assert heard == [Stage.ARRIVING]
+    backward.forget()
+    backward.enter(7)
+    MOVES["arrive 0"](backward)
+    assert heard == [Stage.ARRIVING]
+    MOVES["arrive 1"](backward)
+    assert heard == [Stage.ARRIVING, Stage.RUNNING]
+
+
+def test_gradients_of_a_backward_within_end_nothing_until_one_has_shown_that_they_do() -> None:
+    backward = UnitBackward()
+    backward.expect(1, 1)
+    backward.enter(3)  # another task than the one that runs
+    MOVES["arrive 0"](backward)
+    assert not backward.is_complete
+    backward.leave()
+    assert not backward.counts
+    backward.enter(7)
+    MOVES["arrive 0"](backward)
+    assert not backward.is_complete
+    backward.leave()
+    assert backward.counts
+
+
+def test_a_frozen_parameter_may_be_read_after_the_last_gradient() -> None:
+    backward = UnitBackward()
+    backward.expect(1, 2)
+    backward.enter(7)
+    MOVES["arrive 0"](backward)
+    assert backward.has_frozen
+    assert not backward.is_complete
