@@ -82,11 +82,6 @@ def entries() -> list[Entry]:
             continue
 
 
-def forget() -> None:
-    """Empty the ring: what comes next has nothing to do with what was before."""
-    _ring.clear()
-
-
 def last_time() -> float:
     """Return when the last event was, in monotonic seconds; 0 before the first."""
     try:

@@ -43,6 +43,8 @@ class Bulletin:
     def __init__(self, posts: Posts) -> None:
         self._posts = posts
         self._rank = posts.members[posts.rank]  # as errors name it
+        number = posts.prefix.rsplit("/", 1)[-1]
+        self.topic = f"engine {number} of ranks {min(posts.members)} to {max(posts.members)}"  # the same on all of them
         self._counts: Counter[str] = Counter()
         self._agreed: set[str] = set()
 

@@ -36,6 +36,7 @@ class Recorder:
         self.folder = folder
         self._stall_s = stall_s
         self._pid = os.getpid()
+        self._began_s = time.monotonic()  # what was before has nothing to do with this run
         self._rank: int | None = None
         self._num_ranks = 0
         self._reasons: list[Reason] = []
@@ -56,7 +57,6 @@ class Recorder:
     def close(self) -> None:
         """Write no more, and leave signals and hooks as they were."""
         self._stack.close()
-        black_box.forget()
 
     def write(self, reason: str) -> Path | None:
         """Write the last events, and where every thread is now; return the file, None if that could not be done."""
@@ -126,7 +126,7 @@ class Recorder:
 
     def _record(self, now_s: float) -> Record:
         since = now_s - time.monotonic()
-        events = [Event(entry[0] + since, entry[1], *map(_plain, entry[2:])) for entry in black_box.entries()]
+        events = [Event(entry[0] + since, entry[1], *map(_plain, entry[2:])) for entry in self._entries()]
         main = threading.main_thread().ident or 0
         return Record(
             self._rank,
@@ -139,6 +139,9 @@ class Recorder:
             tuple(self._stacks),
             tuple(events),
         )
+
+    def _entries(self) -> list[black_box.Entry]:
+        return [entry for entry in black_box.entries() if entry[0] >= self._began_s]
 
     def _put(self, record: Record) -> Path:
         path = self._path()

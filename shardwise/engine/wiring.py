@@ -26,7 +26,9 @@ def new_engine(units: list[Unit]) -> Engine:
     wanted: list[Transport] = [unit.transport for unit in units if unit.transport is not None]
     engine = Engine(Means.on(device, wanted[0] if wanted else default_transport()))
     engine.adopt(units)
-    engine.journal.bulletin = _bulletin(units, device)
+    engine.journal.bulletin = bulletin = _bulletin(units, device)
+    if bulletin is not None:
+        engine.journal.log.track.name = bulletin.topic  # a count of this process alone may be another on other ranks
     engine.reductions.max_inputs = max((unit.max_reductions for unit in units), default=1)
     bind_units(engine)
     return engine

@@ -182,8 +182,16 @@ def test_the_ring_is_bounded_and_so_is_the_file(tmp_path: Path) -> None:
             path = recorder.write("again")
     assert path is not None
     assert path.stat().st_size < 4 * 2**20
-    black_box.note("after")
-    assert len(black_box.entries()) == 1
+    assert len(black_box.entries()) == black_box.NUM_EVENTS
+
+
+def test_what_a_process_did_before_it_recorded_is_not_written(tmp_path: Path) -> None:
+    black_box.note("before")
+    with shardwise.record(tmp_path) as recorder:
+        black_box.note("within")
+        recorder.write("a test")
+    (found,) = find_records(tmp_path)
+    assert [event.place for event in found.events] == ["within"]
 
 
 UNCAUGHT = """
@@ -222,4 +230,18 @@ def test_a_training_run_writes_into_its_folder_by_itself(tmp_path: Path) -> None
         process.communicate(timeout=60)
     found = diagnosis_of(run)
     assert (found.num_ranks, len(found.missing)) == (2, 1)
-    assert f"rank {found.missing[0]} is gone" in found.failures[0].text
+    assert [each.rank for each in found.failures] == [1 - found.missing[0]]
+    assert "/recipes/" in lines_of(found)  # the line of the program in which it was
+
+
+def diverges_after_engines_of_its_own(folder: str) -> None:
+    if dist.get_rank() == 0:  # other ranks have made fewer
+        for _ in range(2):
+            black_box.next_track("engine")
+    recorded(folder, None, "order")
+
+
+def test_tracks_are_those_of_the_group_however_many_a_process_has_had(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.attempt(diverges_after_engines_of_its_own, num_ranks=2, folder=str(tmp_path))
+    (parting, *_) = diagnosis_of(tmp_path).partings
+    assert parting.track == "engine 1 of ranks 0 to 1"
