@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import compare
 from helpers.checkpoints import differences, expected, made, state_of, train
 from helpers.ranks import on_ranks
 from torch import nn
 
+from shardwise import ShardedOptimizer, fully_shard
 from shardwise.checkpoint import CheckpointError, PerRank, RandomState, finish, load, save
 from shardwise.checkpoint.files import DiskFiles
 from shardwise.checkpoint.host_copy import HostCopy
@@ -396,3 +398,28 @@ def test_a_rank_that_is_killed_is_named_and_the_old_state_stands(
     assert f"rank {victim} is gone" in str(survivor.value), survivor
     assert read_manifest(DiskFiles(), tmp_path / "step-00000001").step == 1
     assert not list(tmp_path.glob("step-00000002"))
+
+
+@on_ranks(2)
+def test_state_of_another_shape_than_its_parameter_comes_back(tmp_path: Path) -> None:
+    """Adafactor keeps a row and a column for a matrix; its owner holds them whole."""
+
+    def made(seed: int) -> tuple[nn.Module, ShardedOptimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+        fully_shard(model)
+        return model, ShardedOptimizer(dict(model.named_parameters()), torch.optim.Adafactor, lr=0.1)
+
+    def step(model: nn.Module, optimizer: ShardedOptimizer) -> list[torch.Tensor]:
+        model(torch.ones(2, 8) * (dist.get_rank() + 1)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [compare.full(param).clone() for param in model.parameters()]
+
+    model, optimizer = made(0)
+    step(model, optimizer)
+    save(tmp_path, {"model": model, "optimizer": optimizer}, step=1)
+    wanted = step(model, optimizer)
+    model, optimizer = made(1)
+    load(tmp_path, {"model": model, "optimizer": optimizer})
+    assert all(map(torch.equal, step(model, optimizer), wanted))
