@@ -19,7 +19,7 @@ from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, LAUNCHER_V
 from shardwise.one_host import ScratchFolder, stay_on_loopback
 
 POLL_S = 0.05
-GRACE_S = 3.0  # after one rank has failed: what others may take to notice, to say why and to write down what they did
+GRACE_S = 1.5  # after one rank has failed: what others may take to notice and to write down what they did
 LEAVE_S = 10.0  # after a signal, when the first rank has left: what the others may take
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _SAID = (EXIT_FAILED, EXIT_CONFIG, EXIT_FINAL)  # of a rank that has said why

@@ -37,6 +37,7 @@ TIMEOUT = timedelta(minutes=10)
 _CLAIM = "shardwise/failure"
 _REFUSING_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h: the signal that this process gets when its parent ends
+_PATIENCE_S = 3.0  # the rank that failed first has the better reason, and a launcher the best
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset",
@@ -123,7 +124,7 @@ def _fail(error: Exception, claim: Callable[[], bool], rank: str, run: Path | No
     """Print the reason once over all ranks and end this process, so that the launcher ends the others."""
     message = explain(error)
     if _is_lost_peer(error):
-        time.sleep(2.0)  # the rank that failed first has the better reason
+        time.sleep(_PATIENCE_S)
         message = message or "another rank ended without giving a reason (killed, or out of memory?)"
     try:
         is_speaker = claim()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -77,7 +78,8 @@ class Diagnosis:
 
     Attributes:
         ranks: those with a record.  num_ranks: of the job.  missing: those without a record.
-        failures: of the ranks, the earliest first.  partings, behind: per track, the earliest first.
+        failures: of the ranks, the earliest first; those that name another rank that failed come after.
+        partings, behind: per track, the earliest first.
         blamed: ranks that others wait for and that wait for nobody themselves.
         stacks: per rank, where its main thread was when it wrote first because of its last trouble.
         ends: the same when it wrote last.
@@ -117,7 +119,9 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
         ranks=tuple(sorted(by_rank)),
         num_ranks=num_ranks,
         missing=missing,
-        failures=tuple(sorted(failures, key=lambda each: (each.time_s, each.rank))),
+        failures=tuple(
+            sorted(failures, key=lambda each: (_is_because_of_others(each, failures), each.time_s, each.rank))
+        ),
         partings=tuple(sorted(partings, key=lambda each: (each.time_s, each.track))),
         behind=tuple(sorted(behind, key=lambda each: (each.time_s, each.track))),
         waiting=tuple(waiting),
@@ -127,6 +131,12 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
         reasons={rank: each.reasons for rank, each in sorted(by_rank.items())},
         cut=tuple(sorted(rank for rank, each in by_rank.items() if each.is_cut)),
     )
+
+
+def _is_because_of_others(failure: Failure, failures: Sequence[Failure]) -> bool:
+    """Return True if ``failure`` names another rank that has failed: its clock may say that it was first."""
+    named = {int(number) for number in re.findall(r"\brank (\d+)", failure.text)}
+    return any(each.rank in named for each in failures if each.rank != failure.rank)
 
 
 def first_parting(track: str, events: Mapping[int, Sequence[Event]]) -> Parting | None:

@@ -161,6 +161,7 @@ def _interrupt(condition: Callable[[], bool]) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.chaos
 def test_torchruns_restarts_resume_the_run_that_they_have_begun(text: Path, tmp_path: Path) -> None:
     run, marker, script = tmp_path / "run", tmp_path / "killed", tmp_path / "rank.py"
     script.write_text(

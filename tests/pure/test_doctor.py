@@ -100,6 +100,12 @@ def test_the_earliest_failure_comes_first_and_the_error_that_is_not_about_others
     assert any("the error of rank 1: ValueError: a bug" in line for line in in_words(found))
 
 
+def test_an_error_about_another_rank_comes_after_the_error_of_that_rank_whatever_their_clocks_say() -> None:
+    early = record_of(0, (note(1.0, ERROR, "TransportError: rank 1 left forward by an exception"),))
+    late = record_of(1, (note(2.0, ERROR, "ValueError: injected"),))
+    assert [each.rank for each in diagnose([early, late]).failures] == [1, 0]
+
+
 def test_a_rank_that_leaves_by_its_own_error_is_not_said_to_diverge() -> None:
     raised = record_of(1, events_of(["unshard", "reset"]), "ValueError: a bug")
     found = diagnose([record_of(0, events_of(["unshard", "reshard"])), raised])
