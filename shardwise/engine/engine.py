@@ -110,7 +110,7 @@ class Engine:
         Returns: True if the output of this forward needs :meth:`before_backward` hooks, False if forward has raised.
         """
         if torch_private.graph_task_id() != -1:  # in backward
-            if unit.backward.stage is not Stage.RUNNING:
+            if unit.backward.stage is not Stage.RUNNING and not self._is_lending(unit):
                 self._reshard(unit, after_forward=True)
             self.journal.visit(unit, Edge.EXIT_RECOMPUTE)
             return True
@@ -260,10 +260,14 @@ class Engine:
         backward.open_passes.discard(through)
         if backward.stage is not Stage.RUNNING or backward.open_passes:
             return
-        if any(each.backward.stage is Stage.RUNNING for each in self._borrowers.get(unit, ())):
+        if self._is_lending(unit):
             return
         if backward.arrived or not backward.expects_any:
             self.after_backward(unit)
+
+    def _is_lending(self, unit: Unit) -> bool:
+        """Return True while the backward of a unit runs that uses parameters of ``unit`` too."""
+        return any(each.backward.stage is Stage.RUNNING for each in self._borrowers.get(unit, ()))
 
     def after_backward(self, unit: Unit, reduces: bool = True, is_late: bool = False) -> None:
         """Give the full parameters back and reduce, or hold, the gradients that have come.

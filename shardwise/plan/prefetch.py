@@ -147,7 +147,8 @@ class _Simulation:
             for member in family:
                 self.need(member)
         elif unit not in self.in_backward and facts.policy.reshard_after_forward is not False:
-            self.reshard(unit)
+            if not any(unit in self.units[borrower].borrows for borrower in self.in_backward):
+                self.reshard(unit)
 
     def exit_backward(self, unit: int, has_gradients: bool) -> None:
         facts = self.units[unit]

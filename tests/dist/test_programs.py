@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, full
-from helpers.inside import over
+from helpers.inside import Recorder, engine_of, over
 from helpers.ranks import on_ranks
 from helpers.sharded import noise
 from torch import nn
@@ -641,6 +641,34 @@ def test_gradients_of_a_nested_backward_do_not_end_a_unit_that_lends() -> None:
     average_gradients(plain)
     for left, right in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(full(right.grad), left.grad)
+
+
+class LentInARecomputedSegment(nn.Module):
+    """One checkpoint around the unit that lends its weight and the layer of the outer unit that uses it after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: self.second(torch.sin(self.first(x))), x, use_reentrant=False)
+
+
+@on_ranks(2)
+def test_a_unit_that_lends_a_weight_keeps_it_while_the_borrower_is_recomputed() -> None:
+    torch.manual_seed(0)
+    model = LentInARecomputedSegment()
+    plain = copy.deepcopy(model)
+    fully_shard(model.first)
+    fully_shard(model)
+    assert_trains_alike(model, plain)
+    engine = engine_of(model)
+    assert engine.journal.plan is not None
+    model(batch(0)).square().mean().backward()
+    recorder = Recorder(engine)
+    model(batch(0)).square().mean().backward()
+    assert tuple(recorder.events) == engine.journal.plan.calls
 
 
 # ---- subclasses of tensors under the older replicate ----

@@ -260,7 +260,8 @@ class Side:
     def load(self, saved: Any) -> None:
         """Go back to what :meth:`save` returned."""
         self.net.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        # torch's optimizers go on with the tensors that they are given, and would change what was saved.
+        self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
 
     # ---- numbers out ----
 
