@@ -146,9 +146,11 @@ class _Simulation:
         elif edge is Edge.ENTER_RECOMPUTE:
             for member in family:
                 self.need(member)
-        elif unit not in self.in_backward and facts.policy.reshard_after_forward is not False:
-            if not any(unit in self.units[borrower].borrows for borrower in self.in_backward):
-                self.reshard(unit)
+        elif facts.policy.reshard_after_forward is not False and not self.is_read_in_backward(unit):
+            self.reshard(unit)
+
+    def is_read_in_backward(self, unit: int) -> bool:
+        return any(unit == reader or unit in self.units[reader].borrows for reader in self.in_backward)
 
     def exit_backward(self, unit: int, has_gradients: bool) -> None:
         facts = self.units[unit]
