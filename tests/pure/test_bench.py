@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import mmap
 import runpy
 import statistics
 import sys
@@ -272,9 +273,12 @@ def test_the_probes_see_memory_come_and_go() -> None:
     assert before is not None
     with PeakSampler() as sampler:
         held = np.ones(size, dtype=np.uint8)
+        pages = mmap.mmap(-1, size)  # malloc may hand out pages that the process holds already
+        pages.write(bytes(size))
         sampler.sample()
         now, live = resident(), malloc_live_bytes()
         del held
+        pages.close()
         peak = sampler.live
         sampler.forget_live()
         sampler.sample()
