@@ -32,6 +32,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol, cast
+from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
@@ -183,25 +184,6 @@ class Forked:
         return codes
 
 
-class _NoScalars:
-    """Stands for TensorBoard's writer, which takes longer to import than a life lasts."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        return
-
-    def __enter__(self) -> _NoScalars:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    def add_scalar(self, *_: object) -> None:
-        return
-
-    def flush(self) -> None:
-        return
-
-
 def _end_with_parent() -> None:
     parent = mp.parent_process()
     assert parent is not None
@@ -211,7 +193,7 @@ def _end_with_parent() -> None:
 
 def _rank(rank: int, num_ranks: int, store: str, run: str, config: TrainConfig, stop_at: int | None) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    sys.modules["torch.utils.tensorboard"] = cast(ModuleType, SimpleNamespace(SummaryWriter=_NoScalars))
+    sys.modules["torch.utils.tensorboard"] = cast(ModuleType, SimpleNamespace(SummaryWriter=MagicMock()))
     stay_on_loopback(os.environ)
     torch.set_num_threads(1)
     timeout = timedelta(seconds=PATIENCE_S)

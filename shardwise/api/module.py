@@ -22,7 +22,7 @@ from shardwise.engine.copying import copy_module
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.hooks import wrap_forward_method
 from shardwise.engine.roots import provisional_engine
-from shardwise.engine.wiring import bind_units
+from shardwise.engine.wiring import bind_units, limit_reductions, share_lanes, use_transport
 from shardwise.errors import ConfigError, StateError
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import UnitParam
@@ -181,8 +181,7 @@ class FSDPModule(_Base):
         unit.transport = check_transport(transport)
         engine = engine_of(unit)
         if engine is not None:
-            engine.means.transport = unit.transport
-            bind_units(engine)
+            use_transport(engine, unit.transport)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward ends the step; only then pending reductions are waited for."""
@@ -293,8 +292,7 @@ class FSDPModule(_Base):
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for unit in self._units(recurse):
             unit.max_reductions = max_input_buffers
-        engine = self._engine()
-        engine.reductions.max_inputs = max((unit.max_reductions for unit in engine.units), default=1)
+        limit_reductions(self._engine())
 
     # ---- prefetch and events ----
 
@@ -485,6 +483,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         if attachment is None:
             raise ValueError(f"Expects list of FSDPModules but got {module}")
     engines = [provisional_engine(attachment) for attachment in attachments if attachment is not None]
-    for engine in engines[1:]:
-        engine.means.lanes, engine.means.pool = engines[0].means.lanes, engines[0].means.pool
-        bind_units(engine)
+    share_lanes(engines)

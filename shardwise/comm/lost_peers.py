@@ -6,8 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
+import torch.distributed as dist
+
 from shardwise.comm.alive import is_gone
-from shardwise.errors import TransportError
+from shardwise.errors import ShardwiseError, TransportError
 from shardwise.torch_private import default_store
 
 _T = TypeVar("_T")
@@ -19,12 +22,13 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
 
     Args:
         what: begins the message: "whole matrices cannot go to their owners or back".
-    Raises: TransportError, in place of any RuntimeError, that names the ranks whose processes are gone, or all that it may be.
+    Raises: what ``act`` raises if that says itself what happened (an error of ours, of memory); in place of any other
+        RuntimeError a TransportError that names the ranks whose processes are gone, or all that it may be.
     """
     try:
         return act()
-    except TransportError:
-        raise
+    except (ShardwiseError, torch.OutOfMemoryError):
+        raise  # it says what happened
     except RuntimeError as error:
         others = tuple(rank for rank in members if rank != mine)
         gone = _gone(others)
@@ -39,7 +43,7 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
 
 
 def _gone(others: Sequence[int]) -> tuple[int, ...]:
-    store = default_store()
+    store = default_store() if dist.is_initialized() else None
     if store is None:
         return ()
     end = time.monotonic() + _GRACE_S

@@ -40,6 +40,10 @@ class ManualFinalization:
             )
         self.is_on = is_on
 
+    def inherit(self, old: ManualFinalization) -> None:
+        """Be on if ``old``, of an engine that this one takes over, was."""
+        self.is_on = self.is_on or old.is_on
+
     # ---- what happens ----
 
     def begin_backward(self) -> None:

@@ -67,7 +67,7 @@ def _become_root(attachment: Attachment) -> Engine:
 
 def _inherit(engine: Engine, old: Engine) -> None:
     engine.is_last_backward = engine.is_last_backward and old.is_last_backward
-    engine.manual.is_on = engine.manual.is_on or old.manual.is_on
+    engine.manual.inherit(old.manual)
     engine.post_optim_event = engine.post_optim_event or old.post_optim_event
     heard = engine.journal.instruments
     heard += [each for each in old.journal.instruments if each not in heard]

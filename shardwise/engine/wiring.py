@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -29,9 +30,27 @@ def new_engine(units: list[Unit]) -> Engine:
     engine.journal.bulletin = bulletin = _bulletin(units, device)
     if bulletin is not None:
         engine.journal.log.track.name = bulletin.topic  # a count of this process alone may be another on other ranks
-    engine.reductions.max_inputs = max((unit.max_reductions for unit in units), default=1)
+    limit_reductions(engine)
     bind_units(engine)
     return engine
+
+
+def limit_reductions(engine: Engine) -> None:
+    """Let as many inputs of reductions live at once as the most generous unit asks for."""
+    engine.reductions.max_inputs = max((unit.max_reductions for unit in engine.units), default=1)
+
+
+def use_transport(engine: Engine, transport: Transport) -> None:
+    """Let the engine's groups talk over ``transport`` from now on."""
+    engine.means.transport = transport
+    bind_units(engine)
+
+
+def share_lanes(engines: Sequence[Engine]) -> None:
+    """Let all engines use the first one's lanes and memory."""
+    for engine in engines[1:]:
+        engine.means.lanes, engine.means.pool = engines[0].means.lanes, engines[0].means.pool
+        bind_units(engine)
 
 
 def _bulletin(units: list[Unit], device: torch.device) -> Bulletin | None:

@@ -8,46 +8,30 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from helpers.compare import average_gradients
 from helpers.ranks import on_ranks
+from helpers.torchs_tests import Reshard, check, same_losses, train_beside
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     apply_activation_checkpointing,
 )
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal import common_fsdp
-from torch.testing._internal.common_fsdp import MLP, MLPStack, check_sharded_parity
-from torch.testing._internal.common_utils import TestCase
+from torch.testing._internal.common_fsdp import MLP, check_sharded_parity
 from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer, TransformerBlock
 from torch.utils.checkpoint import checkpoint as checkpoint_function
 
 from shardwise import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
 
-check = TestCase()
 c10d_ops, funcol = torch.ops.c10d, torch.ops.c10d_functional
-Reshard = bool | int
 WRAPPER_PREFIX = ("_checkpoint_wrapped_module.",)
-
-
-def same_losses(losses: list[torch.Tensor]) -> None:
-    check.assertEqual(losses[0], losses[1])
 
 
 @contextlib.contextmanager
@@ -101,21 +85,6 @@ def test_to_float64_after_init() -> None:
                 each.zero_grad(set_to_none=iter_idx % 2 == 0)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
-
-
-def train_beside(
-    reference: nn.Module, model: nn.Module, inputs: Callable[[], torch.Tensor], steps: int = 10, **adam: object
-) -> None:
-    optims = [torch.optim.Adam(each.parameters(), lr=1e-2, **adam) for each in (reference, model)]
-    for iter_idx in range(steps):
-        inp = inputs()
-        losses: list[torch.Tensor] = []
-        for each, optim in zip((reference, model), optims, strict=True):
-            optim.zero_grad(set_to_none=iter_idx % 2 == 0)
-            losses.append(each(inp).sum())
-            losses[-1].backward()
-            optim.step()
-        same_losses(losses)
 
 
 @on_ranks(2, 4)
@@ -446,166 +415,6 @@ def test_1f1b_microbatching() -> None:
         for optim in optims:
             optim.step()
         check_sharded_parity(check, reference, model)
-
-
-@contextlib.contextmanager
-def our_door() -> Iterator[None]:
-    """Let torch's test models shard themselves with our function."""
-    original = common_fsdp.fully_shard
-    common_fsdp.fully_shard = fully_shard
-    try:
-        yield
-    finally:
-        common_fsdp.fully_shard = original
-
-
-def run_2d_mlp(with_pipeline_axis: bool) -> None:
-    size = dist.get_world_size()
-    dp = 2 if size > 2 else 1
-    if with_pipeline_axis:
-        mesh = init_device_mesh("cpu", (1, dp, size // dp), mesh_dim_names=("pp", "dp", "tp"))
-    else:
-        mesh = init_device_mesh("cpu", (dp, size // dp), mesh_dim_names=("dp", "tp"))
-    widths = (3, 16, 17) if size == 2 or with_pipeline_axis else (16, 17)
-    for reshard, recomputes, width in itertools.product((False, True), (False, True), widths):
-        torch.manual_seed(42)
-        model = MLPStack(width)
-        reference = DistributedDataParallel(copy.deepcopy(model), process_group=mesh["dp"].get_group())
-        with our_door():
-            model.parallelize(mesh["tp"], mesh["dp"], recomputes, reshard_after_forward=reshard)
-        torch.manual_seed(42 + mesh["dp"].get_local_rank() + 1)
-        train_beside(reference, model, lambda width=width: torch.randn(8, width), steps=3, foreach=False)
-        for param in model.parameters():
-            assert isinstance(param, DTensor)
-            assert param.device_mesh.mesh_dim_names == ("dp", "tp")
-            assert len(param.placements) == 2
-
-
-@on_ranks(2, 4, fresh=True)
-def test_train_parity_2d_mlp() -> None:
-    run_2d_mlp(with_pipeline_axis=False)
-
-
-@on_ranks(4, fresh=True)
-def test_2d_mlp_with_nd_mesh() -> None:
-    run_2d_mlp(with_pipeline_axis=True)
-
-
-@on_ranks(2, fresh=True)
-def test_tp_with_fsdp_offloading() -> None:
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(42)
-    model = MLPStack(16)
-    reference = copy.deepcopy(model)
-    ref_optim = torch.optim.Adam(reference.parameters(), lr=1e-2, foreach=False)
-    with our_door():
-        model.parallelize(mesh["tp"], mesh["dp"], False, reshard_after_forward=True, offload_policy=CPUOffloadPolicy())
-    assert all(param.device.type == "cpu" for param in model.parameters())
-    num_mlps = sum(isinstance(module, MLP) for module in model.modules())
-    optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
-    inp = torch.randn((4, 16), generator=torch.Generator().manual_seed(0))
-    for _ in range(3):
-        ref_optim.zero_grad()
-        optim.zero_grad()
-        with CommDebugMode() as forward:
-            loss = model(inp).sum()
-        expected = {funcol.all_reduce: num_mlps, c10d_ops._allgather_base_: num_mlps}
-        check.assertEqual(dict(forward.get_comm_counts()), expected)
-        ref_loss = reference(inp).sum()
-        check.assertEqual(loss, ref_loss)
-        ref_loss.backward()
-        with CommDebugMode() as backward:
-            loss.backward()
-        expected = {funcol.all_reduce: num_mlps - 1, c10d_ops._allgather_base_: num_mlps}
-        expected[c10d_ops._reduce_scatter_base_] = num_mlps
-        check.assertEqual(dict(backward.get_comm_counts()), expected)
-        optim.step()
-        ref_optim.step()
-
-
-def parallel_transformer(args: ModelArgs, mesh: DeviceMesh, sequence_parallel: bool) -> Transformer:
-    torch.manual_seed(42)
-    model = Transformer.parallelize(Transformer(args), mesh["tp"], sequence_parallel, local_output_for_attn=True)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
-
-
-@on_ranks(2, 4, fresh=True)
-def test_train_parity_2d_transformer_checkpoint_resume(tmp_path: Path) -> None:
-    size = dist.get_world_size()
-    dp = 2 if size > 2 else 1
-    mesh = init_device_mesh("cpu", (dp, size // dp), mesh_dim_names=("dp", "tp"))
-    args = ModelArgs(n_layers=1, dropout_p=0.0)
-    cases = itertools.product((False, True), (False, True), (torch.optim.Adam, torch.optim.AdamW))
-    for number, (sequence_parallel, reuse, optimizer_class) in enumerate(cases):
-        model = parallel_transformer(args, mesh, sequence_parallel)
-        optim = optimizer_class(model.parameters(), lr=1e-2, foreach=False)
-        torch.manual_seed(42 + mesh["dp"].get_local_rank() + 1)
-        batches = [torch.randint(0, args.vocab_size, (3, 16)) for _ in range(3)]
-
-        def step(model: nn.Module, optim: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
-            loss = model(batch).sum()
-            loss.backward()
-            optim.step()
-            optim.zero_grad()
-            return loss.detach()
-
-        step(model, optim, batches[0])
-        path = str(tmp_path / str(number))
-        state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optim)}
-        dcp.save(state, checkpoint_id=path)
-        expected = [step(model, optim, batch) for batch in batches[1:]]
-        expected_values = [param.to_local().clone() for param in model.parameters()]
-        if not reuse:
-            model = parallel_transformer(args, mesh, sequence_parallel)
-            optim = optimizer_class(model.parameters(), lr=1e-2, foreach=False)
-        state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optim)}
-        dcp.load(state, checkpoint_id=path)
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optim, state["optim"])
-        resumed = [step(model, optim, batch) for batch in batches[1:]]
-        assert all(torch.equal(left, right) for left, right in zip(expected, resumed, strict=True))
-        values = [param.to_local() for param in model.parameters()]
-        assert all(torch.equal(left, right) for left, right in zip(expected_values, values, strict=True))
-
-
-@on_ranks(2, 4)
-def test_train_parity_hsdp() -> None:
-    size = dist.get_world_size()
-    shards = 2 if size > 2 else 1
-    mesh = init_device_mesh("cpu", (size // shards, shards), mesh_dim_names=("replicate", "shard"))
-    for reshard, recomputes, width, sync_last in itertools.product(
-        (False, True), (False, True), (3, 16, 17) if size == 2 else (3, 17), (True, False)
-    ):
-        torch.manual_seed(42)
-        model = nn.Sequential(
-            nn.LayerNorm(width, bias=False), MLP(width, dim_multiplier=3), MLP(width), MLP(width, dim_multiplier=3)
-        )
-        reference = copy.deepcopy(model)
-        ddp = DistributedDataParallel(reference)
-        for mlp in model:
-            if recomputes:
-                checkpoint(mlp)
-            fully_shard(mlp, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-        optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (reference, model)]
-        check_sharded_parity(check, reference, model)
-        torch.manual_seed(42 + dist.get_rank() + 1)
-        for iter_idx in range(2):
-            for microbatch in range(3):
-                if sync_last:
-                    model.set_requires_gradient_sync(microbatch == 2)
-                inp = torch.randn((8, width))
-                losses = [each(inp).sum() for each in (ddp, model)]
-                for loss in losses:
-                    loss.backward()
-                same_losses(losses)
-            check_sharded_parity(check, reference, model)
-            for each in optims:
-                each.step()
-                each.zero_grad(set_to_none=iter_idx % 2 == 0)
-            check_sharded_parity(check, reference, model)
 
 
 class VisionTransformer(nn.Module):

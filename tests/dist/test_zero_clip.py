@@ -2,21 +2,18 @@
 
 import copy
 import gc
-import io
 import math
-import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from helpers.inside import counted
 from helpers.ranks import on_ranks
+from helpers.zero_models import loss_of_rank, mixed_model, zero_of
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -28,17 +25,9 @@ from shardwise import (
     fully_shard,
     hook_with_zero_step,
 )
-from shardwise.optim.owned_gradient import OwnedGradient
 
 NUM_STEPS = 4
 PARTITIONS = ("whole", "even")
-
-
-def _model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Conv2d(2, 5, 3), torch.nn.Flatten(), torch.nn.Linear(180, 7), Scale())
-    model[0].to(memory_format=torch.channels_last)
-    return model
 
 
 def _one_matrix() -> torch.nn.Module:
@@ -46,29 +35,10 @@ def _one_matrix() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(128, 3, bias=False))
 
 
-class Scale(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.by = torch.nn.Parameter(torch.tensor(0.5))
-        self.unused = torch.nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.by
-
-
-def _loss(model: torch.nn.Module, step: int, rank: int | None = None) -> torch.Tensor:
-    noise = torch.Generator().manual_seed(100 * step + (dist.get_rank() if rank is None else rank))
-    return model(torch.randn(3, 2, 8, 8, generator=noise)).square().mean()
-
-
 def _backward_on_all(model: torch.nn.Module, step: int) -> None:
     """What one process does with the whole batch."""
     for rank in range(dist.get_world_size()):
-        (_loss(model, step, rank) / dist.get_world_size()).backward()
-
-
-def _zero(model: torch.nn.Module, partition: str, **options: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition=partition, lr=0.05, **options)
+        (loss_of_rank(model, step, rank) / dist.get_world_size()).backward()
 
 
 def _same_on_all_ranks(value: torch.Tensor) -> None:
@@ -82,16 +52,16 @@ def _same_on_all_ranks(value: torch.Tensor) -> None:
 def test_the_norm_is_that_of_one_process(norm_type: float) -> None:
     """Whichever way gradients came to be averaged, by the method or the function; and so is what is trained."""
     for partition, way, by_function in product(PARTITIONS, ("ddp", "owners"), (False, True)):
-        plain = _model()
-        model = _model()
+        plain = mixed_model()
+        model = mixed_model()
         adam = torch.optim.AdamW(plain.parameters(), lr=0.05)
         ddp = DDP(model, find_unused_parameters=True) if way == "ddp" else model
-        zero = _zero(model, partition)
+        zero = zero_of(model, partition)
         for step in range(NUM_STEPS):
             adam.zero_grad()
             zero.zero_grad()
             _backward_on_all(plain, step)
-            _loss(ddp, step).backward()
+            loss_of_rank(ddp, step).backward()
             if way == "owners":
                 zero.reduce_gradients()
             max_norm = 0.05 if step % 2 else 1e6
@@ -115,9 +85,9 @@ def test_the_norm_is_that_of_one_process(norm_type: float) -> None:
 @on_ranks(2, 4)
 def test_clipping_takes_one_collective() -> None:
     for partition, by_function in product(PARTITIONS, (False, True)):
-        model = _model()
-        zero = _zero(model, partition)
-        _loss(model, 0).backward()
+        model = mixed_model()
+        zero = zero_of(model, partition)
+        loss_of_rank(model, 0).backward()
         zero.reduce_gradients()
         with counted("all_reduce", "broadcast", "all_gather", "all_to_all_single") as calls:
             clip_grad_norm_(model.parameters(), 1.0) if by_function else zero.clip_grad_norm_(1.0)
@@ -128,9 +98,9 @@ def test_clipping_takes_one_collective() -> None:
 def test_nothing_is_scaled_by_a_norm_that_is_not_finite() -> None:
     """The error comes on all ranks, also on those whose own elements are fine."""
     for partition in PARTITIONS:
-        model = _model()
-        zero = _zero(model, partition)
-        _loss(model, 0).backward()
+        model = mixed_model()
+        zero = zero_of(model, partition)
+        loss_of_rank(model, 0).backward()
         if dist.get_rank() == 1:
             model[2].weight.grad[0, 0] = math.inf
         zero.reduce_gradients()
@@ -166,7 +136,7 @@ def test_plain_norms_are_refused() -> None:
     """On every rank, also on one that owns nothing; the message says what to call, the gradients stay as they were."""
     for partition in PARTITIONS:
         param = torch.nn.Parameter(torch.ones(4, 3))  # fewer parameters than ranks
-        for params in (list(_model().parameters()), [param]):
+        for params in (list(mixed_model().parameters()), [param]):
             zero = ZeroRedundancyOptimizer(params, torch.optim.AdamW, partition=partition, lr=0.05)
             for index, p in enumerate(params):
                 p.grad = torch.full_like(p, 1.0 + index + dist.get_rank())
@@ -200,14 +170,14 @@ def test_plain_norms_are_refused() -> None:
 @on_ranks(2, 4)
 def test_changes_element_by_element_are_those_of_one_process() -> None:
     """Also on ranks that own no gradient at all."""
-    for partition, make in product(PARTITIONS, (_model, _one_matrix)):
+    for partition, make in product(PARTITIONS, (mixed_model, _one_matrix)):
         plain, model = make(), make()
         sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
         zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, partition=partition, lr=0.1)
         _backward_on_all(plain, 0)
-        _loss(model, 0).backward()
+        loss_of_rank(model, 0).backward()
         zero.reduce_gradients()
-        assert make is _model or partition == "even" or len(zero.local_pieces) == (dist.get_rank() == 0)
+        assert make is mixed_model or partition == "even" or len(zero.local_pieces) == (dist.get_rank() == 0)
         for module in (plain, model):
             for p in module.parameters():
                 if p.grad is not None:
@@ -224,14 +194,14 @@ def test_changes_element_by_element_are_those_of_one_process() -> None:
 def test_backwards_after_averaging_add_up() -> None:
     """As one process adds them; a step before they are averaged too is refused."""
     for partition, set_to_none in product(PARTITIONS, (True, False)):
-        plain, model = _model(), _model()
-        adam, zero = torch.optim.AdamW(plain.parameters(), lr=0.05), _zero(model, partition)
+        plain, model = mixed_model(), mixed_model()
+        adam, zero = torch.optim.AdamW(plain.parameters(), lr=0.05), zero_of(model, partition)
         for step in range(3):
             for optimizer in (adam, zero):
                 optimizer.zero_grad(set_to_none=set_to_none)
             for microbatch in range(3):
                 _backward_on_all(plain, 10 * step + microbatch)
-                _loss(model, 10 * step + microbatch).backward()
+                loss_of_rank(model, 10 * step + microbatch).backward()
                 if microbatch == 1:
                     with pytest.raises(StateError, match=r"reduce_gradients\(\) again"):
                         zero.step()
@@ -249,9 +219,9 @@ def test_backwards_after_averaging_add_up() -> None:
 @on_ranks(2, 4)
 def test_a_gradient_that_was_not_averaged_is_named() -> None:
     for partition in PARTITIONS:
-        model = _model()
-        zero = _zero(model, partition)
-        _loss(model, 0).backward()
+        model = mixed_model()
+        zero = zero_of(model, partition)
+        loss_of_rank(model, 0).backward()
         zero.reduce_gradients()
         model[3].unused.grad = torch.ones(3)
         for call in (zero.step, lambda zero=zero: zero.clip_grad_norm_(1.0)):
@@ -263,9 +233,9 @@ def test_a_gradient_that_was_not_averaged_is_named() -> None:
 def test_module_zero_grad_drops_what_was_averaged() -> None:
     """Nothing of it is stepped on again, nothing stays in memory."""
     for partition in PARTITIONS:
-        model = _model()
+        model = mixed_model()
         zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, partition=partition, lr=0.1)
-        _loss(model, 0).backward()
+        loss_of_rank(model, 0).backward()
         zero.reduce_gradients()
         held = [weakref.ref(part) for p in model.parameters() if p.grad is not None for part in p.grad.parts]
         zero.step()
@@ -278,107 +248,20 @@ def test_module_zero_grad_drops_what_was_averaged() -> None:
 
 
 @on_ranks(2, 4)
-def test_gradients_do_not_keep_the_optimizer() -> None:
-    model = _model()
-    zero = _zero(model, "whole")
-    _loss(model, 0).backward()
-    zero.reduce_gradients()
-    alive = weakref.ref(zero)
-    del zero
-    gc.collect()
-    assert alive() is None
-    with pytest.raises(StateError, match="is gone"):
-        clip_grad_norm_(model.parameters(), 1.0)
-
-
-def _owned_gradients() -> Iterator[tuple[torch.Tensor, Any, torch.Tensor]]:
-    """Yield each parameter that has one, its gradient with an owner, and the mean over ranks that it stands for."""
-    model = _model()
-    zero = _zero(model, "whole")
-    _loss(model, 0).backward()
-    means = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
-    zero.reduce_gradients()
-    for p, mean in zip(model.parameters(), means, strict=True):
-        assert (p.grad is None) == (mean is None)
-        if mean is not None:
-            dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-            yield p, p.grad, mean
-
-
-@on_ranks(2)
-def test_every_gradient_has_one_owner_and_the_layout_of_its_parameter() -> None:
-    owned: list[int] = []
-    for index, (p, gradient, _) in enumerate(_owned_gradients()):
-        assert isinstance(gradient, OwnedGradient)
-        assert (gradient.shape, gradient.stride(), gradient.dtype) == (p.shape, p.stride(), p.dtype)
-        owned += [index] * gradient.is_whole
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, owned)
-    assert sorted(index for each in found for index in each) == [0, 1, 2, 3, 4]
-
-
-@on_ranks(2)
-def test_a_gradient_without_values_here_says_so() -> None:
-    others = [gradient for _, gradient, _ in _owned_gradients() if not gradient.is_whole]
-    assert others
-    for gradient in others:
-        for call in (
-            lambda g=gradient: pickle.dumps(g),
-            lambda g=gradient: torch.save(g, io.BytesIO()),
-            gradient.numpy,
-        ):
-            with pytest.raises(StateError, match="only a part"):
-                call()
-        copy.deepcopy(gradient)
-
-
-@on_ranks(2)
-def test_an_owners_gradient_is_saved_and_copied_as_any_tensor(tmp_path: Path) -> None:
-    for index, (_, gradient, mean) in enumerate(_owned_gradients()):
-        if not gradient.is_whole:
-            continue
-        assert gradient.storage_offset() == 0
-        assert gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
-        stream = io.BytesIO()
-        torch.save(gradient, stream)
-        assert stream.tell() < gradient.numel() * 4 + 4096
-        stream.seek(0)
-        for found in (torch.load(stream), pickle.loads(pickle.dumps(gradient)), torch.from_numpy(gradient.numpy())):
-            assert type(found) is torch.Tensor
-            torch.testing.assert_close(found, mean, rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(gradient, mean, rtol=1e-5, atol=1e-7)
-        assert torch.equal(copy.deepcopy(gradient), gradient)
-        path = str(tmp_path / f"{index}-{dist.get_rank()}")
-        dcp.save({"g": gradient}, checkpoint_id=path, no_dist=True)
-        blank = {"g": torch.zeros(gradient.shape)}
-        dcp.load(blank, checkpoint_id=path, no_dist=True)
-        assert torch.equal(blank["g"], gradient)
-
-
-@on_ranks(2)
-def test_aliases_of_an_owners_gradient_stay_live() -> None:
-    for p, gradient, _ in _owned_gradients():
-        if gradient.is_whole:
-            alias = gradient.data
-            p.grad.mul_(2.0)
-            assert torch.equal(alias, p.grad)
-
-
-@on_ranks(2, 4)
 @pytest.mark.parametrize("overflow", [False, True])
 def test_a_scaler_agrees(overflow: bool) -> None:
     """All ranks skip a step, or none does, though the value that is not finite is with one owner."""
     for partition, way, unscale_first in product(PARTITIONS, ("ddp", "owners"), (False, True)):
-        plain, model = _model(), _model()
+        plain, model = mixed_model(), mixed_model()
         ddp = DDP(model, find_unused_parameters=True) if way == "ddp" else model
-        adam, zero = torch.optim.AdamW(plain.parameters(), lr=0.05), _zero(model, partition)
+        adam, zero = torch.optim.AdamW(plain.parameters(), lr=0.05), zero_of(model, partition)
         scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in range(2)]
         for step in range(NUM_STEPS):
             for optimizer in (adam, zero):
                 optimizer.zero_grad()
             for rank in range(dist.get_world_size()):
-                scalers[0].scale(_loss(plain, step, rank) / dist.get_world_size()).backward()
-            scalers[1].scale(_loss(ddp, step)).backward()
+                scalers[0].scale(loss_of_rank(plain, step, rank) / dist.get_world_size()).backward()
+            scalers[1].scale(loss_of_rank(ddp, step)).backward()
             if overflow and step in (1, 2):
                 plain[2].weight.grad[0, 0] = math.inf
                 if way == "ddp" or dist.get_rank() == 0:
@@ -408,7 +291,7 @@ def test_sharded_parameters_may_be_clipped_beside() -> None:
         torch.nn.init.normal_(p)
     sharded, owned, replicated = copy.deepcopy(plain)
     fully_shard(sharded)
-    zero = _zero(owned, "even")
+    zero = zero_of(owned, "even")
     everything = [*sharded.parameters(), *owned.parameters(), *replicated.parameters()]
     for rank in range(dist.get_world_size()):
         noise = torch.Generator().manual_seed(rank)
@@ -432,7 +315,7 @@ def test_sharded_parameters_may_be_clipped_beside() -> None:
 def test_overlapped_steps_cannot_be_clipped() -> None:
     for partition, reduce in product(PARTITIONS, ("all", "owner")):
         ddp = DDP(torch.nn.Linear(5, 4))
-        zero = _zero(ddp, partition, overlap_with_ddp=True)
+        zero = zero_of(ddp, partition, overlap_with_ddp=True)
         ddp.register_comm_hook(None, hook_with_zero_step(None, ddp, zero, reduce=reduce))
         ddp(torch.ones(2, 5) * (1 + dist.get_rank())).sum().backward()
         with pytest.raises(StateError, match="has been made when backward returns"):
@@ -452,7 +335,7 @@ def test_clipping_works_in_join() -> None:
     for partition in PARTITIONS:
         plain, model = DDP(torch.nn.Linear(4, 3)), DDP(torch.nn.Linear(4, 3))
         model.module.load_state_dict(plain.module.state_dict())
-        adam, zero = torch.optim.AdamW(plain.parameters(), lr=0.05), _zero(model, partition)
+        adam, zero = torch.optim.AdamW(plain.parameters(), lr=0.05), zero_of(model, partition)
         batches = [torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * rank + i)) for i in range(1 + rank)]
         with Join([plain]):
             for batch in batches:
@@ -476,9 +359,9 @@ def test_clipping_works_in_join() -> None:
 
 @on_ranks(2, 4)
 def test_one_rank_with_other_gradients_is_named() -> None:
-    model = _model()
-    zero = _zero(model, "even")
-    _loss(model, 0).backward()
+    model = mixed_model()
+    zero = zero_of(model, "even")
+    loss_of_rank(model, 0).backward()
     if dist.get_rank() == 1:
         model[0].bias.grad = None
     with pytest.raises(ShardwiseError, match=r"rank 1: parameter 1 of shape \(5,\) has no gradient"):
@@ -489,18 +372,18 @@ def test_one_rank_with_other_gradients_is_named() -> None:
 def test_on_one_rank_nothing_has_an_owner() -> None:
     """Gradients stay plain where they are, so that any clip is right."""
     for partition in PARTITIONS:
-        plain, model = _model(), _model()
-        adam, zero = torch.optim.AdamW(plain.parameters(), lr=0.05), _zero(model, partition)
+        plain, model = mixed_model(), mixed_model()
+        adam, zero = torch.optim.AdamW(plain.parameters(), lr=0.05), zero_of(model, partition)
         for step in range(3):
             for module, optimizer in ((plain, adam), (model, zero)):
                 optimizer.zero_grad()
                 for microbatch in range(2):
-                    _loss(module, 10 * step + microbatch).backward()
+                    loss_of_rank(module, 10 * step + microbatch).backward()
                     if module is model:
                         zero.reduce_gradients()
                 torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
                 optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-        _loss(model, 9).backward()
+        loss_of_rank(model, 9).backward()
         expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         torch.testing.assert_close(zero.clip_grad_norm_(1e6), expected)

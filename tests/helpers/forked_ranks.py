@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -50,30 +51,11 @@ class ForkedRank:
         return self._process.exitcode
 
 
-class NoScalars:
-    """Stands for TensorBoard's writer, which takes longer to import than a run lasts."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        return
-
-    def __enter__(self) -> NoScalars:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    def add_scalar(self, *_: object) -> None:
-        return
-
-    def flush(self) -> None:
-        return
-
-
 def _run(words: list[str], environment: dict[str, str]) -> None:
     from shardwise.cli.main import main
 
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  of the whole process
-    sys.modules["torch.utils.tensorboard"] = cast(ModuleType, SimpleNamespace(SummaryWriter=NoScalars))
+    sys.modules["torch.utils.tensorboard"] = cast(ModuleType, SimpleNamespace(SummaryWriter=MagicMock()))
     sys.modules["shardwise.recipes.report"] = cast(ModuleType, SimpleNamespace(draw_report=lambda *_: None))
     os.environ.update(environment)
     os.environ[LAUNCHER_VARIABLE] = str(os.getppid())  # the server

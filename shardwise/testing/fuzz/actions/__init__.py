@@ -1,0 +1,59 @@
+"""What a program does, one frozen value per action, and how each is written down as Python.
+
+The text is what every contender runs: ``s`` is its side of the comparison (:mod:`shardwise.testing.fuzz.sides`), each
+``yield`` is a moment at which all that can be seen is recorded and compared.
+"""
+
+from __future__ import annotations
+
+from shardwise.testing.fuzz.actions.changes import CHANGES, WHOLE_MODEL, Change, ChangeKept, Freeze
+from shardwise.testing.fuzz.actions.kept import COPIES, TAKES, Copy, CopyModel, Load, Restart, Save, Take, Weigh
+from shardwise.testing.fuzz.actions.methods import Prefetch, Reshard, Set, Unshard, Wait
+from shardwise.testing.fuzz.actions.page import Action, Page
+from shardwise.testing.fuzz.actions.passes import Backward, Blow, CallUnit, Forward, InputGradient, JoinLoop, Switch
+from shardwise.testing.fuzz.actions.steps import Clip, Rate, Remake, Step, ZeroGrad
+
+_ALL: tuple[type[Action], ...] = (
+    *(Forward, Backward, CallUnit, InputGradient, Blow, JoinLoop, Switch),
+    *(Step, ZeroGrad, Clip, Rate, Remake, Change, ChangeKept, Freeze),
+    *(Take, Copy, Weigh, CopyModel, Save, Load, Restart),
+    *(Set, Unshard, Wait, Reshard, Prefetch),
+)
+ACTIONS: dict[str, type[Action]] = {each.__name__: each for each in _ALL}
+
+__all__ = [
+    "ACTIONS",
+    "Action",
+    "Backward",
+    "Blow",
+    "CHANGES",
+    "COPIES",
+    "CallUnit",
+    "Change",
+    "ChangeKept",
+    "Clip",
+    "Copy",
+    "CopyModel",
+    "Forward",
+    "Freeze",
+    "InputGradient",
+    "JoinLoop",
+    "Load",
+    "Page",
+    "Prefetch",
+    "Rate",
+    "Remake",
+    "Reshard",
+    "Restart",
+    "Save",
+    "Set",
+    "Step",
+    "Switch",
+    "TAKES",
+    "Take",
+    "Unshard",
+    "WHOLE_MODEL",
+    "Wait",
+    "Weigh",
+    "ZeroGrad",
+]

@@ -1,0 +1,115 @@
+"""Parameters of tensor subclasses train as they do on one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.compare import average_gradients
+from helpers.ranks import on_ranks
+from helpers.trains_alike import batch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise import ConfigError, fully_shard, replicate
+
+
+class Padding(torch.Tensor):
+    """Gathers shards that are padded to the largest; what comes out is longer than the parameter."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> torch.Tensor:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        unwrapped = torch.utils._pytree.tree_map_only(cls, lambda tensor: tensor.inner, (args, kwargs or {}))
+        found = func(*unwrapped[0], **unwrapped[1])
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor, torch.ops.aten.mul_.Tensor):
+            return args[0]
+        return torch.utils._pytree.tree_map_only(torch.Tensor, cls, found)
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        rows = -(-outer_size[0] // mesh.size())
+        padded = self.inner.new_zeros((rows, *outer_size[1:]))
+        padded[: self.inner.shape[0]] = self.inner
+        return (padded,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: Any, *, out: torch.Tensor | None = None
+    ) -> Any:
+        (gathered,) = outputs
+        if out is not None:
+            assert out.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr()
+            return None
+        return gathered, outputs
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("rows", "door"), [(3, fully_shard), (5, fully_shard), (8, fully_shard), (5, replicate)])
+def test_extensions_may_pad_uneven_shards(rows: int, door: Callable[[nn.Module], Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, rows), nn.Linear(rows, 6))
+    plain = copy.deepcopy(model)
+    model[0].weight = nn.Parameter(Padding(model[0].weight.detach().clone()), requires_grad=False)
+    plain[0].weight.requires_grad_(False)
+    for layer in model:
+        door(layer)
+    door(model)
+    optimizers = [torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (model, plain)]
+    for number in range(3):
+        assert torch.allclose(model(batch(number)), plain(batch(number)))
+        for each in (model, plain):
+            each(batch(number)).square().mean().backward()
+        average_gradients(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Paired(torch.Tensor):
+    """A frozen weight held as two tensors; ``shows``: torch may see them."""
+
+    @staticmethod
+    def __new__(cls, low: torch.Tensor, high: torch.Tensor) -> Paired:
+        return torch.Tensor._make_wrapper_subclass(cls, low.shape, dtype=low.dtype)
+
+    def __init__(self, low: torch.Tensor, high: torch.Tensor) -> None:
+        self.low, self.high = low, high
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].low, args[0].high)
+        whole = [arg.low + arg.high if isinstance(arg, Paired) else arg for arg in args]
+        return func(*whole, **(kwargs or {}))
+
+
+class Shown(Paired):
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["low", "high"], None
+
+
+@on_ranks(2)
+def test_the_older_replicate_makes_what_is_within_subclasses_equal() -> None:
+    rank = dist.get_rank()
+    for kind in (Shown, Paired):
+        model = nn.Linear(6, 4)
+        pair = kind(torch.full((4, 6), float(rank)), torch.full((4, 6), 2.0 + rank))
+        model.weight = nn.Parameter(pair, requires_grad=False)
+        if kind is Paired:
+            with pytest.raises(ConfigError, match="does not define __tensor_flatten__"):
+                replicate(model, device_ids=None)
+        else:
+            replicate(model, device_ids=None)
+            assert model.weight.low.unique().tolist() == [0.0]
+            assert model.weight.high.unique().tolist() == [2.0]

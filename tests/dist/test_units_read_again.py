@@ -1,0 +1,191 @@
+"""Units whose parameters are read again: recomputed, lent to other units, passed several times."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers.compare import average_gradients, full
+from helpers.inside import Recorder, engine_of
+from helpers.ranks import on_ranks
+from helpers.trains_alike import assert_trains_alike, batch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise import fully_shard
+from shardwise.testing.models import Block
+
+
+class TwiceChecked(nn.Module):
+    """Runs one layer twice within its unit, each time under a checkpoint of its own; ``order`` says where others run."""
+
+    def __init__(self, order: str, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.order, self.reentrant = order, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for step in self.order:
+            module = {"l": self.layer, "o": self.other}[step]
+            if step == "l":
+                x = checkpoint(module, x, use_reentrant=self.reentrant)
+            else:
+                x = module(x)
+            x = torch.tanh(x)
+        return x
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("order", ["ll", "llo", "lol", "oll", "lolo"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_may_be_checkpointed_twice_within_its_unit(order: str, reentrant: bool, frozen: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), TwiceChecked(order, reentrant), TwiceChecked(order, reentrant), Block(6, 5))
+    model[1].other.bias.requires_grad_(not frozen)
+    plain = copy.deepcopy(model)
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    assert_trains_alike(model, plain)
+
+
+class FrozenTwice(nn.Module):
+    """A frozen part that an input with a gradient goes through twice."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.part = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).requires_grad_(False)
+        self.between = nn.Linear(6, 6, bias=False)
+        self.order = order
+        if order == "partly frozen":
+            self.part[0].bias.requires_grad_(True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.order == "side by side":
+            return self.part(x) + self.part(2 * x)
+        return self.part(self.part(x) if self.order == "in a row" else self.between(self.part(x)))
+
+
+@on_ranks(2)
+def test_a_frozen_unit_stays_unsharded_until_backward_has_left_all_its_passes() -> None:
+    for order in ("in a row", "side by side", "around another", "partly frozen"):
+        torch.manual_seed(0)
+        model = FrozenTwice(order)
+        plain = copy.deepcopy(model)
+        for part in (model.part, model.between, model):
+            fully_shard(part)
+        assert_trains_alike(model, plain)
+
+
+class HalfCheckpointed(nn.Module):
+    """A layer that is used twice, once in a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layer = Block(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.layer, self.first(x), use_reentrant=True)
+        return self.layer(x)
+
+
+@on_ranks(2)
+def test_a_layer_may_be_used_in_a_reentrant_checkpoint_and_outside_of_it() -> None:
+    for units in ([], ["layer"], ["first"]):
+        torch.manual_seed(0)
+        model = nn.Sequential(HalfCheckpointed(), nn.Linear(6, 6))
+        plain = copy.deepcopy(model)
+        for name in units:
+            fully_shard(model[0].get_submodule(name))
+        fully_shard(model[0])
+        fully_shard(model)
+        assert_trains_alike(model, plain)
+
+
+class LentWithinACheckpoint(nn.Module):
+    """Two layers with one weight, recomputed together; the second one is a unit, and lends the weight to the first."""
+
+    def __init__(self, is_frozen: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.second.weight.requires_grad_(not is_frozen)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.sin(self.first(torch.cos(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.run, x, use_reentrant=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_unit_that_lends_a_weight_keeps_it_until_the_borrower_is_done(is_frozen: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), LentWithinACheckpoint(is_frozen))
+    plain = copy.deepcopy(model)
+    fully_shard(model[1].second)
+    fully_shard(model)
+    assert_trains_alike(model, plain)
+
+
+class LentAndRecomputed(nn.Module):
+    """The first layer runs before the second, a unit that lends it its weight, and again under a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.first, torch.sin(self.second(torch.sin(self.first(x)))), use_reentrant=True)
+
+
+@on_ranks(2)
+def test_gradients_of_a_nested_backward_do_not_end_a_unit_that_lends() -> None:
+    """Also in a second backward over the same graph, when one has shown how many gradients come."""
+    torch.manual_seed(0)
+    model = LentAndRecomputed()
+    plain = copy.deepcopy(model)
+    fully_shard(model.second)
+    fully_shard(model)
+    for each in (model, plain):
+        loss = each(batch(0).requires_grad_()).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    average_gradients(plain)
+    for left, right in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(right.grad), left.grad)
+
+
+class LentInARecomputedSegment(nn.Module):
+    """One checkpoint around the unit that lends its weight and the layer of the outer unit that uses it after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: self.second(torch.sin(self.first(x))), x, use_reentrant=False)
+
+
+@on_ranks(2)
+def test_a_unit_that_lends_a_weight_keeps_it_while_the_borrower_is_recomputed() -> None:
+    torch.manual_seed(0)
+    model = LentInARecomputedSegment()
+    plain = copy.deepcopy(model)
+    fully_shard(model.first)
+    fully_shard(model)
+    assert_trains_alike(model, plain)
+    engine = engine_of(model)
+    assert engine.journal.plan is not None
+    model(batch(0)).square().mean().backward()
+    recorder = Recorder(engine)
+    model(batch(0)).square().mean().backward()
+    assert tuple(recorder.events) == engine.journal.plan.calls
