@@ -11,7 +11,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from shardwise.comm.store import JobStore
+
 LOOK_S = 0.5  # between two looks at the process of a rank that is late
+_PATIENCE_S = 2.0  # with a store that may itself be the reason of a wait
 
 # Ranks that have left their note in a store: every fully_shard comes by, one note is enough.
 _announced: weakref.WeakKeyDictionary[dist.Store, set[int]] = weakref.WeakKeyDictionary()
@@ -51,15 +54,16 @@ def announce(store: dist.Store, rank: int) -> None:
     ranks = _announced.setdefault(store, set())
     if rank not in ranks:
         ranks.add(rank)
-        store.set(_note_key(rank), json.dumps([*_name_space(), os.getpid()]))
+        JobStore(store).set(_note_key(rank), json.dumps([*_name_space(), os.getpid()]))
 
 
 def is_gone(store: dist.Store, rank: int) -> bool:
     """Return True if global rank ``rank`` was a process of this host that has ended; False if that cannot be known."""
     try:
-        if not store.check([_note_key(rank)]):
+        text = JobStore(store, _PATIENCE_S).peek(_note_key(rank))
+        if text is None:
             return False
-        *space, pid = json.loads(store.get(_note_key(rank)))
+        *space, pid = json.loads(text)
         return space == _name_space() and not Liveness(int(pid)).is_alive()
     except (RuntimeError, OSError, AttributeError):  # no store, no /proc, no pidfds
         return False

@@ -121,7 +121,7 @@ def number_posts(store: dist.Store, topic: str, members: tuple[int, ...], rank: 
     notes = default_store()
     if notes is not None:
         announce(notes, dist.get_rank())
-    job = JobStore(store)
+    job = JobStore(store, timeout_s)
     place = f"shardwise/{topic}/{hashlib.sha256(repr(members).encode()).hexdigest()[:12]}"
     number = job.add(f"{place}/opened/{rank}", 1)
     return Posts(job, f"{place}/{number}", members, rank, timeout_s, notes)

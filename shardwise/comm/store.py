@@ -1,60 +1,138 @@
-"""The key-value store of the job, with a named error where it does not answer any more."""
+"""The key-value store of the job, with a named error where it does not answer any more.
+
+A process that is stopped keeps its connections: torch's client would wait for its answer for ever, with no limit of time.  So
+a store that another process keeps is asked on a thread of its own, and given up on by whoever waits for that thread.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TimedOut
+from queue import SimpleQueue
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from shardwise.errors import TransportError
 
 _T = TypeVar("_T")
+PATIENCE_S = 30.0
 
 
 class JobStore:
     """What shardwise asks of torch's stores.
 
-    Raises: TransportError, from every method, where the process that keeps the store has ended.
+    Args:
+        patience_s: how long an answer may take.
+    Raises: TransportError, from every method, if the keeper of the store has ended, is stopped or out of reach.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, patience_s: float = PATIENCE_S) -> None:
         self._store = store
+        self._patience_s = patience_s
+        self._line = _line_to(store)
 
     def set(self, key: str, text: str) -> None:
         """Put ``text`` under ``key``."""
-        _ask(lambda: self._store.set(key, text))
+        self._ask(lambda: self._store.set(key, text))
 
     def get(self, key: str) -> str:
         """Return what lies under ``key``, which is there."""
-        return _ask(lambda: self._store.get(key)).decode()
+        return self._ask(lambda: self._store.get(key)).decode()
 
     def peek(self, key: str) -> str | None:
         """Return what lies under ``key``, None if nothing does; does not wait."""
-        return self.get(key) if self.check([key]) else None
+        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return True if all ``keys`` are there."""
-        return _ask(lambda: self._store.check(list(keys)))
+        return self._ask(lambda: self._store.check(list(keys)))
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under ``key``; return the sum."""
-        return _ask(lambda: self._store.add(key, amount))
+        return self._ask(lambda: self._store.add(key, amount))
+
+    def append(self, key: str, text: str) -> None:
+        """Put ``text`` after what lies under ``key``."""
+        self._ask(lambda: cast(Any, self._store).append(key, text))  # not in the stub
 
     def delete(self, key: str) -> None:
         """Forget ``key``, where the store can."""
         try:
-            self._store.delete_key(key)
+            self._ask(lambda: self._store.delete_key(key))
         except (RuntimeError, NotImplementedError):
             return  # a few hundred bytes stay
 
+    def _ask(self, question: Callable[[], _T]) -> _T:
+        try:
+            return question() if self._line is None else self._line.ask(question, self._patience_s)
+        except TransportError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TransportError(f"{_SILENCE}: {first}") from error
 
-def _ask(question: Callable[[], _T]) -> _T:
-    try:
-        return question()
-    except (RuntimeError, ValueError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TransportError(
-            "the store of the job does not answer: the process that keeps it (rank 0, unless the launcher does) has ended "
-            f"or cannot be reached: {first}"
-        ) from error
+
+_SILENCE = (
+    "the store of the job does not answer: the process that keeps it (rank 0, unless the launcher does) has ended, is stopped "
+    "or cannot be reached"
+)
+
+
+class _Line:
+    """The thread on which a store is asked; while a question waits for its answer, so do all that come after."""
+
+    def __init__(self) -> None:
+        self._questions: _Questions = SimpleQueue()
+        self._is_silent = False
+        self.pid = os.getpid()
+        threading.Thread(target=_answer_all, args=(self._questions,), name="shardwise-store", daemon=True).start()
+
+    def ask(self, question: Callable[[], _T], limit_s: float) -> _T:
+        if self._is_silent:
+            raise TransportError(f"{_SILENCE}: a question before has had no answer")
+        answer: Future[_T] = Future()
+        self._questions.put((answer, question))
+        try:
+            return answer.result(limit_s)
+        except TimedOut:
+            if answer.done():
+                raise  # what the store itself says
+            self._is_silent = True
+            answer.add_done_callback(lambda _: setattr(self, "_is_silent", False))
+            raise TransportError(f"{_SILENCE}: no answer for {limit_s:.0f} s") from None
+
+    def __del__(self) -> None:
+        self._questions.put(None)
+
+
+_Questions = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+
+
+def _answer_all(questions: _Questions) -> None:
+    while (each := questions.get()) is not None:
+        answer, question = each
+        try:
+            answer.set_result(question())
+        except BaseException as error:
+            answer.set_exception(error)
+        del each, answer, question
+
+
+_lines: weakref.WeakKeyDictionary[dist.Store, _Line] = weakref.WeakKeyDictionary()
+
+
+def _line_to(store: dist.Store) -> _Line | None:
+    """Return the thread that asks ``store``, None for one that no other process keeps."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return None
+    line = _lines.get(store)
+    if line is None or line.pid != os.getpid():  # a fork has no threads
+        line = _lines[store] = _Line()
+    return line

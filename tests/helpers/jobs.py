@@ -99,6 +99,7 @@ def _run_rank(
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout_s),
     )
+    dist.all_reduce(torch.zeros(()))  # all are connected: one that ended before would take the others along
     _to_test.append(pipe)
     try:
         pipe.send(Outcome(function(*args)))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
 from shardwise import TransportError
+from shardwise.comm import alive
 from shardwise.comm.store import JobStore
 
 
@@ -31,7 +36,7 @@ class Gone:
 )
 def test_a_store_that_is_gone_is_named(ask: Callable[[JobStore], Any]) -> None:
     with pytest.raises(
-        TransportError, match="the process that keeps it .* has ended or cannot be reached: Failed to recv"
+        TransportError, match="the process that keeps it .* has ended, is stopped or cannot be reached: Failed to recv"
     ):
         ask(JobStore(cast(Any, Gone())))
 
@@ -49,3 +54,50 @@ def test_it_is_a_store() -> None:
     assert store.add("number", 2) == 2
     store.delete("key")
     assert not store.check(["key"])
+
+
+# ---- a keeper that is stopped ----
+
+
+@pytest.fixture
+def stopped() -> Iterator[dist.TCPStore]:
+    """A client of a store whose keeper has been stopped."""
+    with subprocess.Popen([sys.executable, "-c", _KEEPER], stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+        client = dist.TCPStore("127.0.0.1", int(keeper.stdout.readline()), is_master=False)
+        keeper.send_signal(signal.SIGSTOP)
+        yield client
+        keeper.kill()
+
+
+_KEEPER = """
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_keeper_that_is_stopped_is_waited_for_no_longer_than_said(stopped: dist.TCPStore) -> None:
+    store = JobStore(dist.PrefixStore("mine", stopped), patience_s=0.2)
+    with pytest.raises(TransportError, match="is stopped or cannot be reached: no answer for"):
+        store.check(["key"])
+    with pytest.raises(TransportError, match="a question before has had no answer"):
+        JobStore(stopped, patience_s=600.0).add("number", 1)
+
+
+def test_nobody_is_known_to_be_gone_while_the_store_is_silent(
+    stopped: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alive, "_PATIENCE_S", 0.2)
+    assert not alive.is_gone(stopped, 0)
+
+
+def test_the_thread_of_a_store_ends_with_it() -> None:
+    before = set(threading.enumerate())
+    store = JobStore(dist.TCPStore("127.0.0.1", 0, is_master=True))
+    assert store.add("number", 2) == 2
+    (mine,) = set(threading.enumerate()) - before
+    del store
+    mine.join(10.0)
+    assert not mine.is_alive()
