@@ -16,6 +16,7 @@ from shardwise.api.shard_model import shard_model
 from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.api.temporary import policy
 from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise.comm.cables import set_host_timeout
 from shardwise.comm.links.link import set_default_transport
 from shardwise.doctor.recorder import record
 from shardwise.errors import (
@@ -69,6 +70,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "set_default_transport",
+    "set_host_timeout",
     "shard_model",
     "share_comm_ctx",
 ]

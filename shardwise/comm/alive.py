@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from shardwise.comm.cables import post_addresses
 from shardwise.comm.store import JobStore
 
 LOOK_S = 0.5  # between two looks at the process of a rank that is late
@@ -50,11 +51,13 @@ def host_id() -> str:
 
 
 def announce(store: dist.Store, rank: int) -> None:
-    """Leave the process id of global rank ``rank`` in ``store``, so that others can tell whether it has gone."""
+    """Leave process id and addresses of global rank ``rank`` in ``store``, so that others can tell whether it has gone."""
     ranks = _announced.setdefault(store, set())
     if rank not in ranks:
         ranks.add(rank)
-        JobStore(store).set(_note_key(rank), json.dumps([*_name_space(), os.getpid()]))
+        job = JobStore(store)
+        job.set(_note_key(rank), json.dumps([*_name_space(), os.getpid()]))
+        post_addresses(job, "/".join([host_id(), _link("net")]))
 
 
 def is_gone(store: dist.Store, rank: int) -> bool:
@@ -75,7 +78,11 @@ def _note_key(rank: int) -> str:
 
 def _name_space() -> list[str]:
     """Return in which host and container a process number means something."""
+    return [host_id(), _link("pid")]
+
+
+def _link(kind: str) -> str:
     try:
-        return [host_id(), os.readlink("/proc/self/ns/pid")]
+        return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
-        return [host_id(), ""]
+        return ""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardwise.black_box import EVERYBODY, WAITS, note
 from shardwise.comm.alive import LOOK_S, announce, is_gone
+from shardwise.comm.cables import watch_cables
 from shardwise.comm.store import JobStore
 from shardwise.errors import ShardwiseError, TransportError
 from shardwise.torch_private import default_store, process_group_store, timeout_s_of
@@ -92,6 +93,8 @@ class Posts:
             if missing and pause_s > _MOST_PAUSE_S and is_enough is not None:
                 is_over = is_over or is_enough(found)
             if is_over or not missing:
+                if not missing and self.notes is not None:
+                    watch_cables(self.notes)  # all who are here have said where they are
                 late = [(rank, self._peek(what, rank)) for rank in missing]  # posted before they went, or out of order
                 return found | {rank: text for rank, text in late if text is not None}
             time.sleep(min(pause_s, max(start + limit_s - now, 0.0)))
