@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwise.doctor.diagnosis import diagnose
 from shardwise.doctor.rank_record import Record, read_record
-from shardwise.doctor.recorder import BLACK_BOX, PATTERN
+from shardwise.doctor.recorder import BEFORE, BLACK_BOX, PATTERN
 from shardwise.doctor.words import in_words
 from shardwise.errors import ConfigError
 
@@ -26,20 +26,30 @@ def add_diagnose_arguments(commands: argparse._SubParsersAction[argparse.Argumen
 
 def run_diagnose(arguments: argparse.Namespace) -> int:
     """Print the diagnosis; return 0.  Raises: ConfigError for a folder without records."""
-    for line in in_words(diagnose(find_records(Path(arguments.folder)))):
+    records, is_before = find_records(Path(arguments.folder))
+    if is_before:
+        print("nothing has failed since the last start; this is what ended the start before\n")
+    for line in in_words(diagnose(records)):
         print(line)
     return 0
 
 
-def find_records(folder: Path) -> list[Record]:
-    """Return the records of ``folder`` that can be read.  Raises: ConfigError that says what is there instead."""
+def find_records(folder: Path) -> tuple[list[Record], bool]:
+    """Return the records of ``folder`` that can be read, and True if they are of the start before the last one.
+
+    Raises: ConfigError that says what is there instead.
+    """
     place = folder / BLACK_BOX if (folder / BLACK_BOX).is_dir() else folder
     if not place.is_dir():
         raise ConfigError(f"{folder}: no such folder.")
-    found = [record for path in sorted(place.glob(PATTERN)) if (record := read_record(path)) is not None]
-    if not found:
+    last, before = _read(place), _read(place / BEFORE)
+    if not last and not before:
         raise ConfigError(
             f"{place} has no record of a rank: nothing has failed there, or the job was run without shardwise.record(folder). "
             "Of one that hangs, ask for it: kill -USR1 PID, on every rank."
         )
-    return found
+    return (last, False) if last else (before, True)
+
+
+def _read(place: Path) -> list[Record]:
+    return [record for path in sorted(place.glob(PATTERN)) if (record := read_record(path)) is not None]

@@ -40,7 +40,7 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         return launch_with_restarts(folder, request.config, request.terms, nproc, device_type, words)
     if nproc == 1:
         return _run_here(request, device_type)
-    return launch_ranks(nproc, device_type, words)
+    return launch_ranks(nproc, device_type, words, request.start.resume or request.start.out)
 
 
 def _run_here(request: TrainRequest, device_type: str) -> int:

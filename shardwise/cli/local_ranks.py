@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, LAUNCHER_VARIABLE, STORE_VARIABLE
+from shardwise.doctor.recorder import BLACK_BOX, PATTERN
 from shardwise.one_host import ScratchFolder, stay_on_loopback
 
 POLL_S = 0.05
@@ -56,14 +57,14 @@ class Place:
     told: Mapping[str, str]
 
 
-def launch_ranks(nproc: int, device_type: str, words: Sequence[str]) -> int:
+def launch_ranks(nproc: int, device_type: str, words: Sequence[str], run: Path | None) -> int:
     """Run the command with the same arguments in ``nproc`` processes; return the exit code.
 
     The first signal is passed on, as SIGTERM: ranks save and leave.  The second one ends them at once.
     """
     with noted_signals() as received, ScratchFolder() as folder:
         ended = run_ranks(nproc, device_type, words, Place(folder.path / "store", received, {}))
-    return conclude(ended, received)
+    return conclude(ended, received, run)
 
 
 def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: Place) -> Ended:
@@ -83,10 +84,10 @@ def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: Place) 
             sys.stdout.flush()
 
 
-def conclude(ended: Ended, received: Sequence[int]) -> int:
-    """Say how the ranks ended, unless one has said so itself; return the exit code."""
+def conclude(ended: Ended, received: Sequence[int], run: Path | None) -> int:
+    """Say how the ranks ended, unless one has said so, and how to read their records in ``run``; return the exit code."""
     if ended.failure is not None:
-        return _explain(ended.failure)
+        return _explain(ended.failure, run)
     if received:
         print(f"shardwise: ended by {signal.Signals(received[0]).name}; every rank has ended too", file=sys.stderr)
         return 128 + received[0]
@@ -162,10 +163,12 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         rank.wait()
 
 
-def _explain(failure: Failure) -> int:
+def _explain(failure: Failure, run: Path | None) -> int:
     if failure.code in _SAID:  # that rank has said why
         return EXIT_FAILED if failure.code == EXIT_FINAL else failure.code
     print(f"shardwise: error: {describe(failure)}; all ranks have been stopped", file=sys.stderr)
+    if run is not None and any((run / BLACK_BOX).glob(PATTERN)):
+        print(f"shardwise: what each rank did last: shardwise diagnose {run}", file=sys.stderr)
     return EXIT_FAILED
 
 

@@ -76,7 +76,7 @@ def launch_with_restarts(
             attempt = Attempt(str(folder.absolute()), str(scratch.path / f"step-{number}"), number, cause)
             told = {ATTEMPT_VARIABLE: json.dumps(asdict(attempt))}
             ended = run_ranks(nproc, device_type, words, Place(scratch.path / f"store-{number}", received, told))
-            code = conclude(ended, received)
+            code = conclude(ended, received, folder)
             if ended.failure is None or received:
                 return code
             progress = progress.after(steps_in(Path(attempt.step_file)))

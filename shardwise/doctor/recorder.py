@@ -23,6 +23,7 @@ from shardwise.torch_private import timeout_s_of
 
 PATTERN = "rank-*.jsonl"
 BLACK_BOX = "black_box"  # the folder of records in the folder of a run
+BEFORE = "before"  # in the folder: records of the start before this one
 STALL_S = 60.0
 _MOST_REASONS, _MOST_STACKS, _MOST_FRAMES = 16, 128, 40
 _OWN_FILES = ("/shardwise/doctor/recorder.py", "/shardwise/black_box.py", "/shardwise/errors.py")
@@ -85,7 +86,7 @@ class Recorder:
     def open(self) -> None:
         """Begin to watch."""
         self._learn_rank()
-        self._forget_last_run()
+        self._put_last_run_aside()
         self._stack.enter_context(black_box.witnessing(self._on_error))
         self._stack.enter_context(_excepthook(self._write_raised))
         watch = Watch(self._signalled, self._stalled, self._limit_s)
@@ -115,10 +116,15 @@ class Recorder:
         if dist.is_available() and dist.is_initialized():
             self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
 
-    def _forget_last_run(self) -> None:
+    def _put_last_run_aside(self) -> None:
+        if self._rank is None:
+            return
+        own, kept = self._path(), self.folder / BEFORE / self._path().name
         with contextlib.suppress(OSError):
-            if self._rank is not None:
-                self._path().unlink(missing_ok=True)
+            kept.unlink(missing_ok=True)  # of a start before that one
+            if own.exists():
+                kept.parent.mkdir(exist_ok=True)
+                own.replace(kept)
 
     def _path(self) -> Path:
         name = f"rank-p{self._pid}.jsonl" if self._rank is None else f"rank-{self._rank:05d}.jsonl"

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers.commands import COMMAND, clean_environment, options, start, wait_for_training
 from helpers.jobs import Job, tell
+from helpers.ranks import on_ranks
 from helpers.runs import write_text
 
 import shardwise
@@ -40,7 +41,7 @@ def recorded(folder: str, fault: faults.Fault | None, divergence: str = "", stal
 
 
 def diagnosis_of(folder: Path) -> Diagnosis:
-    return diagnose(find_records(folder))
+    return diagnose(find_records(folder)[0])
 
 
 def lines_of(diagnosis: Diagnosis) -> str:
@@ -159,7 +160,7 @@ def test_an_error_of_ours_is_written_where_it_is_made_and_wrong_arguments_are_no
         shardwise.ConfigError("wrong")
         assert not list(tmp_path.iterdir())
         DesyncError("ranks differ")
-        (found,) = find_records(tmp_path)
+        (found,) = find_records(tmp_path)[0]
     assert found.reasons[0].text == "DesyncError: ranks differ"
     assert "test_an_error_of_ours" in found.stacks[0].frames[-1]
 
@@ -190,7 +191,7 @@ def test_what_a_process_did_before_it_recorded_is_not_written(tmp_path: Path) ->
     with shardwise.record(tmp_path) as recorder:
         black_box.note("within")
         recorder.write("a test")
-    (found,) = find_records(tmp_path)
+    (found,) = find_records(tmp_path)[0]
     assert [event.place for event in found.events] == ["within"]
 
 
@@ -206,7 +207,7 @@ def test_an_exception_that_nobody_catches_is_written_and_shown_as_ever(tmp_path:
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=clean_environment(), check=False)
     assert done.returncode == 1
     assert done.stderr.endswith("KeyError: 'a bug'\n")
-    (found,) = find_records(tmp_path)
+    (found,) = find_records(tmp_path)[0]
     assert found.reasons[0].text.startswith("KeyError: 'a bug'")
 
 
@@ -218,6 +219,25 @@ def test_diagnose_prints_the_report_and_says_what_an_empty_folder_means(
     with shardwise.record(tmp_path / "black_box") as recorder:
         recorder.write("a test")
     assert main(["diagnose", str(tmp_path)]) == 0
+
+
+@on_ranks(2)
+def test_a_new_start_puts_the_records_of_the_last_one_aside(tmp_path: Path) -> None:
+    for reason in ("first", "second"):
+        with shardwise.record(tmp_path) as recorder:
+            recorder.write(reason)
+    with shardwise.record(tmp_path) as recorder:
+        dist.barrier()
+        found, is_before = find_records(tmp_path)
+        assert is_before
+        assert [record.reasons[0].text for record in found] == ["second", "second"]
+        dist.barrier()
+        recorder.write("third")
+        dist.barrier()
+        found, is_before = find_records(tmp_path)
+        assert not is_before
+        assert [record.reasons[0].text for record in found] == ["third", "third"]
+        dist.barrier()
 
 
 def test_a_training_run_writes_into_its_folder_by_itself(tmp_path: Path) -> None:

@@ -102,6 +102,11 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_parameters_of_an_undisturbed
     said = capfd.readouterr().err
     assert f"shardwise: restart {len(steps)} of 3, on {num_ranks} rank(s)" in said
     assert "Traceback" not in said
+    assert f"what each rank did last: shardwise diagnose {run}" in said
+    assert main(["diagnose", str(run)]) == 0
+    told = capfd.readouterr().out
+    assert told.startswith("nothing has failed since the last start; this is what ended the start before\n")
+    assert f"rank {victims[-1]} is gone" in told
     assert not [path for path in (run / "checkpoints").iterdir() if not path.name.startswith(("step-", ".verified"))]
 
 
