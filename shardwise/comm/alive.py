@@ -7,6 +7,7 @@ import os
 import platform
 import select
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -70,6 +71,16 @@ def is_gone(store: dist.Store, rank: int) -> bool:
         return space == _name_space() and not Liveness(int(pid)).is_alive()
     except (RuntimeError, OSError, AttributeError):  # no store, no /proc, no pidfds
         return False
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return ``ranks`` as errors name them.
+
+    Example:
+        >>> ranks_in_words([3]), ranks_in_words(range(10))
+        ('rank 3', 'ranks 0, 1, 2, 3, 4, 5, 6, 7, ...')
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
 
 
 def _note_key(rank: int) -> str:

@@ -114,10 +114,22 @@ class Bulletin:
         if not problem and len(found) < len(peers):
             absent = [other for other in peers if other not in found]
             problem = str(posts.absence(absent, DesyncError(late(posts.members[absent[0]]))))
+            problem = "; ".join([problem, *self._last_words(absent)])
         if problem:
-            with suppress(TransportError):
-                posts.post("failure", Position(position.num_calls, position.recent, problem).to_text())
+            self.tell(Position(position.num_calls, position.recent, problem))
             raise DesyncError(f"{problem}\n{_RULE}")
+
+    def _last_words(self, absent: Sequence[int]) -> Iterator[str]:
+        """Yield what ranks that do not come have said of the reason."""
+        with suppress(TransportError):
+            for other, text in self._posts.collect("failure", absent, 0.0).items():
+                if said := Position.from_text(text).note:
+                    yield f"rank {self._posts.members[other]} said: {said}"
+
+    def tell(self, position: Position) -> None:
+        """Leave where this rank is, and why it goes no further, for the others to read."""
+        with suppress(TransportError):
+            self._posts.post("failure", position.to_text())
 
     def explain(self, error: BaseException, position: Position) -> DesyncError:
         """Return an error that says where every rank was when a collective failed on this one."""

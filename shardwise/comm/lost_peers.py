@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.alive import is_gone
+from shardwise.comm.alive import is_gone, ranks_in_words
 from shardwise.errors import ShardwiseError, TransportError
 from shardwise.torch_private import default_store
 
@@ -33,9 +33,9 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
         others = tuple(rank for rank in members if rank != mine)
         gone = _gone(others)
         if gone:
-            who = f"{_listed(gone)} {'is' if len(gone) == 1 else 'are'} gone"
+            who = f"{ranks_in_words(gone)} {'is' if len(gone) == 1 else 'are'} gone"
         else:
-            who = f"{_listed(others)} did not all come, or left by an exception: see their errors"
+            who = f"{ranks_in_words(others)} did not all come, or left by an exception: see their errors"
         first = str(error).split("\n")[0]
         raise TransportError(
             f"{what}: {who}; rank {mine} waited. Every rank must make the same calls in the same order; first error: {first}"
@@ -52,7 +52,3 @@ def _gone(others: Sequence[int]) -> tuple[int, ...]:
         if found or time.monotonic() >= end:
             return found
         time.sleep(0.05)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from shardwise.black_box import EVERYBODY, WAITS, note
-from shardwise.comm.alive import LOOK_S, announce, is_gone
+from shardwise.comm.alive import LOOK_S, announce, is_gone, ranks_in_words
 from shardwise.comm.cables import watch_cables
 from shardwise.comm.store import JobStore
 from shardwise.errors import ShardwiseError, TransportError
@@ -105,9 +105,9 @@ class Posts:
         return [] if self.notes is None else [rank for rank in ranks if is_gone(self.notes, self.members[rank])]
 
     def absence(self, ranks: Sequence[int], late: ShardwiseError) -> ShardwiseError:
-        """Return the error for ``ranks`` that have posted nothing: it names one that is gone; if none is, ``late``."""
-        gone = self.gone(ranks)
-        return TransportError(f"rank {self.members[gone[0]]} is gone") if gone else late
+        """Return the error for ``ranks`` that have posted nothing: it names those that are gone; if none is, ``late``."""
+        gone = [self.members[rank] for rank in self.gone(ranks)]
+        return TransportError(f"{ranks_in_words(gone)} {'is' if len(gone) == 1 else 'are'} gone") if gone else late
 
     def _peek(self, what: str, rank: int) -> str | None:
         return self.store.peek(f"{self.prefix}/{what}/{rank}")

@@ -15,6 +15,7 @@ from shardwise.black_box import hearers, note, now, remember, tell, thread
 from shardwise.comm.c10d import C10dCommunicator
 from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.links.link import Link, SpanKind
+from shardwise.errors import DesyncError
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class Spans:
     Attributes:
         number: one that no other span of this engine has; None outside of any.
         known_links: by name of their group, the links that the last spans had, for planning.
+        tell: what to call with the reason when ranks find no way to talk.
     """
 
     def __init__(self) -> None:
@@ -44,6 +46,7 @@ class Spans:
         self._entries: dict[str, _Entry] = {}
         self.known_links: dict[str, Link | None] = {}
         self.number: int | None = None
+        self.tell: Callable[[str], None] = lambda _: None
 
     def register(self, group: dist.ProcessGroup, prepare: Callable[[], Link | None]) -> None:
         """Let ``prepare`` say, before each span, by which link the ranks of ``group`` talk; None: by none."""
@@ -60,7 +63,11 @@ class Spans:
         if entry is None or not self._depth:
             return None
         if not entry.is_prepared:
-            entry.link = self.known_links[group.group_name] = entry.prepare()
+            try:
+                entry.link = self.known_links[group.group_name] = entry.prepare()
+            except DesyncError as error:
+                self.tell(str(error))  # ranks of other groups wait for this one, too
+                raise
             entry.is_prepared = True
         if entry.link is None or not takes(entry.link):
             return None

@@ -1,0 +1,40 @@
+"""What ranks read of each other's plans and failures: the first cause, not who followed from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from helpers.posts import announce_as, gone_process, make_posts, on_threads
+
+from shardwise import DesyncError
+from shardwise.comm.bulletin import Bulletin, Position
+from shardwise.comm.posts import Posts
+
+
+def _raises(posts: Posts, plan: list[str]) -> str:
+    with pytest.raises(DesyncError) as found:
+        Bulletin(posts).check_plan(plan, Position(3, ("wait of unit 'a'",)))
+    return str(found.value)
+
+
+def test_a_rank_with_another_plan_and_the_first_name_each_other() -> None:
+    first, _, last = make_posts(timeout_s=5.0)
+    texts = on_threads(lambda each: _raises(each, ["x"] if each is last else ["y"]), [first, last])
+    assert "rank 4 has y, rank 9 has x" in texts[0]
+    assert "rank 9 has x, rank 4 has y" in texts[1]
+
+
+def test_a_rank_that_does_not_come_is_cited_with_the_reason_that_it_left() -> None:
+    store = dist.HashStore()
+    posts = make_posts(store, timeout_s=5.0)
+    announce_as(store, 5, gone_process())
+    Bulletin(posts[1]).tell(Position(1, (), "rank 9 has shards of other sizes"))
+    assert "rank 5 is gone; rank 5 said: rank 9 has shards of other sizes" in _raises(posts[0], ["y"])
+
+
+def test_a_rank_that_left_without_a_word_is_named_alone() -> None:
+    store = dist.HashStore()
+    posts = make_posts(store, timeout_s=5.0)
+    posts[2].post("plan/1", '["y"]')
+    announce_as(store, 5, gone_process())
+    assert _raises(posts[0], ["y"]).startswith("rank 5 is gone\n")
