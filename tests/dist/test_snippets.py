@@ -35,7 +35,7 @@ def test_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 @on_ranks(2)
 def test_examples_learn(tmp_path: Path) -> None:
     for example in EXAMPLES:
-        folder = {"folder": str(tmp_path)} if example.stem in ("resume", "zero2") else {}
+        folder = {"folder": str(tmp_path / example.stem)} if example.stem in ("resume", "zero2") else {}
         losses = main_of(example)(**folder, steps=10, width=16)
         assert losses[-1] < losses[0], f"{example.name}: {losses}"
 

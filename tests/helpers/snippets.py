@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator
-from contextlib import chdir
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,15 +56,22 @@ def python_of(snippet: Snippet) -> str | None:
 
 
 def commands_of(snippet: Snippet) -> Iterator[list[str]]:
-    """Yield the words after ``shardwise`` of each command line of a shell block that calls it."""
-    if snippet.language not in ("bash", "text"):
+    """Yield the words after ``shardwise`` of each command line that calls it: of shell blocks, and after $ in others."""
+    is_shell = snippet.language == "bash"
+    for line in snippet.text.replace("\\\n", " ").splitlines() if is_shell or snippet.language == "text" else ():
+        if is_shell or line.startswith("$ "):
+            yield from _calls(shlex.split(line.removeprefix("$ "), comments=True))
+
+
+def _calls(words: list[str]) -> Iterator[list[str]]:
+    if words[:2] in (["pip", "install"], ["docker", "build"]):
         return
-    for line in snippet.text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line.removeprefix("$ "), comments=True) if "shardwise " in line else []
-        named = [at for at, word in enumerate(words) if word == "shardwise" or word.endswith("/shardwise")]
-        is_called = named and (snippet.language == "bash" or line.startswith("$ "))
-        if is_called and "pip" not in words:
-            yield words[named[0] + 1 :]
+    if "shardwise" in words:
+        yield words[words.index("shardwise") + 1 :]
+        return
+    for word in words:
+        if " " in word:  # a command in quotes, as of bash -c
+            yield from _calls(shlex.split(word))
 
 
 class Block(nn.Module):
@@ -115,6 +122,17 @@ def train() -> None:
         optimizer.zero_grad()
 
 
+@contextmanager
+def inside(folder: Path) -> Generator[None, None, None]:
+    """Make ``folder`` the working directory for the length of a block."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 def run_page(page: Path, folder: Path) -> int:
     """Run the blocks of a page in one namespace, one after the other, with ``folder`` as the working directory.
 
@@ -131,7 +149,7 @@ def run_page(page: Path, folder: Path) -> int:
     num_run = 0
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     try:
-        with chdir(folder):
+        with inside(folder):
             for snippet in read(page):
                 code = python_of(snippet) if snippet.is_run else None
                 if code is not None:
