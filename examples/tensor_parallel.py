@@ -36,9 +36,7 @@ def main(steps: int = 50, width: int = 64, tensor_ranks: int = 2) -> list[float]
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-3, foreach=False
-    )  # one by one: parameters are on two meshes
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)  # one by one: they are on two meshes
     data, losses = torch.Generator().manual_seed(mesh.get_local_rank("dp")), []  # one tp group, one stream of data
     for _ in range(steps):
         x = torch.randn(32, width, generator=data).to(device)
