@@ -65,6 +65,7 @@ guard: .stamp-dev
 
 bench: .stamp-dev
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/pictures.py
 
 MINUTES ?= 10
 RANKS ?= 4

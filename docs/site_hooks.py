@@ -6,6 +6,7 @@ The pages themselves stay as they read in the repository.
 from __future__ import annotations
 
 import re
+import runpy
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     up = "../" * page.file.src_uri.count("/")
     markdown = markdown.replace(f"]({up}../CONTRIBUTING.md", f"]({up}contributing.md")
     markdown = markdown.replace(f"]({up}../README.md", f"]({up}index.md")
+    if page.file.src_uri == "errors.md":
+        markdown += "\n".join(runpy.run_path(str(ROOT / "docs" / "list_messages.py"))["as_markdown"]())
     return MERMAID.sub(lambda found: draw(found[1]), markdown)
 
 
