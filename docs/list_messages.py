@@ -1,4 +1,4 @@
-"""Every message of an error of shardwise, read from the code: ``python docs/list_messages.py`` prints them, the site has them."""
+"""Every message of an error, read from the code: ``python docs/list_messages.py`` prints them; the site has them."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def entries() -> set[str]:
 def test_every_public_name_has_an_entry_in_the_reference(front: ModuleType) -> None:
     found = {name.rpartition(".")[2] for name in entries()}
     absent = sorted(set(front.__all__) - found)
-    assert not absent, f"docs/reference has no line '::: {front.__name__}.{absent[0]}', and none of {absent[1:]}"
+    assert not absent, f"docs/reference has no lines {[f'::: {front.__name__}.{name}' for name in absent]}"
 
 
 def thing_of(name: str) -> Any:
@@ -166,6 +166,13 @@ def test_every_entry_of_the_reference_has_a_docstring_as_have_the_public_methods
             is_method = isinstance(value, (FunctionType, classmethod, staticmethod, property))
             if is_method and not member.startswith("_"):
                 assert value.__doc__, f"{name}.{member} has no docstring, so the reference leaves it out"
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert name.startswith("design/") or f": {name}\n" in navigation, f"mkdocs.yml has no entry for {name}"
 
 
 def test_every_class_of_errors_has_a_section_on_the_page_of_errors() -> None:
