@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MERMAID = re.compile(r"```mermaid\n(.*?)```", re.DOTALL)
 NODE = re.compile(r'^\s*(\w+)\["<b>(.*?)</b><br/>(.*?)"\]$', re.MULTILINE)
 ARROW = re.compile(r"^\s*(\w+) --> (\w+)$", re.MULTILINE)
-WIDE, HIGH, ACROSS, DOWN = 150, 44, 24, 46  # of a box, and of the gaps between boxes
+WIDE, HIGH, ACROSS, DOWN, LANE = 150, 44, 24, 46, 10  # of a box, of the gaps between boxes, of the lanes beside them
 
 
 def on_config(config: Any) -> Any:
@@ -61,8 +61,12 @@ def draw(chart: str) -> str:
         for level, row in enumerate(rows)
         for at, name in enumerate(row)
     }
-    parts = [_arrow(*place[above], *place[below]) for above, below in arrows]
+    near = [(above, below) for above, below in arrows if depth[below] == depth[above] + 1]
+    parts = [_arrow(*place[above], *place[below]) for above, below in near]
+    far = [(above, below) for above, below in arrows if depth[below] > depth[above] + 1]
+    parts += [_detour(*place[above], *place[below], lane, width) for lane, (above, below) in enumerate(far)]
     parts += [_box(*place[name], *names[name]) for name in names]
+    width += len(far) * LANE
     height = len(rows) * (HIGH + DOWN) - DOWN + 8
     head = '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     head += '<path d="M0 0L8 4L0 8z" fill="#78909c"/></marker></defs>'
@@ -74,6 +78,14 @@ def _arrow(x: int, y: int, to_x: int, to_y: int) -> str:
     bend = (to_y - y) // 2
     way = f"M{x} {y}C{x} {y + bend} {to_x} {to_y - bend} {to_x} {to_y}"
     return f'<path d="{way}" fill="none" stroke="#78909c" marker-end="url(#tip)"/>'
+
+
+def _detour(x: int, y: int, to_x: int, to_y: int, lane: int, width: int) -> str:
+    """Draw an arrow over several rows: between rows, and down a lane beside all of them."""
+    shift = (lane % 7 - 3) * 6
+    x, to_x, far = x + WIDE // 2 + shift, to_x + WIDE // 2 + shift, width + lane * LANE
+    way = f"M{x} {y + HIGH}V{y + HIGH + 14 + shift // 2}H{far}V{to_y - 16 + shift // 2}H{to_x}V{to_y}"
+    return f'<path d="{way}" fill="none" stroke="#b0bec5" marker-end="url(#tip)"/>'
 
 
 def _box(x: int, y: int, title: str, size: str) -> str:
