@@ -46,6 +46,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return MERMAID.sub(lambda found: draw(found[1]), markdown)
 
 
+def on_post_build(config: Any) -> None:
+    """Take out the places on the net from which the theme would fetch scripts for old browsers and for flowcharts."""
+    for script in (Path(config["site_dir"]) / "assets" / "javascripts").glob("*.js"):
+        script.write_text(re.sub(r"https://unpkg\.com/[\w@./-]*", "absent.js", script.read_text()))
+
+
 def draw(chart: str) -> str:
     """Return a flowchart as SVG: who points stands above what is pointed at; one line, so that Markdown leaves it alone."""
     names = {name: (title, size) for name, title, size in NODE.findall(chart)}
