@@ -56,7 +56,7 @@ check: .stamp-dev
 	@touch $@
 
 docs: .stamp-docs
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --clean  # --quiet would count no warnings
 	@echo "The site: build/site/index.html"
 
 guard: .stamp-dev
