@@ -1,16 +1,18 @@
-# make demo | test | check | guard | bench | fuzz | chaos: each sets everything up first (once; `make clean` forgets it).
+# make demo | test | check | docs | guard | bench | fuzz | chaos: each sets everything up first (once; `make clean` forgets it).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO := runs/demo
+DOCS := .venv-docs
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check guard bench fuzz chaos clean
+.PHONY: help demo test check docs guard bench fuzz chaos clean
 help:
 	@echo "make demo   train a small GPT on this machine, about three minutes; results in $(DEMO)"
 	@echo "make test   every test that needs no GPU"
 	@echo "make check  format, lint, types and the quick tests, under a minute"
+	@echo "make docs   build the pages of docs/ into build/site, in a venv of its own"
 	@echo "make guard  the distributed tests under guarded memory, with every order of ends of messages; ONLY=fence|heap"
 	@echo "make bench  rewrite benchmarks/results"
 	@echo "make chaos  break random jobs, MINUTES=30 SEED=0: every rank must end with a named error or the numbers of a whole run"
@@ -48,12 +50,22 @@ check: .stamp-dev
 	$(BIN)/pyright
 	$(BIN)/python -m pytest $(wildcard tests/pure tests/inproc tests/test_*.py)
 
+.stamp-docs: requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	@touch $@
+
+docs: .stamp-docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --clean  # --quiet would count no warnings
+	@echo "The site: build/site/index.html"
+
 guard: .stamp-dev
 	SHARDWISE_MODES_PER_ORDER=8 $(BIN)/python tests/guard/run.py $(if $(ONLY),--only $(ONLY)) --timeout 1500 \
 		--deselect tests/dist/test_guarded.py tests/dist tests/inproc
 
 bench: .stamp-dev
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/pictures.py
 
 MINUTES ?= 10
 RANKS ?= 4
@@ -67,4 +79,4 @@ chaos: .stamp-dev
 	$(BIN)/python -m shardwise.testing.chaos --minutes $(MINUTES) --seed $(SEED)
 
 clean:
-	rm -rf $(VENV) .stamp-setup .stamp-dev
+	rm -rf $(VENV) $(DOCS) build/site .stamp-setup .stamp-dev .stamp-docs

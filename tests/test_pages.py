@@ -1,18 +1,31 @@
-"""Pages say what is: the picture of the house is the house, and what a page cites is there."""
+"""Pages say what is: pictures show what they are drawn from, what a page cites is there, and what is public has a page."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
+from helpers.snippets import commands_of, read
+
+import shardwise
+import shardwise.checkpoint
+import shardwise.testing
+from shardwise.cli.main import build_parser
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shardwise"
-PAGES = sorted(page for page in ROOT.rglob("*.md") if not {".git", ".venv"} & {*page.relative_to(ROOT).parts})
-CODE = [path for folder in ("shardwise", "tests", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.*")]
+NOT_OURS = {".git", ".venv", ".venv-docs", "build", "runs"}
+PAGES = sorted(page for page in ROOT.rglob("*.md") if not NOT_OURS & {*page.relative_to(ROOT).parts})
+CODE = [
+    path for folder in ("shardwise", "tests", "benchmarks", "docs", "examples") for path in (ROOT / folder).rglob("*.*")
+]
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 QUOTED = re.compile(r"`([^`\n]+)`")
@@ -121,3 +134,99 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
 def test_every_design_has_a_number_of_its_own() -> None:
     numbers = [path.name[:3] for path in (ROOT / "docs" / "design").glob("*.md")]
     assert len(numbers) == len(set(numbers))
+
+
+ENTRY = re.compile(r"^::: ([\w.]+)$", flags=re.MULTILINE)
+FRONTS = (shardwise, shardwise.checkpoint, shardwise.testing)
+
+
+def entries() -> set[str]:
+    """Return what the pages of docs/reference have an entry for."""
+    return {name for page in (ROOT / "docs" / "reference").glob("*.md") for name in ENTRY.findall(page.read_text())}
+
+
+@pytest.mark.parametrize("front", FRONTS, ids=lambda front: front.__name__)
+def test_every_public_name_has_an_entry_in_the_reference(front: ModuleType) -> None:
+    found = {name.rpartition(".")[2] for name in entries()}
+    absent = sorted(set(front.__all__) - found)
+    assert not absent, f"docs/reference has no lines {[f'::: {front.__name__}.{name}' for name in absent]}"
+
+
+def thing_of(name: str) -> Any:
+    """Return what an entry stands for."""
+    module, _, last = name.rpartition(".")
+    return getattr(importlib.import_module(module), last)
+
+
+def test_every_entry_of_the_reference_has_a_docstring_as_have_the_public_methods_behind_it() -> None:
+    for name in sorted(entries()):
+        thing = thing_of(name)
+        assert thing.__doc__, name
+        for member, value in vars(thing).items() if isinstance(thing, type) else ():
+            is_method = isinstance(value, (FunctionType, classmethod, staticmethod, property))
+            if is_method and not member.startswith("_"):
+                assert value.__doc__, f"{name}.{member} has no docstring, so the reference leaves it out"
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert name.startswith("design/") or f": {name}\n" in navigation, f"mkdocs.yml has no entry for {name}"
+
+
+def test_every_class_of_errors_has_a_section_on_the_page_of_errors() -> None:
+    page = ROOT / "docs" / "errors.md"
+    for name, kind in vars(shardwise.errors).items():
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, shardwise.ShardwiseError)
+            and kind is not shardwise.ShardwiseError
+        ):
+            assert name.lower() in anchors(page), name
+
+
+def texts_of(tree: ast.AST) -> Iterator[str]:
+    """Yield the texts in a file, what is put in as three dots."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+        elif isinstance(node, ast.BinOp):
+            yield "".join(texts_of(node.left)) + "".join(texts_of(node.right))
+
+
+MESSAGE = re.compile(r"^\| `([^|]*)` \| [^|]+ \| [^|]+ \|$", flags=re.MULTILINE)
+
+
+def test_messages_on_the_page_of_errors_are_those_that_are_raised() -> None:
+    said = "\n".join(text for path in PACKAGE.rglob("*.py") for text in texts_of(ast.parse(path.read_text())))
+    messages = MESSAGE.findall((ROOT / "docs" / "errors.md").read_text())
+    assert len(messages) > 80
+    for message in messages:
+        parts = [re.escape(part) for part in message.split("...") if part.strip(" :;,.")]
+        assert re.search("[^\\n]*".join(parts), said), f"nothing in the package says {message!r}"
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the command says to these words before it does anything; an empty text if it would begin."""
+    try:
+        build_parser().parse_args(words)
+    except SystemExit as ended:
+        return capsys.readouterr().err if ended.code else ""
+    return ""
+
+
+@by_page
+def test_commands_on_a_page_are_such_as_the_command_takes(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (words for snippet in read(page) for words in commands_of(snippet)):
+        said = refusal(words, capsys)
+        assert not said, f"{page.name}: shardwise {' '.join(words)}: {said}"
+
+
+def test_the_pictures_show_the_results() -> None:
+    drawing = runpy.run_path(str(ROOT / "benchmarks" / "pictures.py"))
+    for name in ("speed", "memory"):
+        drawn = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
+        assert drawn == drawing[name](), "the results have changed; run: python benchmarks/pictures.py"
