@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.comm.lanes import device_of
 from shardwise.errors import StateError
 
 _MIN_BYTES = 512
@@ -88,7 +89,7 @@ class BufferPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.keeps = device.type == "cpu"
+        self.keeps = not device_of(device).has_lanes
         self.free: dict[int, list[_Slab]] = {}
         self._sizes: dict[int, int] = {}
         self.leased_bytes = 0

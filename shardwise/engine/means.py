@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.comm.buffers import BufferPool
-from shardwise.comm.lanes import Lane
+from shardwise.comm.lanes import Lane, device_of
 from shardwise.comm.links.link import Transport
 from shardwise.comm.links.routes import Spans
 from shardwise.engine.group_links import GroupLink
@@ -23,7 +23,8 @@ class Lanes:
     @classmethod
     def on(cls, device: torch.device) -> Lanes:
         """Return new lanes for ``device``."""
-        return cls(Lane(device), Lane(device))
+        on = device_of(device)
+        return cls(Lane(on, "gather"), Lane(on, "reduce"))
 
 
 @dataclass(slots=True)

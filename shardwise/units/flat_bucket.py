@@ -9,6 +9,7 @@ import torch
 
 from shardwise import torch_private
 from shardwise.comm.carve import carve, is_own
+from shardwise.comm.lanes import Device
 from shardwise.comm.links.arena import ArenaPlace, take_shareable
 from shardwise.errors import LayoutError
 from shardwise.layout.bucket import Bucket
@@ -31,11 +32,16 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Allocator:
-    """Makes memory for sections; page-locked, or where other processes of this host can map it, if wanted and possible."""
+    """Makes memory for sections; page-locked, or where other processes of this host can map it, if wanted and possible.
+
+    Attributes:
+        offloads_from: what computes with the sections, if that is not the host.
+    """
 
     device: torch.device
     pins: bool = False
     shares: bool = False
+    offloads_from: Device | None = None
 
     def __call__(self, numel: int, dtype: torch.dtype) -> Memory:
         """Return ``numel`` zeros."""
@@ -43,8 +49,9 @@ class Allocator:
             found = take_shareable(numel * dtype.itemsize)
             if found is not None:
                 return Memory(found[0].view(dtype), found[1])
-        flat = torch.zeros(numel, dtype=dtype, device=self.device)
-        return Memory(flat.pin_memory() if self.pins else flat)
+        if self.offloads_from is not None and self.device.type == "cpu":
+            return Memory(self.offloads_from.host_memory(numel, dtype, self.pins).zero_())
+        return Memory(torch.zeros(numel, dtype=dtype, device=self.device))
 
 
 @dataclass(slots=True, eq=False)

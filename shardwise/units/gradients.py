@@ -77,7 +77,7 @@ def _layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) -
     key = (dtype, *[param.ordinal for param in params])
     layout = group.reduce_layouts.get(key)
     if layout is None:
-        alignment = 1 if group.device.type == "cpu" else max(16 // dtype.itemsize, 1)
+        alignment = group.place.alignment(dtype)
         layout = group.reduce_layouts[key] = ReduceLayout(params, alignment, group.axes.shard_rank)
     return layout
 
@@ -188,7 +188,7 @@ class Reduction:
         self._scale = scale_of(group, dtype, terms.policy)
         self._pending: Pending | None = None
         self._is_scattered = False
-        is_final = not self.is_partial and group.place.storage_device == group.device
+        is_final = not self.is_partial and not group.place.is_offloaded
         is_final = is_final and _dtypes_of_gradients(params) <= {dtype, None}
         self._packing = _Packing(self._layout, gradients, dtype, group.device, is_final)
 
@@ -285,7 +285,7 @@ class Reduction:
             return packing.result.gradients
         group, section = self.group, packing.target()
         dtypes = {param.dtype_of_gradient or packing.dtype for param in self.params}
-        if dtypes == {packing.dtype} and section.device == group.place.storage_device:
+        if dtypes == {packing.dtype} and not group.place.is_offloaded:
             return GradientSection(self._layout.places, section).gradients
         if len(dtypes) > 1:
             return [
@@ -341,7 +341,7 @@ def launch_reductions(
     """
     launched: list[Reduction] = []
     comm = group.bound_comm or group.comm
-    may_stay = comm.reduce is None and comm.replicas is not None and group.device.type == "cpu" and terms.hook is None
+    may_stay = comm.reduce is None and comm.replicas is not None and not group.place.on.has_lanes and terms.hook is None
     if partial:
         gradients = {param: _widened(gradient, partial.get(param)) for param, gradient in gradients.items()}
     for dtype, params in _by_reduce_dtype(group, {param: gradient.dtype for param, gradient in gradients.items()}):

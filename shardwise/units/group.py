@@ -199,7 +199,7 @@ class ShardGroup:
         for param in (each for each in self.by_size if each not in apart):
             by_dtype.setdefault((param.dtype, self.dtypes.of_full(param)), []).append(param)
         buckets = [self.place.bucket(each, full, self.is_collective) for (_, full), each in by_dtype.items()]
-        self._packing = Packing(buckets, self.axes.num_shards, self.device)
+        self._packing = Packing(buckets, self.axes.num_shards, self.place)
         self._packing.bind(self._pool)
         self._sub = None
 
@@ -413,7 +413,7 @@ class ShardGroup:
 
     def differing(self) -> UnitParam | None:
         """Return a parameter whose full form is not what its shard is, as far as this rank can see; None if none is."""
-        if self.device.type != "cpu" or self._packing is None or not self.is_collective:
+        if self.place.on.has_lanes or self._packing is None or not self.is_collective:
             return None  # on an accelerator the host would have to wait for the answer
         rank, shards = self.axes.shard_rank, self._packing.shards
         for index, (bucket, full_flat) in enumerate(zip(shards.buckets, self._packing.hold(self.pool), strict=True)):
@@ -491,5 +491,5 @@ class ShardGroup:
                 window.copy_(whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows)))
                 param.subsharded = sub_parameter(param, cut, window, self.sub_axes)
                 param.register(param.subsharded)
-        self._sub = Shards(buckets, num_shards, self.device)
+        self._sub = Shards(buckets, num_shards, self.place)
         self.drop(keeps_memory)
