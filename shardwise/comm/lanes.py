@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -165,11 +166,6 @@ class Lane:
         if self.is_concurrent:
             self._started().wait_event(event)
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Tell the allocator that this lane reads ``tensor``, which another stream has allocated."""
-        if self.is_concurrent:
-            tensor.record_stream(cast(torch.Stream, self._started()))
-
     def mark(self) -> Any:
         """Return an event at the end of this lane's work so far; None where lanes have no streams."""
         return self._started().record_event() if self.is_concurrent else None
@@ -179,7 +175,54 @@ class Lane:
         if mark is not None:
             self._device.current_stream().wait_event(mark)
 
+    @property
+    def is_started(self) -> bool:
+        """True once it has been given anything."""
+        return self._stream is not None
+
     def _started(self) -> Stream:
         if self._stream is None:
             self._stream = self._device.new_stream(self._name, self._priority)
         return self._stream
+
+
+@dataclass(slots=True)
+class Lanes:
+    """The streams of an engine; engines of pipeline stages may share one set.
+
+    Attributes:
+        gather: all-gathers.  reduce: reduce-scatters.  replicas: all-reduces over replicas, beside the next reduce-scatter.
+        fetch: shards on their way from the host.  store: gradients on their way to the host.
+    """
+
+    gather: Lane
+    reduce: Lane
+    replicas: Lane
+    fetch: Lane
+    store: Lane
+
+    @classmethod
+    def on(cls, device: Device) -> Lanes:
+        """Return new lanes for ``device``."""
+        return cls(*(Lane(device, name) for name in ("gather", "reduce", "replicas", "fetch", "store")))
+
+    def current_waits_for_reductions(self) -> None:
+        """Let the current stream's next work start after all reductions: one event for all of them, not one each."""
+        for lane in (self.reduce, self.replicas):
+            if lane.is_started:
+                lane.current_waits(lane.mark())
+
+    def host_waits_for_copies(self) -> None:
+        """Block until no copy reads or writes the host's memory; at once if there were none."""
+        if self.fetch.is_started:
+            self.store.wait_event(self.fetch.mark())
+        if self.store.is_started:
+            self.store.mark().synchronize()
+
+    def meet(self) -> None:
+        """Let the current stream come after the lanes, and them after it: what is freed now may be used again at once."""
+        started = [lane for lane in (self.gather, self.reduce, self.replicas, self.fetch, self.store) if lane.is_started]
+        for lane in started:
+            lane.current_waits(lane.mark())
+        for lane in started:
+            lane.wait_current()

@@ -170,11 +170,10 @@ class Engine:
                     unit.reshard()
         self._enter_span("forward")
         event, self.post_optim_event = self.post_optim_event, None
-        for lane in (self.means.lanes.gather, self.means.lanes.reduce):
-            if event is None:
-                lane.wait_current()
-            else:
-                lane.wait_event(event)
+        if event is None:
+            self.means.lanes.gather.wait_current()
+        else:
+            self.means.lanes.gather.wait_event(event)
 
     def _enter_span(self, kind: SpanKind) -> None:
         for unit in self.units:
@@ -195,6 +194,8 @@ class Engine:
             if type(unit.state) is Subsharded and not torch.is_grad_enabled():  # no backward will need it
                 unit.reshard()
         self._is_graphless = not torch.is_grad_enabled()
+        if self._is_graphless:  # else backward ends it: whoever has the shards on the host may write to them next
+            self.means.lanes.host_waits_for_copies()
         self._leave_span()
         if self._is_graphless and not self.journal.has_planned_forward():
             self.journal.replan()
@@ -348,6 +349,7 @@ class Engine:
     def _commit(self) -> list[UnitParam]:
         """Set the gradients of this backward and of deferred ones; return the parameters that have got any."""
         self.reductions.wait()
+        self.means.lanes.host_waits_for_copies()
         self._leave_span()
         params = self.reductions.commit()
         self._show_gradients()

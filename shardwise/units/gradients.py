@@ -12,17 +12,17 @@ from torch.distributed.tensor import DTensor
 from shardwise import torch_private
 from shardwise.comm.carve import is_own
 from shardwise.comm.communicator import Pending, Scale
-from shardwise.comm.lanes import Lane
+from shardwise.comm.lanes import Lane, Lanes
 from shardwise.layout import bucket as layout_bucket
 from shardwise.layout.bucket import Bucket
 from shardwise.plan.policy import UnitPolicy
 from shardwise.units.gradient_memory import GradientSection, as_gradient
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import UnitParam
+from shardwise.units.place import Place
 from shardwise.units.reduce_layout import ReduceLayout
 
 Gradients = dict[UnitParam, torch.Tensor]
-_HERE = nullcontext()
 
 
 def take_gradients(group: ShardGroup) -> Gradients:
@@ -97,7 +97,7 @@ class _Packing:
     reduced: ReduceLayout
     gradients: list[torch.Tensor]
     dtype: torch.dtype
-    device: torch.device
+    place: Place
     is_final: bool = False  # what comes out are the gradients that users see
     section: torch.Tensor | None = None
     result: GradientSection | None = None
@@ -129,10 +129,10 @@ class _Packing:
     def target(self) -> torch.Tensor:
         if self.section is None:
             if self.is_final:
-                self.result = self.reduced.memory.take(self.dtype, self.device)
+                self.result = self.reduced.memory.take(self.dtype, self.place)
                 self.section = self.result.flat
             else:
-                self.section = torch.empty(self.section_numel, dtype=self.dtype, device=self.device)
+                self.section = torch.empty(self.section_numel, dtype=self.dtype, device=self.place.device)
         return self.section
 
     def deliver(self, section: torch.Tensor) -> None:
@@ -148,21 +148,24 @@ class Terms:
 
     Attributes:
         policy: of the unit.
-        lane: where it happens.
+        lanes: where it happens.
         hook: what a user wants called with the flat result.
     """
 
     policy: UnitPolicy
-    lane: Lane
+    lanes: Lanes
     hook: Callable[[torch.Tensor], None] | None = None
 
 
 class Reduction:
     """Gradients of one dtype of one group on their way through the ranks.
 
-    Stages: reduce-scatter in flight, then (with replicas) all-reduce in flight, then a finished section.
+    Stages: reduce-scatter in flight, then (with replicas) all-reduce in flight, then a finished section.  On an accelerator
+    all of them are given to lanes at once, with the copy to the host if gradients live there; what is left is to give the
+    memory of the reduce-scatter's input back.
 
     Attributes:
+        is_stored: the result is on its way to the host: :meth:`Lanes.host_waits_for_copies` comes before it is read.
         params: whose gradients these are.
         is_partial: replicas are not summed: the result is kept for a later backward.
         has_elements: False when all parameters are of size zero: there is nothing to send.
@@ -186,20 +189,24 @@ class Reduction:
         self._partial = {param: partial[param] for param in params if param in partial} if partial else partial
         self._terms = terms
         self._scale = scale_of(group, dtype, terms.policy)
-        self._pending: Pending | None = None
-        self._is_scattered = False
+        self._scattered: Pending | None = None
+        self._replicated: Pending | None = None
+        self._has_followed = False
+        self.is_stored = False
         is_final = not self.is_partial and not group.place.is_offloaded
         is_final = is_final and _dtypes_of_gradients(params) <= {dtype, None}
-        self._packing = _Packing(self._layout, gradients, dtype, group.device, is_final)
+        self._packing = _Packing(self._layout, gradients, dtype, group.place, is_final)
+        self._stored: list[torch.Tensor] = []
 
     # ---- launching ----
 
     def scatter(self) -> None:
         """Launch the reduce-scatter."""
         assert self._comm.reduce is not None
-        self._pending = self._comm.reduce.reduce_scatter(self._packing, self._scale)
-        if self._terms.lane.is_concurrent:  # what follows need not wait for other ranks
-            self.advance()
+        self._scattered = self._comm.reduce.reduce_scatter(self._packing, self._scale)
+        reduce = self._terms.lanes.reduce
+        if reduce.is_concurrent:  # what follows need not wait for other ranks
+            self._follow_on_lanes(reduce)
 
     def reduce_here(self, in_place: bool) -> None:
         """Go on without a reduce-scatter: this rank has all shards.  ``in_place``: in the memory of the one gradient."""
@@ -210,50 +217,84 @@ class Reduction:
         self._packing.drop()
         if self._comm.replicas is None and self._scale.divisor is not None:
             self._packing.target().div_(self._scale.divisor)
-        self.advance()
+        if self._terms.lanes.reduce.is_concurrent:
+            self._follow_on_lanes(None)
+        else:
+            self.advance()
+
+    def _follow_on_lanes(self, lane: Lane | None) -> None:
+        """Launch what follows on the lane where the section is summed, None: the current stream, and on those after it."""
+        self._has_followed = True
+        with nullcontext() if lane is None else lane.run():
+            self._launch_followers()
+        lanes, hook = self._terms.lanes, self._terms.hook
+        if self._replicated is not None:
+            lane, self._replicated = lanes.replicas, None
+            if hook is not None:
+                with lane.run():
+                    hook(self._packing.target())
+        if not self.is_partial and self.group.place.is_offloaded:
+            with nullcontext() if lane is None else lane.run():
+                lanes.store.wait_current()
+            with lanes.store.run():
+                self._store()
+            self.is_stored = True
+
+    def _store(self) -> None:
+        """Copy the result to the host, into page-locked memory if that is wanted, beside all other work."""
+        place, section, packing = self.group.place, self._packing.target(), self._packing
+        dtypes = {param.dtype_of_gradient or packing.dtype for param in self.params}
+        if len(dtypes) == 1:
+            packing.result = self._layout.memory.take(dtypes.pop(), place)
+            packing.result.flat.copy_(section, non_blocking=True)
+            self._stored = packing.result.gradients
+            return
+        for param, window in self.windows().items():
+            flat = place.on.host_memory(window.numel(), param.dtype_of_gradient or packing.dtype, place.pins)
+            self._stored.append(as_gradient(param, flat.view(window.shape).copy_(window, non_blocking=True)))
 
     # ---- waiting ----
 
     def advance(self) -> None:
-        """Wait for the reduce-scatter and launch what follows it; does nothing the second time."""
-        if self._is_scattered:
-            return
-        self._is_scattered = True
-        lane = self._terms.lane
-        with lane.run() if lane.is_concurrent else _HERE:
-            if self._pending is not None:
-                self._pending.wait()
-            section = self._packing.target()
-            if self._partial:
-                for param, window in zip(self.params, self._layout.windows(section), strict=True):
-                    if param in self._partial:
-                        window.add_(self._partial[param])
-            self._pending = None
-            replicas = self._comm.replicas
-            if replicas is not None and not self.is_partial and self.has_elements:
-                scale = self._scale if self._comm.reduce is None else _replica_scale(self._scale)
-                self._pending = replicas.all_reduce(section, scale)
-            elif self._terms.hook is not None:
-                self._terms.hook(section)
+        """Wait for the reduce-scatter and launch what follows it; does nothing the second time.
+
+        On lanes that was launched before: here the current stream waits, and the reduce-scatter's input is free again.
+        """
+        pending, self._scattered = self._scattered, None
+        if pending is not None:
+            pending.wait()
+        if not self._has_followed:
+            self._has_followed = True
+            self._launch_followers()
+
+    def _launch_followers(self) -> None:
+        section = self._packing.target()
+        if self._partial:
+            for param, window in zip(self.params, self._layout.windows(section), strict=True):
+                if param in self._partial:
+                    window.add_(self._partial[param])
+        replicas = self._comm.replicas
+        if replicas is not None and not self.is_partial and self.has_elements:
+            scale = self._scale if self._comm.reduce is None else _replica_scale(self._scale)
+            self._replicated = replicas.all_reduce(section, scale)
+        elif self._terms.hook is not None:
+            self._terms.hook(section)
 
     def finish(self) -> None:
-        """Wait for the end; the current stream may read the result."""
+        """Wait for the end; on lanes :meth:`Lanes.current_waits_for_reductions` comes before the result is read."""
         self.advance()
-        lane = self._terms.lane
-        with lane.run() if lane.is_concurrent else _HERE:
-            if self._pending is not None:
-                self._pending.wait()
-                self._pending = None
-                if self._terms.hook is not None:
-                    self._terms.hook(self._packing.target())
-        if lane.is_concurrent:
-            lane.current_waits(lane.mark())
+        pending, self._replicated = self._replicated, None
+        if pending is not None:
+            pending.wait()
+            if self._terms.hook is not None:
+                self._terms.hook(self._packing.target())
 
     def cancel(self) -> None:
         """Let the collective end, if it can, and forget its result."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.cancel()
+        pendings, self._scattered, self._replicated = (self._scattered, self._replicated), None, None
+        for pending in pendings:
+            if pending is not None:
+                pending.cancel()
         self._give_back()
 
     # ---- the result ----
@@ -281,20 +322,20 @@ class Reduction:
 
     def _as_gradients(self) -> list[torch.Tensor]:
         packing = self._packing
+        if self.is_stored:
+            return self._stored
         if packing.result is not None:
             return packing.result.gradients
         group, section = self.group, packing.target()
         dtypes = {param.dtype_of_gradient or packing.dtype for param in self.params}
-        if dtypes == {packing.dtype} and not group.place.is_offloaded:
+        if dtypes == {packing.dtype}:
             return GradientSection(self._layout.places, section).gradients
         if len(dtypes) > 1:
             return [
-                as_gradient(
-                    param, window.to(group.place.storage_device, param.dtype_of_gradient or packing.dtype, copy=True)
-                )
+                as_gradient(param, window.to(param.dtype_of_gradient or packing.dtype, copy=True))
                 for param, window in self.windows().items()
             ]
-        packing.result = self._layout.memory.take(dtypes.pop(), group.place.storage_device, group.place.pins)
+        packing.result = self._layout.memory.take(dtypes.pop(), group.place)
         packing.result.flat.copy_(section)
         return packing.result.gradients
 
@@ -308,12 +349,12 @@ class Reduction:
     @property
     def is_due(self) -> bool:
         """True if :meth:`advance` would not wait for other ranks."""
-        return self._pending is None or self._pending.is_done()
+        return self._scattered is None or self._scattered.is_done()
 
     @property
     def holds_input(self) -> bool:
         """True while the packed or local gradients are allocated."""
-        return not self._is_scattered and self._pending is not None and self._pending.holds_input
+        return self._scattered is not None and self._scattered.holds_input
 
     @property
     def label(self) -> str:
@@ -380,7 +421,7 @@ def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
     trainable = {param: group.dtypes.of_reduction(param) for param in group.params if param.sharded.requires_grad}
     total = 0
     for dtype, params in _by_reduce_dtype(group, trainable):
-        packing = _Packing(_layout_of(group, params, dtype), [], dtype, group.device)
+        packing = _Packing(_layout_of(group, params, dtype), [], dtype, group.place)
         total += _staging(group, packing, scale_of(group, dtype, policy))
     return total
 

@@ -50,7 +50,7 @@ class FakeAccelerator:
 
     def _hear(self, place: str, what: str, subject: object) -> bool:
         del subject
-        self._doing = f"{place} {what}".strip()
+        self._doing = f"{getattr(place, 'value', place)} {what}".strip()
         return False
 
     @property

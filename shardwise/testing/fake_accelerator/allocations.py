@@ -130,7 +130,11 @@ class Allocations:
         return block
 
     def _add(self, block: Block) -> Block:
-        start = block.extent.start
+        start, end = block.extent.start, block.extent.end
+        stale = [self.block_at(start), *(self._blocks[each] for each in self._starts if start < each < end)]
+        for old in stale:  # its memory has gone in a way that nobody heard of
+            if old is not None:
+                self._forget(old)
         self._blocks[start] = block
         bisect.insort(self._starts, start)
         return block

@@ -24,7 +24,7 @@ from shardwise.testing.fake_accelerator.allocations import Access, Allocations, 
 from shardwise.testing.fake_accelerator.timeline import HOST, Timeline
 
 # They touch no values, or make memory without writing to it.
-OLD = True
+OLD = False
 _SILENT = frozenset(
     "empty empty_strided empty_like new_empty new_empty_strided set_ resize_ _unsafe_view _reshape_alias detach alias "
     "lift_fresh is_same_size sym_size sym_stride sym_numel sym_storage_offset".split()
@@ -133,7 +133,7 @@ class OperationRecorder(torch_private.DispatchMode):
             if storage._cdata in known or not storage.nbytes():  # pyright: ignore
                 continue
             known.add(storage._cdata)  # pyright: ignore
-            if self._allocations.block_at(storage.data_ptr()) is None:
+            if name != "set_":
                 self._allocations.adopt(storage, kind, lane, f"{name} while {self._timeline.label()}")
             found.append(tensor)
         return found
