@@ -191,10 +191,12 @@ class Lanes:
     """The streams of an engine; engines of pipeline stages may share one set.
 
     Attributes:
+        are_concurrent: work of these lanes can run beside the current stream.
         gather: all-gathers.  reduce: reduce-scatters.  replicas: all-reduces over replicas, beside the next reduce-scatter.
         fetch: shards on their way from the host.  store: gradients on their way to the host.
     """
 
+    are_concurrent: bool
     gather: Lane
     reduce: Lane
     replicas: Lane
@@ -204,7 +206,7 @@ class Lanes:
     @classmethod
     def on(cls, device: Device) -> Lanes:
         """Return new lanes for ``device``."""
-        return cls(*(Lane(device, name) for name in ("gather", "reduce", "replicas", "fetch", "store")))
+        return cls(device.has_lanes, *(Lane(device, name) for name in ("gather", "reduce", "replicas", "fetch", "store")))
 
     def current_waits_for_reductions(self) -> None:
         """Let the current stream's next work start after all reductions: one event for all of them, not one each."""

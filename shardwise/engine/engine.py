@@ -170,10 +170,11 @@ class Engine:
                     unit.reshard()
         self._enter_span("forward")
         event, self.post_optim_event = self.post_optim_event, None
-        if event is None:
-            self.means.lanes.gather.wait_current()
-        else:
-            self.means.lanes.gather.wait_event(event)
+        lanes = self.means.lanes
+        if lanes.are_concurrent and event is None:
+            lanes.gather.wait_current()
+        elif event is not None:
+            lanes.gather.wait_event(event)
 
     def _enter_span(self, kind: SpanKind) -> None:
         for unit in self.units:
@@ -194,7 +195,7 @@ class Engine:
             if type(unit.state) is Subsharded and not torch.is_grad_enabled():  # no backward will need it
                 unit.reshard()
         self._is_graphless = not torch.is_grad_enabled()
-        if self._is_graphless:  # else backward ends it: whoever has the shards on the host may write to them next
+        if self._is_graphless and self.means.lanes.are_concurrent:  # else backward ends it: whoever has the shards on the host may write to them next
             self.means.lanes.host_waits_for_copies()
         self._leave_span()
         if self._is_graphless and not self.journal.has_planned_forward():
@@ -349,7 +350,6 @@ class Engine:
     def _commit(self) -> list[UnitParam]:
         """Set the gradients of this backward and of deferred ones; return the parameters that have got any."""
         self.reductions.wait()
-        self.means.lanes.host_waits_for_copies()
         self._leave_span()
         params = self.reductions.commit()
         self._show_gradients()

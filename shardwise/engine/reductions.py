@@ -138,7 +138,10 @@ class Reductions:
         for launch in (*self._deferred, *self._launched):
             for reduction in launch.reductions:
                 self._finish(launch.unit, reduction)
-        self._means.lanes.current_waits_for_reductions()
+        lanes = self._means.lanes
+        if lanes.are_concurrent:
+            lanes.current_waits_for_reductions()
+            lanes.host_waits_for_copies()
 
     def commit(self) -> list[UnitParam]:
         """Set the gradients of this backward and of deferred ones; return the parameters that have got any."""

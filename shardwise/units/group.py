@@ -34,12 +34,17 @@ from shardwise.units.shards import Delivery, FullBuffer, Packing, Shards, make_f
 
 @dataclass(slots=True)
 class GroupComm:
-    """How a group talks: along the shard axis, along the replica axis, and along the smaller mesh after forward."""
+    """How a group talks: along the shard axis, along the replica axis, and along the smaller mesh after forward.
+
+    Attributes:
+        host_waits: blocks until no copy reads shards that live on the host; None where they do not.
+    """
 
     shards: RoutedCommunicator | None
     reduce: RoutedCommunicator | None
     replicas: RoutedCommunicator | None
     sub: RoutedCommunicator | None = None
+    host_waits: Callable[[], None] | None = None
 
 
 class ShardGroup:
@@ -54,6 +59,7 @@ class ShardGroup:
         is_collective: gathering and reducing take a collective.
         keeps_plain: parameters are what they were before, plain tensors that stay registered.
         num_packs: how often parameters were put together.
+        is_written: the engine itself has written to shards, by the current stream, since the last gather was ordered after it.
         in_place: those of them that need no other form to compute with.
         axes: the data-parallel mesh.  sub_axes: the smaller one that parameters go to after forward, if any.
 
@@ -80,6 +86,7 @@ class ShardGroup:
         self.is_collective = axes.shard_mesh_dim is not None and (axes.num_shards > 1 or has_tensor_parallelism)
         self.keeps_plain = keeps_plain
         self.num_packs = 0
+        self.is_written = False
         self.in_place: list[UnitParam] = []
         self._take = self._make_take()
         self.extended = ExtensionParams(axes, precision, place.device)
@@ -160,18 +167,23 @@ class ShardGroup:
     def ensure_packed(self) -> None:
         """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype."""
         packing, may_be_extended = self._packing, bool(self.extended.params)  # extensions may be patched on
+        host_waits = self.bound_comm.host_waits if self.bound_comm is not None else None
         for param in self._tied:
             param.check_ties()
         is_settled = packing is not None
         for bucket in packing.buckets if packing is not None else ():
-            if not bucket.settle():
+            if not bucket.settle(host_waits):
                 is_settled = False
                 break
             may_be_extended |= bucket.has_attributes
             self.num_packs += bucket.num_replaced
+            self.is_written |= bucket.has_moved
             bucket.num_replaced = 0
             if bucket.loose:
+                if host_waits is not None:
+                    host_waits()
                 bucket.stage()
+                self.is_written = True
         for param in self.in_place:
             may_be_extended |= bool(param.local.__dict__)
         if not is_settled or (may_be_extended and not self.extended.is_current(self.params)):
@@ -186,6 +198,7 @@ class ShardGroup:
 
     def _pack(self) -> None:
         self.num_packs += 1
+        self.is_written = True
         if self._packing is not None:
             self._packing.leave()
         for param in self.params:
@@ -237,13 +250,11 @@ class ShardGroup:
             )
         return self.bound_comm
 
-    def gather(self, from_sub: bool, checks: bool = True) -> Pending | None:
+    def gather(self, from_sub: bool) -> Pending | None:
         """Launch the all-gather of the full parameters; None if there is nothing to wait for.
 
-        ``checks=False``: the caller knows that nobody has replaced a parameter since the last check.
+        Nobody has replaced a parameter since :meth:`ensure_packed`, and the gather is ordered after what that has copied.
         """
-        if not from_sub and (checks or self._packing is None):
-            self.ensure_packed()
         packing, ways = self._packing, self.bound_comm or self.comm
         assert packing is not None
         shards, comm = (self._sub, ways.sub) if from_sub else (packing.shards, ways.shards)
@@ -398,6 +409,7 @@ class ShardGroup:
                 old = local.to(rows.device)
                 rows = torch.where(rows != old.to(rows.dtype), rows.to(local.dtype), old)
             local.copy_(rows)
+        self.is_written = True
         torch.autograd.graph.increment_version(param.sharded)
         mark_full([param])
         param.full_version, param.seen_version = param.full._version, param.sharded._version

@@ -199,15 +199,21 @@ class Unit:
             if isinstance(state, Gathering):
                 self.discard()
         version = self._version()
-        if span is None or not isinstance(state, Sharded):  # an optimizer may have just changed the shards
+        from_sub = isinstance(state, Subsharded) and state.source.version == version
+        is_written = False
+        for group in self.groups:
+            if span is None and not from_sub:
+                group.ensure_packed()
+            is_written |= group.is_written
+            group.is_written = False
+        if span is None or is_written or not isinstance(state, Sharded):  # what is gathered may just have been changed
             host = self.host_ref()
             if host is not None:
                 host.before_gather()
-        from_sub = isinstance(state, Subsharded) and state.source.version == version
         if isinstance(state, Subsharded):
             self._check_sub()
         try:
-            launched = [group.gather(from_sub, span is None) for group in self.groups]
+            launched = [group.gather(from_sub) for group in self.groups]
         except TransportError as error:
             raise self._explained(error) from error
         self._enter(Gathering(Source(version, span), tuple(launched)))
