@@ -221,10 +221,8 @@ class Lanes:
         if self.store.is_started:
             self.store.mark().synchronize()
 
-    def meet(self) -> None:
-        """Let the current stream come after the lanes, and them after it: what is freed now may be used again at once."""
-        started = [lane for lane in (self.gather, self.reduce, self.replicas, self.fetch, self.store) if lane.is_started]
-        for lane in started:
-            lane.current_waits(lane.mark())
-        for lane in started:
-            lane.wait_current()
+    def current_waits_for_results(self) -> None:
+        """Let the current stream's next work start after all that reads results of reductions: they may be freed then."""
+        for lane in (self.replicas, self.store):
+            if lane.is_started:
+                lane.current_waits(lane.mark())

@@ -175,7 +175,7 @@ class Reductions:
         launched, self._launched = self._launched, []
         self._in_flight.clear()
         if launched:
-            self._means.lanes.meet()
+            self._means.lanes.current_waits_for_results()
         for launch in reversed(launched):
             for reduction in launch.reductions:
                 reduction.cancel()
@@ -186,5 +186,5 @@ class Reductions:
     def forget_deferred(self) -> None:
         """Drop what earlier backwards have left to a last one."""
         if self._deferred:
-            self._means.lanes.meet()
+            self._means.lanes.current_waits_for_results()
         self._deferred = []

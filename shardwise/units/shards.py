@@ -30,8 +30,15 @@ def full_window(flat: torch.Tensor, move: Move, base: int) -> torch.Tensor:
 
 
 def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
-    """Return the side of ``move`` that lies in a packed buffer."""
-    return view_of(flat, move.shape, move.packed_stride, move.packed_offset)
+    """Return the side of ``move`` that lies in a packed buffer: its memory alone, where a view would keep ``flat`` itself.
+
+    Windows are remembered as long as somebody has ``flat``; remembered views would be that somebody.
+    """
+    with torch.inference_mode(False):
+        window = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        return window.set_(
+            flat.untyped_storage(), flat.storage_offset() + move.packed_offset, move.shape, move.packed_stride
+        )
 
 
 class FullBuffer:
@@ -111,7 +118,7 @@ class Shards:
         self._section_numel = buckets[0].layout.section_numel if len(buckets) == 1 else offset
         self._moves = [self._bucket_moves(bucket) for bucket in buckets]
         self._full_windows: list[list[torch.Tensor]] | None = None
-        self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the pool's buffers, while it keeps them
+        self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of buffers, while somebody has them
         self._own_parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._full_parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []

@@ -175,9 +175,28 @@ def _recompute(module: nn.Module) -> None:
     module.forward = lambda *args: checkpoint(forward, *args, use_reentrant=False)
 
 
-def run(program: Program, rank: int = 1, world: int = 8, keeps_works: bool = False) -> FakeAccelerator:
+@dataclass
+class Seen:
+    """What a run has shown.
+
+    Attributes:
+        live_bytes: of the device, after each step.  host_waits, num_events: of each step, its optimizer left out.
+    """
+
+    fake: FakeAccelerator
+    live_bytes: list[int] = field(default_factory=list)
+    host_waits: list[list[str]] = field(default_factory=list)
+    num_events: list[dict[str, int]] = field(default_factory=list)
+
+    @property
+    def violations(self) -> list[str]:
+        return [str(violation) for violation in self.fake.violations]
+
+
+def run(program: Program, rank: int = 1, world: int = 8, keeps_works: bool = False) -> Seen:
     """Train for some steps as ``rank`` of ``world``; return what was seen."""
     fake = FakeAccelerator(keeps_works)
+    seen = Seen(fake)
     _in_use.append(fake)
     try:
         with standing_for(rank, world), fake.in_use():
@@ -188,13 +207,18 @@ def run(program: Program, rank: int = 1, world: int = 8, keeps_works: bool = Fal
                 def loss(seed: int = seed) -> torch.Tensor:
                     return model(batch_for(program.model, seed, 4)).float().sum()
 
+                num_waits, num_events = len(fake.timeline.host_waits), dict(fake.timeline.num_events)
                 program.step(model, loss)
+                seen.host_waits.append(fake.timeline.host_waits[num_waits:])
+                now = fake.timeline.num_events.items()
+                seen.num_events.append({name: count - num_events.get(name, 0) for name, count in now})
                 optimizer.step()
                 optimizer.zero_grad()
+                seen.live_bytes.append(fake.live_bytes)
             del model, optimizer, loss
     finally:
         _in_use.pop()
-    return fake
+    return seen
 
 
 OFFLOAD = {"offload_policy": CPUOffloadPolicy()}

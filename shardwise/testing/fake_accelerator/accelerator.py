@@ -63,6 +63,11 @@ class FakeAccelerator:
         """The collectives that were issued, in their order."""
         return self._recorder.collectives
 
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of device memory that are allocated now."""
+        return self._allocations.live_bytes("device")
+
     # ---- what the engine asks ----
 
     def new_stream(self, name: str, priority: int) -> FakeStream:

@@ -98,6 +98,11 @@ class Allocations:
         self._watched: dict[int, weakref.ref[_Bytes]] = {}
         self.violations: list[Violation] = []
 
+    def live_bytes(self, kind: Kind) -> int:
+        """Return the bytes of all blocks of ``kind`` that the allocator has lent."""
+        blocks = [self._blocks[start] for start in self._watched]
+        return sum(block.extent.end - block.extent.start for block in blocks if block.kind == kind)
+
     def block_at(self, address: int) -> Block | None:
         """Return the block that the byte at ``address`` is in."""
         index = bisect.bisect_right(self._starts, address) - 1
