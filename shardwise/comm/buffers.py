@@ -66,7 +66,9 @@ class Lease:
         pool, self._pool = self._pool, None
         pool.leased_bytes -= self.num_bytes
         if not pool.keeps:
-            torch_private.swap_storage(self.storage, torch.empty(0, dtype=torch.uint8, device=pool.device).untyped_storage())
+            torch_private.swap_storage(
+                self.storage, torch.empty(0, dtype=torch.uint8, device=pool.device).untyped_storage()
+            )
         pool.free.setdefault(self.size, []).append(self.slab)
 
     def lose(self) -> object:

@@ -182,6 +182,18 @@ class _OnLaneInPlace:
     cancel = wait
 
 
+def fetch_alone(fetch: Lane, pieces: GatherEnds) -> Pending:
+    """Bring full parameters from the host to a rank that has all of them there, beside other work."""
+    with fetch.run():
+        shard = pieces.shard()
+
+    def end() -> None:
+        pieces.deliver(shard)
+        fetch.wait_current()  # it allocated what the current stream has read
+
+    return _OnLane(fetch, end, lambda: None, None)
+
+
 class C10dCommunicator:
     """A process group, its lane and the pool that its buffers come from.  ``fetch``: the lane on which shards come from the
     host, if that is where they live."""

@@ -206,7 +206,9 @@ class Lanes:
     @classmethod
     def on(cls, device: Device) -> Lanes:
         """Return new lanes for ``device``."""
-        return cls(device.has_lanes, *(Lane(device, name) for name in ("gather", "reduce", "replicas", "fetch", "store")))
+        return cls(
+            device.has_lanes, *(Lane(device, name) for name in ("gather", "reduce", "replicas", "fetch", "store"))
+        )
 
     def current_waits_for_reductions(self) -> None:
         """Let the current stream's next work start after all reductions: one event for all of them, not one each."""

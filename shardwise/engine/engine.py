@@ -195,7 +195,9 @@ class Engine:
             if type(unit.state) is Subsharded and not torch.is_grad_enabled():  # no backward will need it
                 unit.reshard()
         self._is_graphless = not torch.is_grad_enabled()
-        if self._is_graphless and self.means.lanes.are_concurrent:  # else backward ends it: whoever has the shards on the host may write to them next
+        if (
+            self._is_graphless and self.means.lanes.are_concurrent
+        ):  # else backward ends it: whoever has the shards on the host may write to them next
             self.means.lanes.host_waits_for_copies()
         self._leave_span()
         if self._is_graphless and not self.journal.has_planned_forward():

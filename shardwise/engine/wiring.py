@@ -69,8 +69,7 @@ def communicators(group: ShardGroup, means: Means) -> GroupComm:
         sub = over(
             group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim), lanes.gather, replace(custom, all_gather=None)
         )
-    waits = lanes.host_waits_for_copies if group.place.is_offloaded else None
-    return GroupComm(shards, reduce, replicas, sub, waits)
+    return GroupComm(shards, reduce, replicas, sub, lanes if group.place.is_offloaded else None)
 
 
 def bind_units(engine: Engine) -> None:

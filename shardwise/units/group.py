@@ -11,8 +11,9 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
-from shardwise.comm.c10d import CustomCollectives
+from shardwise.comm.c10d import CustomCollectives, fetch_alone
 from shardwise.comm.communicator import Pending
+from shardwise.comm.lanes import Lanes
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import have_same_bits
 from shardwise.comm.links.routes import RoutedCommunicator
@@ -37,14 +38,14 @@ class GroupComm:
     """How a group talks: along the shard axis, along the replica axis, and along the smaller mesh after forward.
 
     Attributes:
-        host_waits: blocks until no copy reads shards that live on the host; None where they do not.
+        copies: lanes on which shards come from the host; None where they do not live there.
     """
 
     shards: RoutedCommunicator | None
     reduce: RoutedCommunicator | None
     replicas: RoutedCommunicator | None
     sub: RoutedCommunicator | None = None
-    host_waits: Callable[[], None] | None = None
+    copies: Lanes | None = None
 
 
 class ShardGroup:
@@ -167,7 +168,8 @@ class ShardGroup:
     def ensure_packed(self) -> None:
         """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype."""
         packing, may_be_extended = self._packing, bool(self.extended.params)  # extensions may be patched on
-        host_waits = self.bound_comm.host_waits if self.bound_comm is not None else None
+        copies = self.bound_comm.copies if self.bound_comm is not None else None
+        host_waits = None if copies is None else copies.host_waits_for_copies
         for param in self._tied:
             param.check_ties()
         is_settled = packing is not None
@@ -266,6 +268,8 @@ class ShardGroup:
         delivery = Delivery(shards, packing.travelling, self._pool or self.pool, ends)
         if is_extended:
             return self.extended.gather(delivery, comm, self.pool)
+        if comm is None and ways.copies is not None:
+            return fetch_alone(ways.copies.fetch, delivery)
         if comm is None:
             delivery.deliver(delivery.shard())
             return None

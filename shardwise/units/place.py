@@ -60,7 +60,9 @@ class Place:
         """
         dtype, device = params[0].dtype, params[0].local.device
         layout = build_bucket([param.shard for param in params], self.alignment(dtype), self.alignment(full_dtype))
-        travels = (is_collective or dtype != full_dtype or self.is_offloaded or device != self.device) and layout.full_numel > 0
+        travels = (
+            is_collective or dtype != full_dtype or self.is_offloaded or device != self.device
+        ) and layout.full_numel > 0
         allocate = Allocator(device, self.pins, self.is_shared, self.on if self.is_offloaded else None)
         bucket = FlatBucket(params, layout, full_dtype, allocate, travels)
         bucket.move_in()

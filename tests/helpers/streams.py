@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def says_when_the_optimizer_is_done(model: Any, loss: Callable[[], torch.Tensor]
 
 
 def replaces_parameters(model: Any, loss: Callable[[], torch.Tensor]) -> None:
-    kept = [param for param in model.parameters()]  # somebody holds them: they stay where they are, and travel as copies
+    kept = list(model.parameters())  # somebody holds them: they stay where they are, and travel as copies
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     held = [param.detach() for param in model.parameters()]
     says_when_the_optimizer_is_done(model, loss)
@@ -193,6 +194,10 @@ class Seen:
         return [str(violation) for violation in self.fake.violations]
 
 
+def _loss_of(model: Any, name: str, seed: int) -> torch.Tensor:
+    return model(batch_for(name, seed, 4)).float().sum()
+
+
 def run(program: Program, rank: int = 1, world: int = 8, keeps_works: bool = False) -> Seen:
     """Train for some steps as ``rank`` of ``world``; return what was seen."""
     fake = FakeAccelerator(keeps_works)
@@ -203,10 +208,7 @@ def run(program: Program, rank: int = 1, world: int = 8, keeps_works: bool = Fal
             model = program.build()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for seed in range(program.num_steps):
-
-                def loss(seed: int = seed) -> torch.Tensor:
-                    return model(batch_for(program.model, seed, 4)).float().sum()
-
+                loss = functools.partial(_loss_of, model, program.model, seed)
                 num_waits, num_events = len(fake.timeline.host_waits), dict(fake.timeline.num_events)
                 program.step(model, loss)
                 seen.host_waits.append(fake.timeline.host_waits[num_waits:])
@@ -245,6 +247,7 @@ PROGRAMS = [
     Program("offload, recomputes", options=OFFLOAD, recomputes=True),
     Program("offload, raises in forward", options=OFFLOAD, step=raises_in_forward),
     Program("offload, raises in backward", options=OFFLOAD, step=raises_in_backward),
+    Program("offload, prefetches as told", options=OFFLOAD, step=prefetches_as_told),
     Program("offload, replaces", options=OFFLOAD, step=replaces_parameters),
     Program("accumulates", step=accumulates_without_sync),
     Program("defers", step=defers_to_the_last_backward),
@@ -279,6 +282,3 @@ PROGRAMS = [
 def called(name: str) -> Program:
     """Return the program of that name."""
     return next(program for program in PROGRAMS if program.name == name)
-
-
-__all__ = ["OFFLOAD", "PROGRAMS", "Program", "called", "replace", "run", "standing_for"]

@@ -79,12 +79,20 @@ class FakeAccelerator:
         """Return the lane that work goes to."""
         return FakeStream(self.timeline, self.timeline.current[-1])
 
+    def record_stream(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        """Do as ``Tensor.record_stream``, which takes real streams alone: keep its memory until ``stream`` has used it."""
+        block = self._allocations.block_at(tensor.data_ptr())
+        if block is not None:
+            block.recorded.add(stream.lane)
+
     def host_memory(self, numel: int, dtype: torch.dtype, pins: bool) -> torch.Tensor:
         """Return memory of the host, which no lane may touch but in copies."""
         with self._recorder.apart():
             found = torch.zeros(numel, dtype=dtype)
         if found.untyped_storage().nbytes():
-            self._allocations.adopt(found.untyped_storage(), "pinned" if pins else "pageable", HOST, "memory of the host")
+            self._allocations.adopt(
+                found.untyped_storage(), "pinned" if pins else "pageable", HOST, "memory of the host"
+            )
         return found
 
     def fetch(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

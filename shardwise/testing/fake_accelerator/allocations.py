@@ -76,7 +76,7 @@ class Block:
 class Violation:
     """An order that is missing.  ``kind``: the rule that is broken."""
 
-    kind: Literal["race", "reuse", "freed", "wrong memory"]
+    kind: Literal["race", "reuse", "wrong memory"]
     text: str
 
     def __str__(self) -> str:
@@ -192,10 +192,10 @@ class Allocations:
         left.append(access)
         block.accesses = left
 
-    def _say(self, kind: Literal["race", "reuse", "freed", "wrong memory"], text: str) -> None:
+    def _say(self, kind: Literal["race", "reuse", "wrong memory"], text: str) -> None:
         self.violations.append(Violation(kind, text))
 
-    def refuse(self, kind: Literal["freed", "wrong memory"], text: str) -> None:
+    def refuse(self, kind: Literal["wrong memory"], text: str) -> None:
         """Note a violation that needs no second access."""
         self._say(kind, text)
 

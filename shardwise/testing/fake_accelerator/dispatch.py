@@ -20,17 +20,19 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
+from shardwise.errors import StateError
 from shardwise.testing.fake_accelerator.allocations import Access, Allocations, Block, Extent, Kind, owner_lane
 from shardwise.testing.fake_accelerator.timeline import HOST, Timeline
 
 # They touch no values, or make memory without writing to it.
-OLD = False
 _SILENT = frozenset(
-    "empty empty_strided empty_like new_empty new_empty_strided set_ resize_ _unsafe_view _reshape_alias detach alias "
-    "lift_fresh is_same_size sym_size sym_stride sym_numel sym_storage_offset".split()
+    ["empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_", "resize_", "_unsafe_view"]
+    + ["_reshape_alias", "detach", "alias", "lift_fresh", "is_same_size"]
 )
 # The host waits for them, whatever it does with the answer.
-_ANSWERS = frozenset("_local_scalar_dense item equal is_nonzero nonzero masked_select _unique2 allclose".split())
+_ANSWERS = frozenset(
+    ["_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "allclose"]
+)
 # Of c10d: positions of what is read, of what is written.
 _COLLECTIVES = {
     "_allgather_base_": ((1,), (0,)),
@@ -90,9 +92,8 @@ class OperationRecorder(torch_private.DispatchMode):
         if func.namespace == "c10d":
             self._on_collective(name, args)
             return func(*args, **kwargs)
-        if func.namespace == "aten" and name == "record_stream":
-            self._on_record(args[0], args[1])
-            return None
+        if name not in _SILENT and not _is_view(func):
+            _check_memory(name, _tensors((args, list(kwargs.values()))))
         result = func(*args, **kwargs)
         if name not in _SILENT and not _is_view(func):
             self._on_operation(name, func, args, kwargs, result)
@@ -111,8 +112,8 @@ class OperationRecorder(torch_private.DispatchMode):
         lane = self._lane_of(name, kinds, is_copy=name in ("copy_", "_to_copy"))
         new = self._adopt_new(name, inputs, result)
         self._touch(name, lane, read, [*written, *new])
-        is_copy_that_blocks = name == "copy_" and "pageable" in kinds or (name == "copy_" and not _non_blocking(args, kwargs))
-        if lane != HOST and (name in _ANSWERS or (len(kinds) > 1 and is_copy_that_blocks)):
+        blocks = name == "copy_" and ("pageable" in kinds or not _is_non_blocking(args, kwargs))
+        if lane != HOST and (name in _ANSWERS or (len(kinds) > 1 and blocks)):
             self._timeline.host_waits_for(lane, f"{name} while {self._timeline.label()}")
 
     def _lane_of(self, name: str, kinds: set[Kind], is_copy: bool) -> int:
@@ -144,7 +145,9 @@ class OperationRecorder(torch_private.DispatchMode):
         written = [*_tensors([args[index] for index in writes])]
         current = self._timeline.current[-1]
         lane = current
-        if any(each is True for each in args) and not OLD:  # asynchronous: on a lane of the group, that nothing here comes back from
+        if not any(
+            each is False for each in args
+        ):  # asynchronous: on a lane of the group, that nothing here comes back from
             lane = self._timeline.new_lane(f"work of {name}")
             self._timeline.order(lane, self._timeline.record(current))
         sent = read[0] if read else written[0]
@@ -153,9 +156,6 @@ class OperationRecorder(torch_private.DispatchMode):
         self.collectives.append(Collective(group_name, name, sent.numel(), sent.dtype, where))
         self._touch(name, lane, read, written)
 
-    def _on_record(self, tensor: torch.Tensor, stream: Any) -> None:
-        self._known(tensor).recorded.add(stream.lane)
-
     # ---- memory ----
 
     def _touch(self, name: str, lane: int, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
@@ -163,15 +163,21 @@ class OperationRecorder(torch_private.DispatchMode):
         what = f"{name} while {self._timeline.label()}"
         for tensors, is_write in ((read, False), (written, True)):
             for tensor in tensors:
-                if tensor.numel() and not tensor.untyped_storage().nbytes():
-                    self._allocations.refuse("freed", f"{what} takes a tensor whose memory was given back")
-                elif tensor.numel():
-                    access = Access(at, _extent(tensor), is_write, what)
-                    self._allocations.access(self._known(tensor), access)
+                if tensor.numel():
+                    self._allocations.access(self._known(tensor), Access(at, _extent(tensor), is_write, what))
 
     def _known(self, tensor: torch.Tensor) -> Block:
         found = self._allocations.block_at(tensor.data_ptr())
         return found or self._allocations.know(tensor.untyped_storage(), "device", self._timeline.current[0])
+
+
+def _check_memory(name: str, tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise StateError(
+                f"{name} takes a tensor of shape {tuple(tensor.shape)} whose memory was given back; on an accelerator this "
+                "reads what others have there now. Keep the memory until its last reader is done"
+            )
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
@@ -207,6 +213,5 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return found
 
 
-def _non_blocking(args: Any, kwargs: Any) -> bool:
+def _is_non_blocking(args: Any, kwargs: Any) -> bool:
     return bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
-
