@@ -1,4 +1,4 @@
-# make demo | test | check | guard | bench | fuzz | chaos: each sets everything up first (once; `make clean` forgets it).
+# make demo | test | check | guard | bench | gpu | fuzz | chaos: each sets everything up first (once; `make clean` forgets it).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,13 +6,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO := runs/demo
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check guard bench fuzz chaos clean
+.PHONY: help demo test check guard bench gpu fuzz chaos clean
 help:
 	@echo "make demo   train a small GPT on this machine, about three minutes; results in $(DEMO)"
 	@echo "make test   every test that needs no GPU"
 	@echo "make check  format, lint, types and the quick tests, under a minute"
 	@echo "make guard  the distributed tests under guarded memory, with every order of ends of messages; ONLY=fence|heap"
 	@echo "make bench  rewrite benchmarks/results"
+	@echo "make gpu    tests/gpu and a GPT beside FSDP2 on every GPU of this host, under ten minutes: benchmarks/results/gpu.md"
 	@echo "make chaos  break random jobs, MINUTES=30 SEED=0: every rank must end with a named error or the numbers of a whole run"
 	@echo "make fuzz   train random programs beside one process, MINUTES=10 RANKS=4 SEED=0 AREA=all; scripts of failures in found"
 
@@ -54,6 +55,9 @@ guard: .stamp-dev
 
 bench: .stamp-dev
 	$(BIN)/python benchmarks/run.py
+
+gpu: .stamp-dev
+	$(BIN)/python benchmarks/gpu.py
 
 MINUTES ?= 10
 RANKS ?= 4

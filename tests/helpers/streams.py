@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
+from helpers.inside import engine_of
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate, shard_model
+from shardwise.plan.memory import peak_bytes
 from shardwise.testing.fake_accelerator.accelerator import FakeAccelerator
 from shardwise.testing.models import MODELS, batch_for, units_of
 from shardwise.torch_private import forget_meshes
@@ -181,11 +183,14 @@ class Seen:
     """What a run has shown.
 
     Attributes:
-        live_bytes: of the device, after each step.  host_waits, num_events: of each step, its optimizer left out.
+        live_bytes: of the device, after each step.
+        peaks: bytes on loan in each step, as measured and as planned before it.
+        host_waits, num_events: of each step, its optimizer left out.
     """
 
     fake: FakeAccelerator
     live_bytes: list[int] = field(default_factory=list)
+    peaks: list[tuple[int, int | None]] = field(default_factory=list)
     host_waits: list[list[str]] = field(default_factory=list)
     num_events: list[dict[str, int]] = field(default_factory=list)
 
@@ -210,14 +215,21 @@ def run(program: Program, rank: int = 1, world: int = 8, keeps_works: bool = Fal
             for seed in range(program.num_steps):
                 loss = functools.partial(_loss_of, model, program.model, seed)
                 num_waits, num_events = len(fake.timeline.host_waits), dict(fake.timeline.num_events)
+                engine = engine_of(model) if seed else None
+                plan = engine.journal.plan if engine is not None else None
+                if engine is not None:
+                    engine.means.pool.reset_peak()
                 program.step(model, loss)
+                if engine is not None:
+                    planned = None if plan is None else peak_bytes(plan.calls)
+                    seen.peaks.append((engine.means.pool.peak_leased_bytes, planned))
                 seen.host_waits.append(fake.timeline.host_waits[num_waits:])
                 now = fake.timeline.num_events.items()
                 seen.num_events.append({name: count - num_events.get(name, 0) for name, count in now})
                 optimizer.step()
                 optimizer.zero_grad()
                 seen.live_bytes.append(fake.live_bytes)
-            del model, optimizer, loss
+            del model, optimizer, loss, engine
     finally:
         _in_use.pop()
     return seen

@@ -83,6 +83,12 @@ def test_the_host_waits_once_for_gradients_that_live_there() -> None:
         assert result_of(name).host_waits == [["Event.synchronize (of store)"]] * 3, name
 
 
+def test_staging_memory_peaks_where_the_plan_says() -> None:
+    for name in ("plain", "bf16", "mixed", "tied", "offload, bf16", "hybrid"):
+        measured, planned = result_of(name).peaks[-1]
+        assert measured == planned, name
+
+
 def test_ranks_far_apart_of_worlds_of_all_sizes_are_ordered() -> None:
     for name, rank, world in (
         ("offload, bf16", 0, 1),

@@ -25,14 +25,10 @@ from shardwise.testing.fake_accelerator.allocations import Access, Allocations, 
 from shardwise.testing.fake_accelerator.timeline import HOST, Timeline
 
 # They touch no values, or make memory without writing to it.
-_SILENT = frozenset(
-    ["empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_", "resize_", "_unsafe_view"]
-    + ["_reshape_alias", "detach", "alias", "lift_fresh", "is_same_size"]
-)
+_SILENT = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_", "resize_", "_unsafe_view"}
+_SILENT |= {"_reshape_alias", "detach", "alias", "lift_fresh", "is_same_size"}
 # The host waits for them, whatever it does with the answer.
-_ANSWERS = frozenset(
-    ["_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "allclose"]
-)
+_ANSWERS = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "allclose"}
 # Of c10d: positions of what is read, of what is written.
 _COLLECTIVES = {
     "_allgather_base_": ((1,), (0,)),
