@@ -55,7 +55,7 @@ def build(case: str, shape: ModelShape, is_ours: bool, device: torch.device) -> 
     door, precision, offload = _parts(is_ours)
     options: dict[str, Any] = {"mp_policy": precision(torch.bfloat16, torch.float32)} if "bf16" in case else {}
     if is_offloaded:
-        options["offload_policy"] = offload()
+        options["offload_policy"] = offload(pin_memory=torch.accelerator.is_available())
     for block in model.blocks:
         door(block, **options)
     return door(model, **options)

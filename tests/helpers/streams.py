@@ -129,6 +129,25 @@ def hooks_the_sums(model: Any, loss: Callable[[], torch.Tensor]) -> None:
     loss().backward()
 
 
+def gathers_what_parameters_say(model: Any, loss: Callable[[], torch.Tensor]) -> None:
+    for param in model.parameters():
+        local = param._local_tensor
+        if param.ndim == 2 and not hasattr(local, "fsdp_pre_all_gather"):
+            local.fsdp_pre_all_gather = functools.partial(_before_gather, param)
+            local.fsdp_post_all_gather = _after_gather
+    loss().backward()
+
+
+def _before_gather(param: Any, mesh: Any, shape: Any, stride: Any, module: Any, precision: Any) -> Any:
+    rows = -(-shape[0] // mesh.size())
+    local = param.to_local().detach()
+    return (nn.functional.pad(local * 1.0, (0, 0, 0, rows - local.shape[0])),), None
+
+
+def _after_gather(outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+    return None if out is not None else (outputs[0], outputs)
+
+
 def current_stream() -> Any:
     return _in_use[-1].current_stream()
 
@@ -274,6 +293,7 @@ PROGRAMS = [
     Program("prefetches as told", step=prefetches_as_told),
     Program("two inputs live", step=lets_inputs_live_longer),
     Program("hook on sums", step=hooks_the_sums),
+    Program("extensions", step=gathers_what_parameters_say),
     Program("replicate", door="replicate"),
     Program("replicate, bf16", door="replicate", options={"mp_policy": BF16}),
     Program("replicate, accumulates", door="replicate", step=accumulates_without_sync),
