@@ -182,8 +182,6 @@ class ShardGroup:
             self.is_written |= bucket.has_moved
             bucket.num_replaced = 0
             if bucket.loose:
-                if host_waits is not None:
-                    host_waits()
                 bucket.stage()
                 self.is_written = True
         for param in self.in_place:

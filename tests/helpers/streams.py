@@ -129,6 +129,31 @@ def hooks_the_sums(model: Any, loss: Callable[[], torch.Tensor]) -> None:
     loss().backward()
 
 
+def keeps_its_storage(model: Any, loss: Callable[[], torch.Tensor]) -> None:
+    model.set_keep_unsharded_storage(True)
+    loss().backward()
+
+
+def says_when_backward_ends(model: Any, loss: Callable[[], torch.Tensor]) -> None:
+    model.set_manual_backward_finalization(True)
+    loss().backward()
+    loss().backward()
+    handle = model.finalize_backward(async_op=True)
+    assert handle is not None
+    handle.wait()
+
+
+def writes_to_full_parameters(model: Any, loss: Callable[[], torch.Tensor]) -> None:
+    def write(module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            module.up.weight.mul_(0.5)
+
+    handles = [module.register_forward_pre_hook(write) for module in model]
+    loss().backward()
+    for handle in handles:
+        handle.remove()
+
+
 def gathers_what_parameters_say(model: Any, loss: Callable[[], torch.Tensor]) -> None:
     for param in model.parameters():
         local = param._local_tensor
@@ -293,6 +318,11 @@ PROGRAMS = [
     Program("prefetches as told", step=prefetches_as_told),
     Program("two inputs live", step=lets_inputs_live_longer),
     Program("hook on sums", step=hooks_the_sums),
+    Program("keeps storage", step=keeps_its_storage),
+    Program("says when backward ends", step=says_when_backward_ends),
+    Program("offload, says when backward ends", options=OFFLOAD, step=says_when_backward_ends),
+    Program("writes to full parameters", step=writes_to_full_parameters),
+    Program("offload, writes to full parameters", options=OFFLOAD, step=writes_to_full_parameters),
     Program("extensions", step=gathers_what_parameters_say),
     Program("replicate", door="replicate"),
     Program("replicate, bf16", door="replicate", options={"mp_policy": BF16}),

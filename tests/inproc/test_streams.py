@@ -20,6 +20,7 @@ from shardwise.comm import c10d
 from shardwise.comm.lanes import Lane, Lanes
 from shardwise.testing.fake_accelerator.timeline import Work
 from shardwise.units.gradients import Reduction
+from shardwise.units.group import ShardGroup
 
 ORDERS = ("wait_current", "wait_event", "current_waits")
 Site = tuple[str, ...]  # the function that orders, how, which lane
@@ -235,7 +236,23 @@ def never(real: Any) -> Any:
     return lambda *_: None
 
 
+def not_before_settling(real: Any) -> Any:
+    def wait(lanes: Lanes) -> None:
+        if sys._getframe(1).f_code.co_name != "settle":
+            real(lanes)
+
+    return wait
+
+
 HOLDS = [
+    (
+        "the host writes shards where copies have read them",
+        Lanes,
+        "host_waits_for_copies",
+        not_before_settling,
+        "offload, replaces",
+        "race: copy_",
+    ),
     (
         "a fetched shard is kept until it is gathered",
         c10d._OnLane,
@@ -272,3 +289,12 @@ def test_what_is_kept_and_waited_for_is_missed(owner: Any, method: str, change: 
         found = run(called(name)).violations
     assert found
     assert found[0].startswith(rule), found[0]
+
+
+@pytest.mark.parametrize("name", ["writes to full parameters", "replaces"])
+def test_what_the_engine_writes_to_shards_is_missed_if_gathers_do_not_wait_for_it(name: str) -> None:
+    unnoticed = property(lambda group: False, lambda group, value: None)
+    with mock.patch.object(ShardGroup, "is_written", unnoticed, create=True):
+        found = run(called(name)).violations
+    assert found
+    assert found[0].startswith("race: _allgather_base_"), found[0]
