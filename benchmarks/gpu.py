@@ -70,7 +70,7 @@ def _parts(is_ours: bool) -> Sequence[Any]:
 
 
 def measure(case: str, shape: ModelShape, device_type: str, num_steps: int) -> list[Figures]:
-    """Run on every rank: step ours and torch's in turns; return the figures of each."""
+    """Run on every rank: step ours, then torch's; return the figures of each."""
     device = torch.device("cpu")
     if device_type != "cpu":
         device = torch.device(device_type, dist.get_rank() % torch.accelerator.device_count())

@@ -245,13 +245,11 @@ class C10dCommunicator:
 
     def _all_gather_on_lane(self, pieces: GatherEnds) -> Pending:
         lane, fetch = self.lane, self.fetch
+        with lane.run() if fetch is None else fetch.run():
+            shard = pieces.shard()
         if fetch is not None:
-            with fetch.run():
-                shard = pieces.shard()
             lane.wait_event(fetch.mark())
         with lane.run():
-            if fetch is None:
-                shard = pieces.shard()
             packed, lease = self._buffer(shard.numel() * self._size, shard, self.custom.all_gather)
             work = self._start_gather(packed, shard, async_op=False)
             if work is not None:

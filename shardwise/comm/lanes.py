@@ -7,7 +7,7 @@ what it is asked.  Streams appear in this file alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -124,7 +124,7 @@ def device_of(device: torch.device) -> Device:
 
 
 @contextmanager
-def standing_in(device: Device) -> Iterator[None]:
+def standing_in(device: Device) -> Generator[None, None, None]:
     """Let ``device`` stand for the host in engines that are made inside: their tensors are of "cpu", their lanes its."""
     token = _stand_in.set(device)
     try:

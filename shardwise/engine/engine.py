@@ -21,7 +21,7 @@ from shardwise.engine.reductions import Reductions
 from shardwise.events import Op
 from shardwise.plan.visits import Edge
 from shardwise.units.backward import Stage
-from shardwise.units.gradients import run_gradient_hooks
+from shardwise.units.local_gradients import run_gradient_hooks
 from shardwise.units.param import UnitParam
 from shardwise.units.state import Gathering, Subsharded
 from shardwise.units.unit import Unit, is_in_backward

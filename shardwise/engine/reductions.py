@@ -8,7 +8,8 @@ from shardwise.engine.journal import Journal
 from shardwise.engine.means import Means
 from shardwise.errors import TransportError
 from shardwise.events import Op
-from shardwise.units.gradients import Gradients, Reduction, Terms, add_gradients, launch_reductions
+from shardwise.units.gradients import Reduction, Terms, launch_reductions
+from shardwise.units.local_gradients import Gradients, add_gradients
 from shardwise.units.param import UnitParam
 from shardwise.units.unit import Unit
 

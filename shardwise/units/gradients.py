@@ -1,13 +1,12 @@
-"""Gradients of a group: packed, reduced over ranks, and set on the sharded parameters."""
+"""Gradients of a group on their way: packed, reduced over ranks, and set on the sharded parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.comm.carve import is_own
@@ -18,59 +17,10 @@ from shardwise.layout.bucket import Bucket
 from shardwise.plan.policy import UnitPolicy
 from shardwise.units.gradient_memory import GradientSection, as_gradient
 from shardwise.units.group import ShardGroup
+from shardwise.units.local_gradients import Gradients
 from shardwise.units.param import UnitParam
 from shardwise.units.place import Place
 from shardwise.units.reduce_layout import ReduceLayout
-
-Gradients = dict[UnitParam, torch.Tensor]
-
-
-def take_gradients(group: ShardGroup) -> Gradients:
-    """Return the local gradients of the full parameters, in the dtypes that they are reduced in, and clear them there."""
-    taken: Gradients = {}
-    for param in group.params:
-        full = param.full
-        if full is None:
-            continue
-        gradient = full.grad
-        if gradient is None:
-            continue
-        full.grad = None
-        if not param.sharded.requires_grad:
-            continue  # frozen since forward
-        if type(gradient) is not torch.Tensor:
-            gradient = _local_gradient(gradient, param, group)
-        dtype = (
-            group.dtypes.by_gradient.get(gradient.dtype) if param.grad_dtype is None and not param.keeps_dtype else None
-        )
-        if dtype is None:
-            dtype = group.dtypes.of_reduction(param, gradient.dtype)
-        taken[param] = gradient if gradient.dtype is dtype else gradient.to(dtype)
-    return taken
-
-
-def _local_gradient(gradient: torch.Tensor, param: UnitParam, group: ShardGroup) -> torch.Tensor:
-    gradient = torch_private.wait_tensor(gradient)
-    if not isinstance(gradient, DTensor):
-        return gradient
-    assert param.inner_spec is not None
-    placements = list(param.inner_spec.placements)
-    dims, names = group.axes.dims, gradient.device_mesh.mesh_dim_names
-    if dims is not None and names is not None:
-        # On a full SPMD mesh the sum over the data-parallel axes is the reduction's to make.
-        for name in (*dims.shard_names, *dims.replicate_names):
-            placements[names.index(name)] = gradient.placements[names.index(name)]
-    if gradient.placements != tuple(placements):
-        gradient = gradient.redistribute(placements=placements)
-    return torch_private.wait_tensor(torch_private.local_of(gradient))
-
-
-def add_gradients(old: Mapping[UnitParam, torch.Tensor], new: Mapping[UnitParam, torch.Tensor]) -> Gradients:
-    """Return the sum per parameter; tensors of one side alone are taken over, neither side is changed."""
-    total: Gradients = dict(old)
-    for param, gradient in new.items():
-        total[param] = total[param] + gradient if param in total else gradient
-    return total
 
 
 def _layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) -> ReduceLayout:
@@ -459,10 +409,3 @@ def scale_of(group: ShardGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale
 def _replica_scale(scale: Scale) -> Scale:
     # Without an explicit divisor both collectives average; with one the reduce-scatter has divided by all of it.
     return Scale() if scale.divisor is None else Scale(1.0, scale.sum_only)
-
-
-def run_gradient_hooks(params: Iterable[UnitParam]) -> None:
-    """Run the hooks that users registered on sharded parameters to follow the accumulation of their gradients."""
-    # Of those that are their own full form autograd has run them.
-    for sharded, hook in torch_private.post_accumulate_hooks([p.sharded for p in params if p.full is not p.sharded]):
-        hook(sharded)

@@ -17,9 +17,10 @@ from shardwise.events import Call, EventLog, Op
 from shardwise.plan.policy import UnitPolicy
 from shardwise.units.backward import UnitBackward
 from shardwise.units.earlier_gradients import EarlierGradients
-from shardwise.units.gradients import Gradients, planned_scatter_bytes, take_gradients
+from shardwise.units.gradients import planned_scatter_bytes
 from shardwise.units.group import ShardGroup
 from shardwise.units.idle import mark_full
+from shardwise.units.local_gradients import Gradients, take_gradients
 from shardwise.units.param import UnitParam
 from shardwise.units.precision import MixedPrecisionPolicy
 from shardwise.units.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move

@@ -12,7 +12,7 @@ Example, on torch's "fake" process group, where one process is any rank of any w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -43,7 +43,7 @@ class FakeAccelerator:
         self._recorder = OperationRecorder(self.timeline, self._allocations)
 
     @contextmanager
-    def in_use(self) -> Iterator[FakeAccelerator]:
+    def in_use(self) -> Generator[FakeAccelerator, None, None]:
         """Record what happens inside; engines that are made inside have this device's lanes."""
         with standing_in(self), hearing(self._hear), self._recorder:
             yield self

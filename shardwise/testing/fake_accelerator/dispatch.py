@@ -11,7 +11,7 @@ other); an operation that reads device memory and answers on the host is known b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,8 +25,8 @@ from shardwise.testing.fake_accelerator.allocations import Access, Allocations, 
 from shardwise.testing.fake_accelerator.timeline import HOST, Timeline
 
 # They touch no values, or make memory without writing to it.
-_SILENT = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_", "resize_", "_unsafe_view"}
-_SILENT |= {"_reshape_alias", "detach", "alias", "lift_fresh", "is_same_size"}
+_MAKE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_", "resize_")
+_SILENT = {*_MAKE, "_unsafe_view", "_reshape_alias", "detach", "alias", "lift_fresh", "is_same_size"}
 # The host waits for them, whatever it does with the answer.
 _ANSWERS = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "allclose"}
 # Of c10d: positions of what is read, of what is written.
@@ -65,7 +65,7 @@ class OperationRecorder(torch_private.DispatchMode):
         self.collectives: list[Collective] = []
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self) -> Generator[None, None, None]:
         """Let nothing be recorded inside."""
         kept, self._is_apart = self._is_apart, True
         try:
@@ -104,7 +104,7 @@ class OperationRecorder(torch_private.DispatchMode):
         ids = {id(tensor) for tensor in written}
         inputs = [*_tensors((args, list(kwargs.values())))]
         read = [tensor for tensor in inputs if id(tensor) not in ids]
-        kinds = {self._known(tensor).kind for tensor in inputs if _has_bytes(tensor)}
+        kinds: set[Kind] = {self._known(tensor).kind for tensor in inputs if _has_bytes(tensor)}
         lane = self._lane_of(name, kinds, is_copy=name in ("copy_", "_to_copy"))
         new = self._adopt_new(name, inputs, result)
         self._touch(name, lane, read, [*written, *new])
