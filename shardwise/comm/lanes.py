@@ -15,6 +15,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from shardwise.black_box import EVERYBODY, note
+
 
 class Stream(Protocol):
     """Work of a device in one order, as torch.Stream."""
@@ -221,6 +223,7 @@ class Lanes:
         if self.fetch.is_started:
             self.store.wait_event(self.fetch.mark())
         if self.store.is_started:
+            note(EVERYBODY)  # gradients have come from all ranks
             self.store.mark().synchronize()
 
     def current_waits_for_results(self) -> None:
