@@ -210,9 +210,9 @@ class Reduction:
 
         On lanes that was launched before: here the current stream waits, and the reduce-scatter's input is free again.
         """
-        pending, self._scattered = self._scattered, None
-        if pending is not None:
-            pending.wait()
+        if self._scattered is not None:
+            self._scattered.wait()
+            self._scattered = None
         if not self._has_followed:
             self._has_followed = True
             self._launch_followers()
@@ -233,9 +233,9 @@ class Reduction:
     def finish(self) -> None:
         """Wait for the end; on lanes :meth:`Lanes.current_waits_for_reductions` comes before the result is read."""
         self.advance()
-        pending, self._replicated = self._replicated, None
-        if pending is not None:
-            pending.wait()
+        if self._replicated is not None:
+            self._replicated.wait()
+            self._replicated = None
             if self._terms.hook is not None:
                 self._terms.hook(self._packing.target())
 
