@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from helpers.streams import standing_for
 
 from shardwise.comm.lanes import Lane, device_of
 from shardwise.errors import StateError
@@ -169,3 +171,8 @@ def test_values_are_real(fake: FakeAccelerator) -> None:
     host = fake.host_memory(NUMEL, torch.float32, pins=True).fill_(2.0)
     assert fake.fetch(host, torch.float64).tolist() == [2.0] * NUMEL
     assert fake.fetch(host, torch.float32).data_ptr() != host.data_ptr()
+
+
+def test_a_collective_that_it_does_not_know_is_refused() -> None:
+    with standing_for(0, 2), FakeAccelerator().in_use(), pytest.raises(StateError, match="c10d::alltoall_base_"):
+        dist.all_to_all_single(torch.empty(2), torch.ones(2))

@@ -136,6 +136,10 @@ class OperationRecorder(torch_private.DispatchMode):
         return found
 
     def _on_collective(self, name: str, args: Any) -> None:
+        if name not in _COLLECTIVES:
+            raise StateError(
+                f"the fake accelerator was given c10d::{name}; it knows what {sorted(_COLLECTIVES)} read and write"
+            )
         reads, writes = _COLLECTIVES[name]
         read = [*_tensors([args[index] for index in reads])]
         written = [*_tensors([args[index] for index in writes])]
