@@ -255,7 +255,7 @@ def run(program: Program, rank: int = 1, world: int = 8, keeps_works: bool = Fal
     try:
         with standing_for(rank, world), fake.in_use():
             model = program.build()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
             for seed in range(program.num_steps):
                 loss = functools.partial(_loss_of, model, program.model, seed)
                 num_waits, num_events = len(fake.timeline.host_waits), dict(fake.timeline.num_events)

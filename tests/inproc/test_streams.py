@@ -268,7 +268,7 @@ HOLDS = [
         "host_waits_for_copies",
         never,
         "offload",
-        "race: add_ while optimizer steps SGD on lane 'host'",
+        "race: _foreach_add_ while optimizer steps SGD on lane 'host'",
     ),
     (
         "a lane carries out its collectives itself",

@@ -88,29 +88,40 @@ class OperationRecorder(torch_private.DispatchMode):
         if func.namespace == "c10d":
             self._on_collective(name, args)
             return func(*args, **kwargs)
-        if name not in _SILENT and not _is_view(func):
-            _check_memory(name, _tensors((args, list(kwargs.values()))))
+        if _is_view(func):
+            return func(*args, **kwargs)
+        inputs = [*_tensors((args, list(kwargs.values())))]
+        if name in _SILENT:
+            result = func(*args, **kwargs)
+            self._adopt_new(name, inputs, result)
+            return result
+        _check_memory(name, inputs)
         result = func(*args, **kwargs)
-        if name not in _SILENT and not _is_view(func):
-            self._on_operation(name, func, args, kwargs, result)
-        else:
-            self._adopt_new(name, [*_tensors((args, list(kwargs.values())))], result)
+        self._on_operation(name, inputs, _written(func, args, kwargs), result)
+        blocks = name == "copy_" and not _is_non_blocking(args, kwargs)
+        self._host_waits(name, inputs, blocks)
         return result
 
     # ---- what operations do ----
 
-    def _on_operation(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        written = [*_tensors(_written(func, args, kwargs))]
+    def _on_operation(self, name: str, inputs: list[torch.Tensor], changed: list[Any], result: Any) -> None:
+        written = [*_tensors(changed)]
         ids = {id(tensor) for tensor in written}
-        inputs = [*_tensors((args, list(kwargs.values())))]
         read = [tensor for tensor in inputs if id(tensor) not in ids]
-        kinds: set[Kind] = {self._known(tensor).kind for tensor in inputs if _has_bytes(tensor)}
-        lane = self._lane_of(name, kinds, is_copy=name in ("copy_", "_to_copy"))
+        lane = self._lane_of(name, self._kinds(inputs), is_copy=name in ("copy_", "_to_copy"))
         new = self._adopt_new(name, inputs, result)
         self._touch(name, lane, read, [*written, *new])
-        blocks = name == "copy_" and ("pageable" in kinds or not _is_non_blocking(args, kwargs))
-        if lane != HOST and (name in _ANSWERS or (len(kinds) > 1 and blocks)):
-            self._timeline.host_waits_for(lane, f"{name} while {self._timeline.label()}")
+
+    def _host_waits(self, name: str, inputs: list[torch.Tensor], blocks: bool) -> None:
+        if name in _ANSWERS or name == "copy_":
+            kinds = self._kinds(inputs)
+            is_between = len(kinds) > 1 and (blocks or "pageable" in kinds)
+            if "device" in kinds and (name in _ANSWERS or is_between):
+                lane = self._timeline.current[-1]
+                self._timeline.host_waits_for(lane, f"{name} while {self._timeline.label()}")
+
+    def _kinds(self, tensors: list[torch.Tensor]) -> set[Kind]:
+        return {self._known(tensor).kind for tensor in tensors if _has_bytes(tensor)}
 
     def _lane_of(self, name: str, kinds: set[Kind], is_copy: bool) -> int:
         lane = self._timeline.current[-1]
@@ -121,7 +132,7 @@ class OperationRecorder(torch_private.DispatchMode):
     def _adopt_new(self, name: str, inputs: list[torch.Tensor], result: Any) -> list[torch.Tensor]:
         """Take the memory that an operation has made into the hands of the allocator; return the tensors on it."""
         known = {tensor.untyped_storage()._cdata for tensor in inputs}  # pyright: ignore
-        kinds: set[Kind] = {self._known(tensor).kind for tensor in inputs if _has_bytes(tensor)}
+        kinds = self._kinds(inputs)
         kind: Kind = "device" if not kinds or "device" in kinds else "pageable"
         lane = owner_lane(kind, self._timeline.current[-1])
         found: list[torch.Tensor] = []
