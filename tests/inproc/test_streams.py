@@ -199,7 +199,7 @@ MISSED: dict[Site, tuple[str, str]] = {
 def test_an_order_that_is_left_out_is_missed(site: Site) -> None:
     name, rule = MISSED[site]
     with orders_seen(dropped=site):
-        found = run(called(name)).violations
+        found = run(replace(called(name), num_steps=2)).violations
     assert found
     assert found[0].startswith(rule), found[0]
 
@@ -286,7 +286,7 @@ HOLDS = [
 )
 def test_what_is_kept_and_waited_for_is_missed(owner: Any, method: str, change: Any, name: str, rule: str) -> None:
     with mock.patch.object(owner, method, change(getattr(owner, method))):
-        found = run(called(name)).violations
+        found = run(replace(called(name), num_steps=2)).violations
     assert found
     assert found[0].startswith(rule), found[0]
 
@@ -295,6 +295,6 @@ def test_what_is_kept_and_waited_for_is_missed(owner: Any, method: str, change: 
 def test_what_the_engine_writes_to_shards_is_missed_if_gathers_do_not_wait_for_it(name: str) -> None:
     unnoticed = property(lambda group: False, lambda group, value: None)
     with mock.patch.object(ShardGroup, "is_written", unnoticed, create=True):
-        found = run(called(name)).violations
+        found = run(replace(called(name), num_steps=2)).violations
     assert found
     assert found[0].startswith("race: _allgather_base_"), found[0]
