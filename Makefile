@@ -1,4 +1,4 @@
-# make demo | test | check | docs | guard | bench | fuzz | chaos: each sets everything up first (once; `make clean` forgets it).
+# make demo | test | check | docs | guard | bench | gpu | fuzz | chaos: each sets everything up first (once; `make clean` forgets it).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ DEMO := runs/demo
 DOCS := .venv-docs
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check docs guard bench fuzz chaos clean
+.PHONY: help demo test check docs guard bench gpu fuzz chaos clean
 help:
 	@echo "make demo   train a small GPT on this machine, about three minutes; results in $(DEMO)"
 	@echo "make test   every test that needs no GPU"
@@ -15,6 +15,7 @@ help:
 	@echo "make docs   build the pages of docs/ into build/site, in a venv of its own"
 	@echo "make guard  the distributed tests under guarded memory, with every order of ends of messages; ONLY=fence|heap"
 	@echo "make bench  rewrite benchmarks/results"
+	@echo "make gpu    tests/gpu and a GPT beside FSDP2 on every GPU of this host, under ten minutes: benchmarks/results/gpu.md"
 	@echo "make chaos  break random jobs, MINUTES=30 SEED=0: every rank must end with a named error or the numbers of a whole run"
 	@echo "make fuzz   train random programs beside one process, MINUTES=10 RANKS=4 SEED=0 AREA=all; scripts of failures in found"
 
@@ -66,6 +67,9 @@ guard: .stamp-dev
 bench: .stamp-dev
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/pictures.py
+
+gpu: .stamp-dev
+	$(BIN)/python benchmarks/gpu.py
 
 MINUTES ?= 10
 RANKS ?= 4

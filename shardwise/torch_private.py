@@ -18,6 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
 
@@ -424,3 +425,12 @@ def forget_meshes() -> None:
         clear: Callable[[], None] | None = getattr(place, name, None)
         if clear is not None:
             clear()
+
+
+DispatchMode = TorchDispatchMode
+"""What torch documents for tools that see every operation."""
+
+
+def group_name_of(process_group: torch.ScriptObject) -> str:
+    """Return the name of a process group in the form in which operators take it."""
+    return dist.ProcessGroup.unbox(process_group).group_name

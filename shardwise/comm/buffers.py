@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from shardwise import torch_private
+from shardwise.comm.lanes import device_of
 from shardwise.errors import StateError
 
 _MIN_BYTES = 512
@@ -63,8 +65,11 @@ class Lease:
             raise StateError("this lease was released before; release a buffer once, where its last reader ends")
         pool, self._pool = self._pool, None
         pool.leased_bytes -= self.num_bytes
-        if pool.keeps:
-            pool.free.setdefault(self.size, []).append(self.slab)
+        if not pool.keeps:
+            torch_private.swap_storage(
+                self.storage, torch.empty(0, dtype=torch.uint8, device=pool.device).untyped_storage()
+            )
+        pool.free.setdefault(self.size, []).append(self.slab)
 
     def lose(self) -> object:
         """End the loan without giving the storage back: somebody may still write to it.  Returns what keeps it alive."""
@@ -77,18 +82,19 @@ class Lease:
 class BufferPool:
     """Storages of one device that outlive their loans, so that a step allocates nothing once warm.
 
-    On an accelerator the framework's caching allocator is the pool, and it knows about streams: nothing is kept here.
+    On an accelerator the framework's caching allocator is the pool, and it knows about streams: no memory is kept here, but
+    the empty storages are, so that tensors and windows over them serve the next loan.
 
     Attributes:
         device: where the storages are.
         leased_bytes: bytes on loan now.  peak_leased_bytes: their maximum since :meth:`reset_peak`.
         num_allocations: storages made so far; constant once warm.
-        keeps: what comes back is lent again.  free: the idle storages, by size.
+        keeps: the memory that comes back is lent again.  free: the idle storages, by size.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.keeps = device.type == "cpu"
+        self.keeps = not device_of(device).has_lanes
         self.free: dict[int, list[_Slab]] = {}
         self._sizes: dict[int, int] = {}
         self.leased_bytes = 0
@@ -98,7 +104,7 @@ class BufferPool:
     @property
     def idle_bytes(self) -> int:
         """Bytes that the pool holds and nobody uses."""
-        return sum(size * len(slabs) for size, slabs in self.free.items())
+        return sum(size * len(slabs) for size, slabs in self.free.items()) if self.keeps else 0
 
     def lease(self, num_bytes: int) -> Lease:
         """Lend a storage of at least ``num_bytes``: an idle one of its size class, or a new one."""
@@ -108,10 +114,14 @@ class BufferPool:
         if size is None:
             size = self._sizes[num_bytes] = size_class(num_bytes)
         idle = self.free.get(size)
-        if idle:
+        if idle and self.keeps:
             return Lease(self, idle.pop(), num_bytes, size)
-        self.num_allocations += 1
         storage = torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
+        if idle:
+            slab = idle.pop()
+            torch_private.swap_storage(slab.storage, storage)
+            return Lease(self, slab, num_bytes, size)
+        self.num_allocations += 1
         return Lease(self, _Slab(storage), num_bytes, size)
 
     def lend(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Lease]:

@@ -72,33 +72,30 @@ class CustomCollectives:
     reduce_group: dist.ProcessGroup | None = None
 
 
-def all_gather_single(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+def all_gather_single(
+    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool = True
+) -> dist.Work | None:
     """Launch ``output = concat(shard of every rank)``; torch renamed this collective in 2.13."""
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return function(output, shard, group=group, async_op=True)
+    return function(output, shard, group=group, async_op=async_op)
 
 
 def reduce_scatter_single(
-    output: torch.Tensor, packed: torch.Tensor, group: dist.ProcessGroup, op: Any
+    output: torch.Tensor, packed: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = True
 ) -> dist.Work | None:
     """Launch ``output = my section of op(packed of every rank)``."""
     function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return function(output, packed, group=group, op=op, async_op=True)
-
-
-_HERE = contextlib.nullcontext()
+    return function(output, packed, group=group, op=op, async_op=async_op)
 
 
 class _Launched:
-    """A collective whose end runs once: wait for the work, deliver, give the buffers back."""
+    """A collective on the host whose end runs once: wait for the work, deliver, give the buffers back."""
 
-    __slots__ = ("_end", "_forget", "_lane", "_mark", "_work")
+    __slots__ = ("_end", "_forget", "_work")
     holds_input = True
 
-    def __init__(self, work: dist.Work | None, lane: Lane, end: Callable[[], None], forget: Callable[[], None]) -> None:
+    def __init__(self, work: dist.Work | None, end: Callable[[], None], forget: Callable[[], None]) -> None:
         self._work = work
-        self._lane = lane
-        self._mark = lane.mark() if lane.is_concurrent else None
         self._end: Callable[[], None] | None = end
         self._forget = forget
 
@@ -112,8 +109,6 @@ class _Launched:
         if self._work is not None:
             remember((now(), thread(), "", 0, EVERYBODY, ""))
             self._work.wait()
-        if self._mark is not None:
-            self._lane.current_waits(self._mark)
         end()
 
     def cancel(self) -> None:
@@ -123,18 +118,97 @@ class _Launched:
             return
         with contextlib.suppress(RuntimeError):  # a peer may be gone; then the buffers are lost with it
             self._work.wait()
-            self._lane.current_waits(self._mark)
             self._forget()
 
 
-class C10dCommunicator:
-    """A process group, its lane and the pool that its buffers come from."""
+class _OnLane:
+    """A collective that a lane has been given with all that it needs: whoever waits for it comes after the lane.
+
+    ``end`` delivers and gives buffers back.  ``forget`` gives them back alone.  ``fetch``: the lane that has allocated
+    ``keeps``, which this lane reads, and may use its memory again only after that.
+    """
+
+    __slots__ = ("_end", "_fetch", "_forget", "_keeps", "_lane", "_mark")
+    holds_input = True
 
     def __init__(
-        self, group: dist.ProcessGroup, lane: Lane, pool: BufferPool, custom: CustomCollectives | None = None
+        self, lane: Lane, end: Callable[[], None], forget: Callable[[], None], keeps: object, fetch: Lane | None = None
+    ) -> None:
+        self._lane = lane
+        self._mark = lane.mark()
+        self._end: Callable[[], None] | None = end
+        self._forget = forget
+        self._keeps = keeps
+        self._fetch = fetch
+
+    def is_done(self) -> bool:
+        # Asking the device would let memory be free at other times on every rank, and the plan be wrong.
+        return self._end is None
+
+    def wait(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            self._come_after()
+            end()
+
+    def cancel(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            self._come_after()
+            self._forget()
+
+    def _come_after(self) -> None:
+        self._lane.current_waits(self._mark)
+        if self._fetch is not None:
+            self._fetch.wait_event(self._mark)
+        self._keeps = None
+
+
+class _OnLaneInPlace:
+    """An all-reduce that a lane has been given: there is nothing to deliver, and nothing to give back."""
+
+    __slots__ = ("_lane",)
+    holds_input = False
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    def is_done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._lane.current_waits(self._lane.mark())
+
+    cancel = wait
+
+
+def fetch_alone(fetch: Lane, pieces: GatherEnds) -> Pending:
+    """Bring full parameters from the host to a rank that has all of them there, beside other work."""
+    with fetch.run():
+        shard = pieces.shard()
+
+    def end() -> None:
+        pieces.deliver(shard)
+        fetch.wait_current()  # it allocated what the current stream has read
+
+    return _OnLane(fetch, end, lambda: None, None)
+
+
+class C10dCommunicator:
+    """A process group, its lane and the pool that its buffers come from.  ``fetch``: the lane on which shards come from the
+    host, if that is where they live."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        lane: Lane,
+        pool: BufferPool,
+        custom: CustomCollectives | None = None,
+        fetch: Lane | None = None,
     ) -> None:
         self.group = group
         self.lane = lane
+        self.fetch = fetch
         self.pool = pool
         self.custom = custom or CustomCollectives()
         self._size = group.size()
@@ -153,65 +227,129 @@ class C10dCommunicator:
 
         The lane does not wait for the current stream: whoever has changed the shards orders it after the change.
         """
-        with self.lane.run() if self.lane.is_concurrent else _HERE:
-            shard = pieces.shard()
-            packed, lease = self._buffer(shard.numel() * self._size, shard, self.custom.all_gather)
-            if self.custom.all_gather is None:
-                work = all_gather_single(packed, shard, self.group)
-            else:
-                work = self.custom.all_gather(packed, shard, self.group, async_op=True)
+        if self.lane.is_concurrent:
+            return self._all_gather_on_lane(pieces)
+        shard = pieces.shard()
+        packed, lease = self._buffer(shard.numel() * self._size, shard, self.custom.all_gather)
+        work = self._start_gather(packed, shard, async_op=True)
 
         def end() -> None:
             pieces.deliver(packed)
-            _give_back(self.lane, lease)
+            forget()
 
-        return _Launched(work, self.lane, end, lambda: _give_back(self.lane, lease))
+        def forget() -> None:
+            if lease is not None:
+                lease.release()
+
+        return _Launched(work, end, forget)
+
+    def _all_gather_on_lane(self, pieces: GatherEnds) -> Pending:
+        lane, fetch = self.lane, self.fetch
+        with lane.run() if fetch is None else fetch.run():
+            shard = pieces.shard()
+        if fetch is not None:
+            lane.wait_event(fetch.mark())
+        with lane.run():
+            packed, lease = self._buffer(shard.numel() * self._size, shard, self.custom.all_gather)
+            work = self._start_gather(packed, shard, async_op=False)
+            if work is not None:
+                work.wait()  # the lane does, not the host
+
+        def end() -> None:
+            pieces.deliver(packed)
+            # The lane allocated it and the current stream has read it: the lane's next user must come after that.
+            lane.wait_current()
+            forget()
+
+        def forget() -> None:
+            if lease is not None:
+                lease.release()
+
+        return _OnLane(lane, end, forget, (packed, shard), fetch)
+
+    def _start_gather(self, packed: torch.Tensor, shard: torch.Tensor, async_op: bool) -> dist.Work | None:
+        if self.custom.all_gather is None:
+            return all_gather_single(packed, shard, self.group, async_op)
+        return self.custom.all_gather(packed, shard, self.group, async_op=async_op)
 
     def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
-        """Fill one packed buffer, reduce it, and hand this rank's section to ``pieces.deliver``."""
+        """Fill one packed buffer, reduce it, and hand this rank's section to ``pieces.deliver``: on a lane at once, on the
+        host when it is waited for.  The buffer stays on loan until then, in either case."""
         like = torch.empty(0, dtype=pieces.dtype, device=self.pool.device)
         packed, lease = self._buffer(pieces.section_numel * self._size, like, self.custom.reduce_scatter)
         pieces.fill(packed)
-        if self.lane.is_concurrent:
-            self.lane.keep(packed)
-            self.lane.wait_current()
         by = resolve_scale(scale, self._size)
-        with self.lane.run() if self.lane.is_concurrent else _HERE:
-            if self.custom.reduce_scatter is None:
-                output = pieces.target()
-            else:
-                output = self.custom.reduce_scatter.allocate(
-                    (pieces.section_numel,), dtype=pieces.dtype, device=packed.device
-                )
-            if by.before is not None:
-                packed.div_(by.before)
-            if self.custom.reduce_scatter is None:
-                work = reduce_scatter_single(output, packed, self.group, by.op)
-            else:
-                work = self.custom.reduce_scatter(output, packed, self.group, by.op, async_op=True)
+        if self.lane.is_concurrent:
+            return self._reduce_scatter_on_lane(pieces, by, packed, lease)
+        output, work = self._start_scatter(pieces, by, packed, async_op=True)
 
         def end() -> None:
             if by.after is not None:
                 output.div_(by.after)
-            _give_back(self.lane, lease)
+            forget()
             pieces.deliver(output)
 
-        return _Launched(work, self.lane, end, lambda: _give_back(self.lane, lease))
+        def forget() -> None:
+            if lease is not None:
+                lease.release()
+
+        return _Launched(work, end, forget)
+
+    def _reduce_scatter_on_lane(
+        self, pieces: ScatterEnds, by: Arithmetic, packed: torch.Tensor, lease: Lease | None
+    ) -> Pending:
+        lane = self.lane
+        lane.wait_current()
+        with lane.run():
+            output, work = self._start_scatter(pieces, by, packed, async_op=False)
+            if work is not None:
+                work.wait()  # the lane does, not the host
+            if by.after is not None:
+                output.div_(by.after)
+            pieces.deliver(output)
+
+        def end() -> None:
+            # The current stream allocated it and has come after the lane that read it: its next user does.
+            if lease is not None:
+                lease.release()
+
+        return _OnLane(lane, end, end, packed)
+
+    def _start_scatter(
+        self, pieces: ScatterEnds, by: Arithmetic, packed: torch.Tensor, async_op: bool
+    ) -> tuple[torch.Tensor, dist.Work | None]:
+        custom = self.custom.reduce_scatter
+        if custom is None:
+            output = pieces.target()
+        else:
+            output = custom.allocate((pieces.section_numel,), dtype=pieces.dtype, device=packed.device)
+        if by.before is not None:
+            packed.div_(by.before)
+        if custom is None:
+            return output, reduce_scatter_single(output, packed, self.group, by.op, async_op)
+        return output, custom(output, packed, self.group, by.op, async_op=async_op)
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale) -> Pending:
-        """Reduce ``tensor`` over the group, in place."""
-        self.lane.wait_current()
+        """Reduce ``tensor`` over the group, in place; on a lane, after what the current stream has been given."""
         by = resolve_scale(scale, self._size)
-        with self.lane.run() if self.lane.is_concurrent else _HERE:
-            if by.before is not None:
-                tensor.div_(by.before)
-            work = dist.all_reduce(tensor, op=by.op, group=self.group, async_op=True)
+        if self.lane.is_concurrent:
+            self.lane.wait_current()
+            with self.lane.run():
+                if by.before is not None:
+                    tensor.div_(by.before)
+                dist.all_reduce(tensor, op=by.op, group=self.group)
+                if by.after is not None:
+                    tensor.div_(by.after)
+            return _OnLaneInPlace(self.lane)
+        if by.before is not None:
+            tensor.div_(by.before)
+        work = dist.all_reduce(tensor, op=by.op, group=self.group, async_op=True)
 
         def end() -> None:
             if by.after is not None:
                 tensor.div_(by.after)
 
-        return _Launched(work, self.lane, end, lambda: None)
+        return _Launched(work, end, lambda: None)
 
     def _buffer(
         self, numel: int, like: torch.Tensor, custom: AllGatherFunction | ReduceScatterFunction | None
@@ -223,14 +361,6 @@ class C10dCommunicator:
             if backend.supports_tensor_alloc(self.pool.device):
                 return backend.allocate_tensor(numel, dtype=like.dtype, device=self.pool.device), None
         return self.pool.lend(numel, like.dtype)
-
-
-def _give_back(lane: Lane, lease: Lease | None) -> None:
-    # The lane allocated it and the current stream read it last: the lane's next user must come after that reader.
-    if lane.is_concurrent:
-        lane.wait_current()
-    if lease is not None:
-        lease.release()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from shardwise.engine.reductions import Reductions
 from shardwise.events import Op
 from shardwise.plan.visits import Edge
 from shardwise.units.backward import Stage
-from shardwise.units.gradients import run_gradient_hooks
+from shardwise.units.local_gradients import run_gradient_hooks
 from shardwise.units.param import UnitParam
 from shardwise.units.state import Gathering, Subsharded
 from shardwise.units.unit import Unit, is_in_backward
@@ -170,11 +170,11 @@ class Engine:
                     unit.reshard()
         self._enter_span("forward")
         event, self.post_optim_event = self.post_optim_event, None
-        for lane in (self.means.lanes.gather, self.means.lanes.reduce):
-            if event is None:
-                lane.wait_current()
-            else:
-                lane.wait_event(event)
+        lanes = self.means.lanes
+        if lanes.are_concurrent and event is None:
+            lanes.gather.wait_current()
+        elif event is not None:
+            lanes.gather.wait_event(event)
 
     def _enter_span(self, kind: SpanKind) -> None:
         for unit in self.units:
@@ -195,6 +195,10 @@ class Engine:
             if type(unit.state) is Subsharded and not torch.is_grad_enabled():  # no backward will need it
                 unit.reshard()
         self._is_graphless = not torch.is_grad_enabled()
+        if (
+            self._is_graphless and self.means.lanes.are_concurrent
+        ):  # else backward ends it: whoever has the shards on the host may write to them next
+            self.means.lanes.host_waits_for_copies()
         self._leave_span()
         if self._is_graphless and not self.journal.has_planned_forward():
             self.journal.replan()

@@ -7,23 +7,10 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.comm.buffers import BufferPool
-from shardwise.comm.lanes import Lane
+from shardwise.comm.lanes import Lanes, device_of
 from shardwise.comm.links.link import Transport
 from shardwise.comm.links.routes import Spans
 from shardwise.engine.group_links import GroupLink
-
-
-@dataclass(slots=True)
-class Lanes:
-    """The streams of an engine; engines of pipeline stages may share one set."""
-
-    gather: Lane
-    reduce: Lane
-
-    @classmethod
-    def on(cls, device: torch.device) -> Lanes:
-        """Return new lanes for ``device``."""
-        return cls(Lane(device), Lane(device))
 
 
 @dataclass(slots=True)
@@ -46,4 +33,4 @@ class Means:
     @classmethod
     def on(cls, device: torch.device, transport: Transport) -> Means:
         """Return new ones for ``device``."""
-        return cls(device, Lanes.on(device), BufferPool(device), transport)
+        return cls(device, Lanes.on(device_of(device)), BufferPool(device), transport)

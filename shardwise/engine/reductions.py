@@ -8,7 +8,8 @@ from shardwise.engine.journal import Journal
 from shardwise.engine.means import Means
 from shardwise.errors import TransportError
 from shardwise.events import Op
-from shardwise.units.gradients import Gradients, Reduction, Terms, add_gradients, launch_reductions
+from shardwise.units.gradients import Reduction, Terms, launch_reductions
+from shardwise.units.local_gradients import Gradients, add_gradients
 from shardwise.units.param import UnitParam
 from shardwise.units.unit import Unit
 
@@ -76,7 +77,7 @@ class Reductions:
         self._launched.append(launch)
         gradients = add_gradients(launch.held, fresh) if launch.held else fresh
         added = self._absorb(launch, gradients) if self._deferred else launch.partial
-        terms = Terms(unit.policy, self._means.lanes.reduce, unit.all_reduce_hook)
+        terms = Terms(unit.policy, self._means.lanes, unit.all_reduce_hook)
         for group in unit.groups:
             mine = gradients
             if len(unit.groups) > 1:
@@ -97,6 +98,7 @@ class Reductions:
                     taken = {p for p in reduction.params if p in gradients and p not in earlier.taken}
                     if reduction.is_partial and taken:
                         self._finish(earlier.unit, reduction)
+                        self._means.lanes.current_waits_for_reductions()
                         windows = reduction.windows()
                         added = add_gradients(added, {param: windows[param] for param in taken})
                         launch.absorbed.append((earlier, taken))
@@ -137,6 +139,10 @@ class Reductions:
         for launch in (*self._deferred, *self._launched):
             for reduction in launch.reductions:
                 self._finish(launch.unit, reduction)
+        lanes = self._means.lanes
+        if lanes.are_concurrent:
+            lanes.current_waits_for_reductions()
+            lanes.host_waits_for_copies()
 
     def commit(self) -> list[UnitParam]:
         """Set the gradients of this backward and of deferred ones; return the parameters that have got any."""
@@ -169,6 +175,8 @@ class Reductions:
         self._fresh_held.clear()
         launched, self._launched = self._launched, []
         self._in_flight.clear()
+        if launched:
+            self._means.lanes.current_waits_for_results()
         for launch in reversed(launched):
             for reduction in launch.reductions:
                 reduction.cancel()
@@ -178,4 +186,6 @@ class Reductions:
 
     def forget_deferred(self) -> None:
         """Drop what earlier backwards have left to a last one."""
+        if self._deferred:
+            self._means.lanes.current_waits_for_results()
         self._deferred = []

@@ -71,23 +71,25 @@ def communicators(group: ShardGroup, means: Means) -> GroupComm:
     """Return how ``group`` talks, on the lanes and with the memory of ``means``, as its settings say."""
     axes, lanes = group.axes, means.lanes
 
-    def over(process_group: dist.ProcessGroup, lane: Lane, custom: CustomCollectives) -> RoutedCommunicator:
-        packed = C10dCommunicator(process_group, lane, means.pool, custom)
+    def over(
+        process_group: dist.ProcessGroup, lane: Lane, custom: CustomCollectives, fetch: Lane | None = None
+    ) -> RoutedCommunicator:
+        packed = C10dCommunicator(process_group, lane, means.pool, custom, fetch)
         return RoutedCommunicator(packed, means.spans)
 
     custom = group.custom
     shards = reduce = replicas = sub = None
     if group.is_collective and axes.shard_mesh_dim is not None:
         process_group = axes.mesh.get_group(axes.shard_mesh_dim)
-        shards = over(process_group, lanes.gather, custom)
+        shards = over(process_group, lanes.gather, custom, lanes.fetch if group.place.is_offloaded else None)
         reduce = over(custom.reduce_group or process_group, lanes.reduce, custom)
     if axes.replicate_mesh_dim is not None and axes.num_replicas > 1:
-        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), lanes.reduce, custom)
+        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), lanes.replicas, custom)
     if group.sub_axes is not None and group.sub_axes.shard_mesh_dim is not None:
         sub = over(
             group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim), lanes.gather, replace(custom, all_gather=None)
         )
-    return GroupComm(shards, reduce, replicas, sub)
+    return GroupComm(shards, reduce, replicas, sub, lanes if group.place.is_offloaded else None)
 
 
 def bind_units(engine: Engine) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardwise.units.gradients import Gradients, add_gradients
+from shardwise.units.local_gradients import Gradients, add_gradients
 from shardwise.units.param import UnitParam
 
 

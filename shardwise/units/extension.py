@@ -20,6 +20,7 @@ from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.communicator import BucketEnds, Communicator, GatherEnds, Pending
 from shardwise.comm.groups import mesh_of_one
+from shardwise.comm.lanes import device_of
 from shardwise.errors import LayoutError
 from shardwise.layout.bucket import align
 from shardwise.layout.shard import row_major
@@ -80,6 +81,7 @@ class ExtensionParams:
         self._axes = axes
         self._precision = precision
         self._device = device
+        self._on = device_of(device)
         self._entries: list[_Extended] = []
         self.params: list[UnitParam] = []
 
@@ -104,19 +106,14 @@ class ExtensionParams:
 
     def gather(self, plain: GatherEnds | None, comm: Communicator | None, pool: BufferPool) -> Pending | None:
         """Launch one all-gather of the plain shards and the extensions' inputs, without ``comm`` a copy."""
-        inputs: list[list[torch.Tensor]] = []
-        metadata: list[Any] = []
-        for entry in self._entries:
-            tensors, extra = self._pre_all_gather(entry.param)
-            inputs.append(tensors)
-            metadata.append(extra)
-        pieces = _MixedPieces(self, plain, inputs, metadata, pool)
+        pieces = _MixedPieces(self, plain, pool)
         if comm is None:
             pieces.deliver(pieces.shard())
             return None
         return comm.all_gather(pieces)
 
-    def _pre_all_gather(self, param: UnitParam) -> tuple[list[torch.Tensor], Any]:
+    def inputs_of(self, param: UnitParam) -> tuple[list[torch.Tensor], Any]:
+        """Return the tensors of ``param`` to gather, on the device, and what its class wants back with the results."""
         local = torch_private.local_of(param.sharded)
         if not hasattr(local, "fsdp_pre_all_gather"):
             return [local], None
@@ -129,7 +126,7 @@ class ExtensionParams:
                 shape = torch.Size(param.shard.shape)
                 stride = torch.empty(shape, device="meta").stride()
                 tensors, extra = function(shard_mesh, shape, stride, param.module(), self._precision)
-        return [tensor.to(self._device) for tensor in tensors], extra
+        return [self._on.fetch(tensor, tensor.dtype) for tensor in tensors], extra
 
     def complete(self, entry: _Extended, gathered: list[torch.Tensor], metadata: Any) -> None:
         """Build (first time) or refill the full parameter of ``entry`` from the gathered tensors."""
@@ -204,19 +201,12 @@ class ExtensionParams:
 class _MixedPieces:
     """Plain shards and extension inputs in one section of bytes."""
 
-    def __init__(
-        self,
-        owner: ExtensionParams,
-        plain: GatherEnds | None,
-        inputs: list[list[torch.Tensor]],
-        metadata: list[Any],
-        pool: BufferPool,
-    ) -> None:
+    def __init__(self, owner: ExtensionParams, plain: GatherEnds | None, pool: BufferPool) -> None:
         self._owner = owner
         self._pool = pool
         self._plain = plain
-        self._inputs = inputs
-        self._metadata = metadata
+        self._inputs: list[list[torch.Tensor]] = []
+        self._metadata: list[Any] = []
         self._plain_dtype = torch.uint8
         self._plain_bytes = 0
 
@@ -226,6 +216,9 @@ class _MixedPieces:
 
     def shard(self) -> torch.Tensor:
         parts: list[torch.Tensor] = []
+        # Here, and not before: what makes the inputs runs where they are gathered.
+        found = [self._owner.inputs_of(entry.param) for entry in self._owner.entries]
+        self._inputs, self._metadata = [tensors for tensors, _ in found], [extra for _, extra in found]
         if self._plain is not None:
             section = self._plain.shard()
             self._plain_dtype = section.dtype

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from shardwise import torch_private
 from shardwise.comm.carve import carve, is_own
+from shardwise.comm.lanes import Device
 from shardwise.comm.links.arena import ArenaPlace, take_shareable
 from shardwise.errors import LayoutError
 from shardwise.layout.bucket import Bucket
@@ -31,11 +33,16 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Allocator:
-    """Makes memory for sections; page-locked, or where other processes of this host can map it, if wanted and possible."""
+    """Makes memory for sections; page-locked, or where other processes of this host can map it, if wanted and possible.
+
+    Attributes:
+        offloads_from: what computes with the sections, if that is not the host.
+    """
 
     device: torch.device
     pins: bool = False
     shares: bool = False
+    offloads_from: Device | None = None
 
     def __call__(self, numel: int, dtype: torch.dtype) -> Memory:
         """Return ``numel`` zeros."""
@@ -43,8 +50,9 @@ class Allocator:
             found = take_shareable(numel * dtype.itemsize)
             if found is not None:
                 return Memory(found[0].view(dtype), found[1])
-        flat = torch.zeros(numel, dtype=dtype, device=self.device)
-        return Memory(flat.pin_memory() if self.pins else flat)
+        if self.offloads_from is not None and self.device.type == "cpu":
+            return Memory(self.offloads_from.host_memory(numel, dtype, self.pins).zero_())
+        return Memory(torch.zeros(numel, dtype=dtype, device=self.device))
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +88,7 @@ class FlatBucket:
         byte_offset: where the bucket starts in a section that several buckets share.
         number: which of the sections that the ranks of a host read from each other this is.
         loose: indices of the parameters that are not at home.
+        has_moved: the last :meth:`settle` has copied shards to where they travel from.
         num_replaced: parameters that user code has put others in the place of, since somebody has asked.
     """
 
@@ -99,7 +108,7 @@ class FlatBucket:
         self.byte_offset = 0
         self.number: int | None = None
         self.num_replaced = 0
-        self.has_attributes = False
+        self.has_attributes = self.has_moved = False
         self._allocate = allocate
         self._take_memory()
 
@@ -123,8 +132,10 @@ class FlatBucket:
             if (address is not None or not param.is_handed_out) and not self._come_home(index)
         ]
 
-    def settle(self) -> bool:
+    def settle(self, host_waits: Callable[[], None] | None = None) -> bool:
         """Find parameters that are not at home; bring them home or note that they are loose.
+
+        ``host_waits``: is called before the host writes to the section, which copies may be reading.
 
         Returns: False if a parameter has another dtype or device than the bucket was made for.
         """
@@ -146,6 +157,9 @@ class FlatBucket:
                 param.follow_grad_dtype()
             if address is not None and self.travels and local.data_ptr() != address:
                 away.append(index)
+        self.has_moved = bool(away)
+        if away and host_waits is not None:
+            host_waits()
         self.loose = [index for index in away if not self._come_home(index)] if away else away
         if self.loose and any(torch_private.storage_use_count(self._homes[index]) for index in self.loose):
             self.relocate()  # somebody holds a home that its parameter has left

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import torch_private
 from shardwise.comm.carve import carve_all
 from shardwise.units.param import UnitParam
+from shardwise.units.place import Place
 
 # Small sections are used again in the next step when nobody has kept a gradient: making tensors costs more than their
 # arithmetic.  Large ones come from the allocator, so that the memory of dropped gradients serves the next forward.
@@ -84,12 +85,15 @@ class GradientMemory:
         self._places = places
         self._kept: list[GradientSection] = []
 
-    def take(self, dtype: torch.dtype, device: torch.device, pins: bool = False) -> GradientSection:
-        """Return a section that nobody else uses, with undefined values."""
+    def take(self, dtype: torch.dtype, place: Place) -> GradientSection:
+        """Return a section where the shards of ``place`` live that nobody else uses, with undefined values."""
         for section in self._kept:
-            if section.flat.dtype is dtype and section.flat.device == device and section.take():
+            if section.flat.dtype is dtype and section.flat.device == place.storage_device and section.take():
                 return section
-        flat = torch.empty(self._places.numel, dtype=dtype, device=device, pin_memory=pins)
+        if place.is_offloaded:
+            flat = place.on.host_memory(self._places.numel, dtype, place.pins)
+        else:
+            flat = torch.empty(self._places.numel, dtype=dtype, device=place.device)
         section = GradientSection(self._places, flat)
         if flat.numel() * flat.element_size() <= _KEPT_BYTES:
             self._kept = [*self._kept, section][-_MAX_KEPT:]

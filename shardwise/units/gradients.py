@@ -1,83 +1,33 @@
-"""Gradients of a group: packed, reduced over ranks, and set on the sharded parameters."""
+"""Gradients of a group on their way: packed, reduced over ranks, and set on the sharded parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.comm.carve import is_own
 from shardwise.comm.communicator import Pending, Scale
-from shardwise.comm.lanes import Lane
+from shardwise.comm.lanes import Lane, Lanes
 from shardwise.layout import bucket as layout_bucket
 from shardwise.layout.bucket import Bucket
 from shardwise.plan.policy import UnitPolicy
 from shardwise.units.gradient_memory import GradientSection, as_gradient
 from shardwise.units.group import ShardGroup
+from shardwise.units.local_gradients import Gradients
 from shardwise.units.param import UnitParam
+from shardwise.units.place import Place
 from shardwise.units.reduce_layout import ReduceLayout
-
-Gradients = dict[UnitParam, torch.Tensor]
-_HERE = nullcontext()
-
-
-def take_gradients(group: ShardGroup) -> Gradients:
-    """Return the local gradients of the full parameters, in the dtypes that they are reduced in, and clear them there."""
-    taken: Gradients = {}
-    for param in group.params:
-        full = param.full
-        if full is None:
-            continue
-        gradient = full.grad
-        if gradient is None:
-            continue
-        full.grad = None
-        if not param.sharded.requires_grad:
-            continue  # frozen since forward
-        if type(gradient) is not torch.Tensor:
-            gradient = _local_gradient(gradient, param, group)
-        dtype = (
-            group.dtypes.by_gradient.get(gradient.dtype) if param.grad_dtype is None and not param.keeps_dtype else None
-        )
-        if dtype is None:
-            dtype = group.dtypes.of_reduction(param, gradient.dtype)
-        taken[param] = gradient if gradient.dtype is dtype else gradient.to(dtype)
-    return taken
-
-
-def _local_gradient(gradient: torch.Tensor, param: UnitParam, group: ShardGroup) -> torch.Tensor:
-    gradient = torch_private.wait_tensor(gradient)
-    if not isinstance(gradient, DTensor):
-        return gradient
-    assert param.inner_spec is not None
-    placements = list(param.inner_spec.placements)
-    dims, names = group.axes.dims, gradient.device_mesh.mesh_dim_names
-    if dims is not None and names is not None:
-        # On a full SPMD mesh the sum over the data-parallel axes is the reduction's to make.
-        for name in (*dims.shard_names, *dims.replicate_names):
-            placements[names.index(name)] = gradient.placements[names.index(name)]
-    if gradient.placements != tuple(placements):
-        gradient = gradient.redistribute(placements=placements)
-    return torch_private.wait_tensor(torch_private.local_of(gradient))
-
-
-def add_gradients(old: Mapping[UnitParam, torch.Tensor], new: Mapping[UnitParam, torch.Tensor]) -> Gradients:
-    """Return the sum per parameter; tensors of one side alone are taken over, neither side is changed."""
-    total: Gradients = dict(old)
-    for param, gradient in new.items():
-        total[param] = total[param] + gradient if param in total else gradient
-    return total
 
 
 def _layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) -> ReduceLayout:
     key = (dtype, *[param.ordinal for param in params])
     layout = group.reduce_layouts.get(key)
     if layout is None:
-        alignment = 1 if group.device.type == "cpu" else max(16 // dtype.itemsize, 1)
+        alignment = group.place.alignment(dtype)
         layout = group.reduce_layouts[key] = ReduceLayout(params, alignment, group.axes.shard_rank)
     return layout
 
@@ -97,7 +47,7 @@ class _Packing:
     reduced: ReduceLayout
     gradients: list[torch.Tensor]
     dtype: torch.dtype
-    device: torch.device
+    place: Place
     is_final: bool = False  # what comes out are the gradients that users see
     section: torch.Tensor | None = None
     result: GradientSection | None = None
@@ -129,10 +79,10 @@ class _Packing:
     def target(self) -> torch.Tensor:
         if self.section is None:
             if self.is_final:
-                self.result = self.reduced.memory.take(self.dtype, self.device)
+                self.result = self.reduced.memory.take(self.dtype, self.place)
                 self.section = self.result.flat
             else:
-                self.section = torch.empty(self.section_numel, dtype=self.dtype, device=self.device)
+                self.section = torch.empty(self.section_numel, dtype=self.dtype, device=self.place.device)
         return self.section
 
     def deliver(self, section: torch.Tensor) -> None:
@@ -148,21 +98,24 @@ class Terms:
 
     Attributes:
         policy: of the unit.
-        lane: where it happens.
+        lanes: where it happens.
         hook: what a user wants called with the flat result.
     """
 
     policy: UnitPolicy
-    lane: Lane
+    lanes: Lanes
     hook: Callable[[torch.Tensor], None] | None = None
 
 
 class Reduction:
     """Gradients of one dtype of one group on their way through the ranks.
 
-    Stages: reduce-scatter in flight, then (with replicas) all-reduce in flight, then a finished section.
+    Stages: reduce-scatter in flight, then (with replicas) all-reduce in flight, then a finished section.  On an accelerator
+    all of them are given to lanes at once, with the copy to the host if gradients live there; what is left is to give the
+    memory of the reduce-scatter's input back.
 
     Attributes:
+        is_stored: the result is on its way to the host: :meth:`Lanes.host_waits_for_copies` comes before it is read.
         params: whose gradients these are.
         is_partial: replicas are not summed: the result is kept for a later backward.
         has_elements: False when all parameters are of size zero: there is nothing to send.
@@ -186,20 +139,24 @@ class Reduction:
         self._partial = {param: partial[param] for param in params if param in partial} if partial else partial
         self._terms = terms
         self._scale = scale_of(group, dtype, terms.policy)
-        self._pending: Pending | None = None
-        self._is_scattered = False
-        is_final = not self.is_partial and group.place.storage_device == group.device
+        self._scattered: Pending | None = None
+        self._replicated: Pending | None = None
+        self._has_followed = False
+        self.is_stored = False
+        is_final = not self.is_partial and not group.place.is_offloaded
         is_final = is_final and _dtypes_of_gradients(params) <= {dtype, None}
-        self._packing = _Packing(self._layout, gradients, dtype, group.device, is_final)
+        self._packing = _Packing(self._layout, gradients, dtype, group.place, is_final)
+        self._stored: list[torch.Tensor] = []
 
     # ---- launching ----
 
     def scatter(self) -> None:
         """Launch the reduce-scatter."""
         assert self._comm.reduce is not None
-        self._pending = self._comm.reduce.reduce_scatter(self._packing, self._scale)
-        if self._terms.lane.is_concurrent:  # what follows need not wait for other ranks
-            self.advance()
+        self._scattered = self._comm.reduce.reduce_scatter(self._packing, self._scale)
+        reduce = self._terms.lanes.reduce
+        if reduce.is_concurrent:  # what follows need not wait for other ranks
+            self._follow_on_lanes(reduce)
 
     def reduce_here(self, in_place: bool) -> None:
         """Go on without a reduce-scatter: this rank has all shards.  ``in_place``: in the memory of the one gradient."""
@@ -210,50 +167,84 @@ class Reduction:
         self._packing.drop()
         if self._comm.replicas is None and self._scale.divisor is not None:
             self._packing.target().div_(self._scale.divisor)
-        self.advance()
+        if self._terms.lanes.reduce.is_concurrent:
+            self._follow_on_lanes(None)
+        else:
+            self.advance()
+
+    def _follow_on_lanes(self, lane: Lane | None) -> None:
+        """Launch what follows on the lane where the section is summed, None: the current stream, and on those after it."""
+        self._has_followed = True
+        with nullcontext() if lane is None else lane.run():
+            self._launch_followers()
+        lanes, hook = self._terms.lanes, self._terms.hook
+        if self._replicated is not None:
+            lane, self._replicated = lanes.replicas, None
+            if hook is not None:
+                with lane.run():
+                    hook(self._packing.target())
+        if not self.is_partial and self.group.place.is_offloaded:
+            with nullcontext() if lane is None else lane.run():
+                lanes.store.wait_current()
+            with lanes.store.run():
+                self._store()
+            self.is_stored = True
+
+    def _store(self) -> None:
+        """Copy the result to the host, into page-locked memory if that is wanted, beside all other work."""
+        place, section, packing = self.group.place, self._packing.target(), self._packing
+        dtypes = {param.dtype_of_gradient or packing.dtype for param in self.params}
+        if len(dtypes) == 1:
+            packing.result = self._layout.memory.take(dtypes.pop(), place)
+            packing.result.flat.copy_(section, non_blocking=True)
+            self._stored = packing.result.gradients
+            return
+        for param, window in self.windows().items():
+            flat = place.on.host_memory(window.numel(), param.dtype_of_gradient or packing.dtype, place.pins)
+            self._stored.append(as_gradient(param, flat.view(window.shape).copy_(window, non_blocking=True)))
 
     # ---- waiting ----
 
     def advance(self) -> None:
-        """Wait for the reduce-scatter and launch what follows it; does nothing the second time."""
-        if self._is_scattered:
-            return
-        self._is_scattered = True
-        lane = self._terms.lane
-        with lane.run() if lane.is_concurrent else _HERE:
-            if self._pending is not None:
-                self._pending.wait()
-            section = self._packing.target()
-            if self._partial:
-                for param, window in zip(self.params, self._layout.windows(section), strict=True):
-                    if param in self._partial:
-                        window.add_(self._partial[param])
-            self._pending = None
-            replicas = self._comm.replicas
-            if replicas is not None and not self.is_partial and self.has_elements:
-                scale = self._scale if self._comm.reduce is None else _replica_scale(self._scale)
-                self._pending = replicas.all_reduce(section, scale)
-            elif self._terms.hook is not None:
-                self._terms.hook(section)
+        """Wait for the reduce-scatter and launch what follows it; does nothing the second time.
+
+        On lanes that was launched before: here the current stream waits, and the reduce-scatter's input is free again.
+        """
+        if self._scattered is not None:
+            self._scattered.wait()
+            self._scattered = None
+        if not self._has_followed:
+            self._has_followed = True
+            self._launch_followers()
+
+    def _launch_followers(self) -> None:
+        section = self._packing.target()
+        if self._partial:
+            for param, window in zip(self.params, self._layout.windows(section), strict=True):
+                if param in self._partial:
+                    window.add_(self._partial[param])
+        replicas = self._comm.replicas
+        if replicas is not None and not self.is_partial and self.has_elements:
+            scale = self._scale if self._comm.reduce is None else _replica_scale(self._scale)
+            self._replicated = replicas.all_reduce(section, scale)
+        elif self._terms.hook is not None:
+            self._terms.hook(section)
 
     def finish(self) -> None:
-        """Wait for the end; the current stream may read the result."""
+        """Wait for the end; on lanes :meth:`Lanes.current_waits_for_reductions` comes before the result is read."""
         self.advance()
-        lane = self._terms.lane
-        with lane.run() if lane.is_concurrent else _HERE:
-            if self._pending is not None:
-                self._pending.wait()
-                self._pending = None
-                if self._terms.hook is not None:
-                    self._terms.hook(self._packing.target())
-        if lane.is_concurrent:
-            lane.current_waits(lane.mark())
+        if self._replicated is not None:
+            self._replicated.wait()
+            self._replicated = None
+            if self._terms.hook is not None:
+                self._terms.hook(self._packing.target())
 
     def cancel(self) -> None:
         """Let the collective end, if it can, and forget its result."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.cancel()
+        pendings, self._scattered, self._replicated = (self._scattered, self._replicated), None, None
+        for pending in pendings:
+            if pending is not None:
+                pending.cancel()
         self._give_back()
 
     # ---- the result ----
@@ -281,20 +272,20 @@ class Reduction:
 
     def _as_gradients(self) -> list[torch.Tensor]:
         packing = self._packing
+        if self.is_stored:
+            return self._stored
         if packing.result is not None:
             return packing.result.gradients
         group, section = self.group, packing.target()
         dtypes = {param.dtype_of_gradient or packing.dtype for param in self.params}
-        if dtypes == {packing.dtype} and section.device == group.place.storage_device:
+        if dtypes == {packing.dtype}:
             return GradientSection(self._layout.places, section).gradients
         if len(dtypes) > 1:
             return [
-                as_gradient(
-                    param, window.to(group.place.storage_device, param.dtype_of_gradient or packing.dtype, copy=True)
-                )
+                as_gradient(param, window.to(param.dtype_of_gradient or packing.dtype, copy=True))
                 for param, window in self.windows().items()
             ]
-        packing.result = self._layout.memory.take(dtypes.pop(), group.place.storage_device, group.place.pins)
+        packing.result = self._layout.memory.take(dtypes.pop(), group.place)
         packing.result.flat.copy_(section)
         return packing.result.gradients
 
@@ -308,12 +299,12 @@ class Reduction:
     @property
     def is_due(self) -> bool:
         """True if :meth:`advance` would not wait for other ranks."""
-        return self._pending is None or self._pending.is_done()
+        return self._scattered is None or self._scattered.is_done()
 
     @property
     def holds_input(self) -> bool:
         """True while the packed or local gradients are allocated."""
-        return not self._is_scattered and self._pending is not None and self._pending.holds_input
+        return self._scattered is not None and self._scattered.holds_input
 
     @property
     def label(self) -> str:
@@ -341,7 +332,7 @@ def launch_reductions(
     """
     launched: list[Reduction] = []
     comm = group.bound_comm or group.comm
-    may_stay = comm.reduce is None and comm.replicas is not None and group.device.type == "cpu" and terms.hook is None
+    may_stay = comm.reduce is None and comm.replicas is not None and not group.place.on.has_lanes and terms.hook is None
     if partial:
         gradients = {param: _widened(gradient, partial.get(param)) for param, gradient in gradients.items()}
     for dtype, params in _by_reduce_dtype(group, {param: gradient.dtype for param, gradient in gradients.items()}):
@@ -380,7 +371,7 @@ def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
     trainable = {param: group.dtypes.of_reduction(param) for param in group.params if param.sharded.requires_grad}
     total = 0
     for dtype, params in _by_reduce_dtype(group, trainable):
-        packing = _Packing(_layout_of(group, params, dtype), [], dtype, group.device)
+        packing = _Packing(_layout_of(group, params, dtype), [], dtype, group.place)
         total += _staging(group, packing, scale_of(group, dtype, policy))
     return total
 
@@ -418,10 +409,3 @@ def scale_of(group: ShardGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale
 def _replica_scale(scale: Scale) -> Scale:
     # Without an explicit divisor both collectives average; with one the reduce-scatter has divided by all of it.
     return Scale() if scale.divisor is None else Scale(1.0, scale.sum_only)
-
-
-def run_gradient_hooks(params: Iterable[UnitParam]) -> None:
-    """Run the hooks that users registered on sharded parameters to follow the accumulation of their gradients."""
-    # Of those that are their own full form autograd has run them.
-    for sharded, hook in torch_private.post_accumulate_hooks([p.sharded for p in params if p.full is not p.sharded]):
-        hook(sharded)

@@ -11,8 +11,9 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
-from shardwise.comm.c10d import CustomCollectives
+from shardwise.comm.c10d import CustomCollectives, fetch_alone
 from shardwise.comm.communicator import Pending
+from shardwise.comm.lanes import Lanes
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import have_same_bits
 from shardwise.comm.links.routes import RoutedCommunicator
@@ -34,12 +35,17 @@ from shardwise.units.shards import Delivery, FullBuffer, Packing, Shards, make_f
 
 @dataclass(slots=True)
 class GroupComm:
-    """How a group talks: along the shard axis, along the replica axis, and along the smaller mesh after forward."""
+    """How a group talks: along the shard axis, along the replica axis, and along the smaller mesh after forward.
+
+    Attributes:
+        copies: lanes on which shards come from the host; None where they do not live there.
+    """
 
     shards: RoutedCommunicator | None
     reduce: RoutedCommunicator | None
     replicas: RoutedCommunicator | None
     sub: RoutedCommunicator | None = None
+    copies: Lanes | None = None
 
 
 class ShardGroup:
@@ -54,6 +60,7 @@ class ShardGroup:
         is_collective: gathering and reducing take a collective.
         keeps_plain: parameters are what they were before, plain tensors that stay registered.
         num_packs: how often parameters were put together.
+        is_written: the engine itself has written to shards, by the current stream, since the last gather was ordered after it.
         in_place: those of them that need no other form to compute with.
         axes: the data-parallel mesh.  sub_axes: the smaller one that parameters go to after forward, if any.
 
@@ -80,6 +87,7 @@ class ShardGroup:
         self.is_collective = axes.shard_mesh_dim is not None and (axes.num_shards > 1 or has_tensor_parallelism)
         self.keeps_plain = keeps_plain
         self.num_packs = 0
+        self.is_written = False
         self.in_place: list[UnitParam] = []
         self._take = self._make_take()
         self.extended = ExtensionParams(axes, precision, place.device)
@@ -160,18 +168,22 @@ class ShardGroup:
     def ensure_packed(self) -> None:
         """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype."""
         packing, may_be_extended = self._packing, bool(self.extended.params)  # extensions may be patched on
+        copies = self.bound_comm.copies if self.bound_comm is not None else None
+        host_waits = None if copies is None else copies.host_waits_for_copies
         for param in self._tied:
             param.check_ties()
         is_settled = packing is not None
         for bucket in packing.buckets if packing is not None else ():
-            if not bucket.settle():
+            if not bucket.settle(host_waits):
                 is_settled = False
                 break
             may_be_extended |= bucket.has_attributes
             self.num_packs += bucket.num_replaced
+            self.is_written |= bucket.has_moved
             bucket.num_replaced = 0
             if bucket.loose:
                 bucket.stage()
+                self.is_written = True
         for param in self.in_place:
             may_be_extended |= bool(param.local.__dict__)
         if not is_settled or (may_be_extended and not self.extended.is_current(self.params)):
@@ -186,6 +198,7 @@ class ShardGroup:
 
     def _pack(self) -> None:
         self.num_packs += 1
+        self.is_written = True
         if self._packing is not None:
             self._packing.leave()
         for param in self.params:
@@ -199,7 +212,7 @@ class ShardGroup:
         for param in (each for each in self.by_size if each not in apart):
             by_dtype.setdefault((param.dtype, self.dtypes.of_full(param)), []).append(param)
         buckets = [self.place.bucket(each, full, self.is_collective) for (_, full), each in by_dtype.items()]
-        self._packing = Packing(buckets, self.axes.num_shards, self.device)
+        self._packing = Packing(buckets, self.axes.num_shards, self.place)
         self._packing.bind(self._pool)
         self._sub = None
 
@@ -237,13 +250,11 @@ class ShardGroup:
             )
         return self.bound_comm
 
-    def gather(self, from_sub: bool, checks: bool = True) -> Pending | None:
+    def gather(self, from_sub: bool) -> Pending | None:
         """Launch the all-gather of the full parameters; None if there is nothing to wait for.
 
-        ``checks=False``: the caller knows that nobody has replaced a parameter since the last check.
+        Nobody has replaced a parameter since :meth:`ensure_packed`, and the gather is ordered after what that has copied.
         """
-        if not from_sub and (checks or self._packing is None):
-            self.ensure_packed()
         packing, ways = self._packing, self.bound_comm or self.comm
         assert packing is not None
         shards, comm = (self._sub, ways.sub) if from_sub else (packing.shards, ways.shards)
@@ -255,6 +266,8 @@ class ShardGroup:
         delivery = Delivery(shards, packing.travelling, self._pool or self.pool, ends)
         if is_extended:
             return self.extended.gather(delivery, comm, self.pool)
+        if comm is None and ways.copies is not None:
+            return fetch_alone(ways.copies.fetch, delivery)
         if comm is None:
             delivery.deliver(delivery.shard())
             return None
@@ -398,6 +411,7 @@ class ShardGroup:
                 old = local.to(rows.device)
                 rows = torch.where(rows != old.to(rows.dtype), rows.to(local.dtype), old)
             local.copy_(rows)
+        self.is_written = True
         torch.autograd.graph.increment_version(param.sharded)
         mark_full([param])
         param.full_version, param.seen_version = param.full._version, param.sharded._version
@@ -413,7 +427,7 @@ class ShardGroup:
 
     def differing(self) -> UnitParam | None:
         """Return a parameter whose full form is not what its shard is, as far as this rank can see; None if none is."""
-        if self.device.type != "cpu" or self._packing is None or not self.is_collective:
+        if self.place.on.has_lanes or self._packing is None or not self.is_collective:
             return None  # on an accelerator the host would have to wait for the answer
         rank, shards = self.axes.shard_rank, self._packing.shards
         for index, (bucket, full_flat) in enumerate(zip(shards.buckets, self._packing.hold(self.pool), strict=True)):
@@ -491,5 +505,5 @@ class ShardGroup:
                 window.copy_(whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows)))
                 param.subsharded = sub_parameter(param, cut, window, self.sub_axes)
                 param.register(param.subsharded)
-        self._sub = Shards(buckets, num_shards, self.device)
+        self._sub = Shards(buckets, num_shards, self.place)
         self.drop(keeps_memory)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.comm.lanes import Device, device_of
 from shardwise.layout.bucket import build_bucket
 from shardwise.units.flat_bucket import Allocator, FlatBucket
 from shardwise.units.param import UnitParam
@@ -28,6 +29,16 @@ class Place:
     is_shared: bool = False
 
     @functools.cached_property
+    def on(self) -> Device:
+        """What the engine asks ``device`` through."""
+        return device_of(self.device)
+
+    @functools.cached_property
+    def is_offloaded(self) -> bool:
+        """True if shards and gradients live on the host, and full parameters elsewhere."""
+        return isinstance(self.offload, CPUOffloadPolicy) and self.on.has_lanes
+
+    @functools.cached_property
     def storage_device(self) -> torch.device:
         """The device of the shards."""
         return torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.device
@@ -35,12 +46,12 @@ class Place:
     @property
     def pins(self) -> bool:
         """True if shards lie in page-locked memory."""
-        return isinstance(self.offload, CPUOffloadPolicy) and self.offload.can_pin
+        return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory and self.on.can_pin
 
     def alignment(self, dtype: torch.dtype) -> int:
         """Return to how many elements tensors of ``dtype`` are aligned in a section."""
         # 16 bytes keep vector loads of an accelerator's kernels possible; on CPU gaps would only cost.
-        return 1 if self.device.type == "cpu" else max(16 // dtype.itemsize, 1)
+        return max(16 // dtype.itemsize, 1) if self.on.has_lanes else 1
 
     def bucket(self, params: list[UnitParam], full_dtype: torch.dtype, is_collective: bool) -> FlatBucket:
         """Return a bucket that ``params``, all of one dtype, have moved into.
@@ -49,8 +60,10 @@ class Place:
         """
         dtype, device = params[0].dtype, params[0].local.device
         layout = build_bucket([param.shard for param in params], self.alignment(dtype), self.alignment(full_dtype))
-        travels = (is_collective or dtype != full_dtype or device != self.device) and layout.full_numel > 0
-        allocate = Allocator(device, self.pins and device.type == "cpu", self.is_shared)
+        travels = (
+            is_collective or dtype != full_dtype or self.is_offloaded or device != self.device
+        ) and layout.full_numel > 0
+        allocate = Allocator(device, self.pins, self.is_shared, self.on if self.is_offloaded else None)
         bucket = FlatBucket(params, layout, full_dtype, allocate, travels)
         bucket.move_in()
         return bucket

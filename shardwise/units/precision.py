@@ -112,8 +112,3 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
-
-    @property
-    def can_pin(self) -> bool:
-        """True when page-locking is asked for and possible."""
-        return self.pin_memory and torch.accelerator.is_available()

@@ -22,7 +22,7 @@ class ReduceLayout:
         self.is_even = self.bucket.is_even
         self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
         self._parts: dict[int, tuple[Move, ...]] = {}
-        self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the pool's buffers, while it keeps them
+        self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of buffers, while somebody has them
         shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
         places = tuple(zip(self.bucket.offsets, shapes, strict=True))
         self.places = GradientPlaces(tuple(params), places, self.bucket.section_numel)

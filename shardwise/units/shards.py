@@ -19,6 +19,7 @@ from shardwise.layout.shard import Move, row_major
 from shardwise.units.flat_bucket import FlatBucket, SubBucket, view_of
 from shardwise.units.idle import FreedParameter, mark_freed
 from shardwise.units.param import UnitParam
+from shardwise.units.place import Place
 
 _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share
 
@@ -29,8 +30,15 @@ def full_window(flat: torch.Tensor, move: Move, base: int) -> torch.Tensor:
 
 
 def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
-    """Return the side of ``move`` that lies in a packed buffer."""
-    return view_of(flat, move.shape, move.packed_stride, move.packed_offset)
+    """Return the side of ``move`` that lies in a packed buffer: its memory alone, where a view would keep ``flat`` itself.
+
+    Windows are remembered as long as somebody has ``flat``; remembered views would be that somebody.
+    """
+    with torch.inference_mode(False):
+        window = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        return window.set_(
+            flat.untyped_storage(), flat.storage_offset() + move.packed_offset, move.shape, move.packed_stride
+        )
 
 
 class FullBuffer:
@@ -98,10 +106,10 @@ def make_full_parameter(memory: torch.Tensor, offset: int, param: UnitParam) -> 
 class Shards:
     """The sections of one placement of a unit's parameters, gathered and cut again by moves that are made once."""
 
-    def __init__(self, buckets: Sequence[FlatBucket | SubBucket], num_shards: int, device: torch.device) -> None:
+    def __init__(self, buckets: Sequence[FlatBucket | SubBucket], num_shards: int, place: Place) -> None:
         self.buckets = buckets
         self.num_shards = num_shards
-        self._device = device
+        self._place = place
         offset = 0
         for bucket in buckets:
             bucket.byte_offset = offset
@@ -110,7 +118,7 @@ class Shards:
         self._section_numel = buckets[0].layout.section_numel if len(buckets) == 1 else offset
         self._moves = [self._bucket_moves(bucket) for bucket in buckets]
         self._full_windows: list[list[torch.Tensor]] | None = None
-        self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the pool's buffers, while it keeps them
+        self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of buffers, while somebody has them
         self._own_parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._full_parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
@@ -140,16 +148,19 @@ class Shards:
         """Return this rank's section in the dtype of the all-gather, on the device: the shards themselves if they are that."""
         if len(self.buckets) == 1:
             return self.section_of(self.buckets[0])
-        section = torch.empty(self._section_bytes, dtype=torch.uint8, device=self._device)
+        section = torch.empty(self._section_bytes, dtype=torch.uint8, device=self._place.device)
         for bucket in self.buckets:
             numel = bucket.layout.section_numel
             window = section.narrow(0, bucket.byte_offset, numel * bucket.full_dtype.itemsize).view(bucket.full_dtype)
-            window.copy_(bucket.local, non_blocking=True)
+            is_cast = bucket.local.dtype is not bucket.full_dtype
+            window.copy_(self.section_of(bucket) if is_cast else bucket.local, non_blocking=True)
         return section
 
     def section_of(self, bucket: FlatBucket | SubBucket) -> torch.Tensor:
         """Return this rank's section of one bucket in the dtype of the all-gather, on the device."""
-        return bucket.local.to(self._device, bucket.full_dtype, non_blocking=True)
+        if bucket.local.dtype is bucket.full_dtype and not self._place.is_offloaded:
+            return bucket.local
+        return self._place.on.fetch(bucket.local, bucket.full_dtype)
 
     def own_parts(self, number: int, rank: int) -> list[torch.Tensor]:
         """Return the windows of each parameter in this rank's section of bucket ``number``, in the dtype of the all-gather."""
@@ -250,15 +261,15 @@ class Packing:
         full_bytes: of the full parameters beyond the shards.
     """
 
-    def __init__(self, buckets: list[FlatBucket], num_shards: int, device: torch.device) -> None:
+    def __init__(self, buckets: list[FlatBucket], num_shards: int, place: Place) -> None:
         self.buckets = sorted(buckets, key=lambda bucket: not bucket.travels)  # numbered as in what travels
         for bucket in self.buckets:
             bucket.stage()
             for param in bucket.params:
                 param.full = None
                 param.is_hooked = False
-        self.fulls = [FullBuffer(b.layout, b.full_dtype, device, is_shared=not b.travels) for b in self.buckets]
-        self.shards = Shards([bucket for bucket in self.buckets if bucket.travels], num_shards, device)
+        self.fulls = [FullBuffer(b.layout, b.full_dtype, place.device, is_shared=not b.travels) for b in self.buckets]
+        self.shards = Shards([bucket for bucket in self.buckets if bucket.travels], num_shards, place)
         self.full_bytes = sum(full.num_bytes for full in self.fulls)
         self.travelling = [full for full in self.fulls if not full.is_shared]
         self.ends = [ShardEnds(self.shards, number, full) for number, full in enumerate(self.travelling)]

@@ -17,9 +17,10 @@ from shardwise.events import Call, EventLog, Op
 from shardwise.plan.policy import UnitPolicy
 from shardwise.units.backward import UnitBackward
 from shardwise.units.earlier_gradients import EarlierGradients
-from shardwise.units.gradients import Gradients, planned_scatter_bytes, take_gradients
+from shardwise.units.gradients import planned_scatter_bytes
 from shardwise.units.group import ShardGroup
 from shardwise.units.idle import mark_full
+from shardwise.units.local_gradients import Gradients, take_gradients
 from shardwise.units.param import UnitParam
 from shardwise.units.precision import MixedPrecisionPolicy
 from shardwise.units.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
@@ -199,15 +200,21 @@ class Unit:
             if isinstance(state, Gathering):
                 self.discard()
         version = self._version()
-        if span is None or not isinstance(state, Sharded):  # an optimizer may have just changed the shards
+        from_sub = isinstance(state, Subsharded) and state.source.version == version
+        is_written = False
+        for group in self.groups:
+            if span is None and not from_sub:
+                group.ensure_packed()
+            is_written |= group.is_written
+            group.is_written = False
+        if span is None or is_written or not isinstance(state, Sharded):  # what is gathered may just have been changed
             host = self.host_ref()
             if host is not None:
                 host.before_gather()
-        from_sub = isinstance(state, Subsharded) and state.source.version == version
         if isinstance(state, Subsharded):
             self._check_sub()
         try:
-            launched = [group.gather(from_sub, span is None) for group in self.groups]
+            launched = [group.gather(from_sub) for group in self.groups]
         except TransportError as error:
             raise self._explained(error) from error
         self._enter(Gathering(Source(version, span), tuple(launched)))

@@ -9,7 +9,7 @@ from helpers.inside import engine_of
 from helpers.ranks import on_ranks
 from torch import nn
 
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, replicate
 from shardwise.plan.memory import peak_bytes
 from shardwise.testing.models import Block
 
@@ -108,3 +108,59 @@ def test_peak_is_the_plan_s() -> None:
     engine.means.pool.reset_peak()
     model(x).sum().backward()
     assert engine.means.pool.peak_leased_bytes == peak_bytes(engine.journal.plan.calls)
+
+
+def build_behind(door: str, device: torch.device, **kwargs: object) -> nn.Module:
+    if door == "fully_shard":
+        return build(**kwargs)
+    torch.manual_seed(0)
+    return replicate(nn.Sequential(*(Block(256, 512) for _ in range(4))).to(device), **kwargs)
+
+
+@on_ranks(NUM_RANKS, backend="nccl", fresh=True)
+@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
+def test_the_host_waits_for_nothing_in_a_step(door: str) -> None:
+    device = on_gpu()
+    model = build_behind(door, device)
+    x = torch.randn(8, 256, device=device)
+    for _ in range(3):
+        model(x).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@on_ranks(NUM_RANKS, backend="nccl", fresh=True)
+@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)])
+def test_a_step_leaves_no_memory_behind(door: str, precision: MixedPrecisionPolicy) -> None:
+    device = on_gpu()
+    model = build_behind(door, device, mp_policy=precision)
+    x = torch.randn(8, 256, device=device)
+    held = []
+    for _ in range(6):
+        model(x).sum().backward()
+        model.zero_grad()
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[-1] == held[-2] == held[-3]
+
+
+@on_ranks(NUM_RANKS, backend="nccl", fresh=True)
+def test_replicas_reduce_what_has_been_packed() -> None:
+    device = on_gpu()
+    model, reference = build_behind("replicate", device), build_behind("replicate", device)
+    x = torch.randn(8, 256, device=device)
+    for _ in range(5):
+        loss = model(x).square().mean()
+        torch.cuda._sleep(
+            10_000_000
+        )  # the host runs ahead: an all-reduce that does not wait reads what is not there yet
+        loss.backward()
+        torch.cuda.synchronize()
+        reference(x).square().mean().backward()
+        torch.cuda.synchronize()
+    for left, right in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(left.grad.to_local(), right.grad.to_local())

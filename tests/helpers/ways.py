@@ -14,7 +14,7 @@ from helpers.ends import Ends, Shapes
 from helpers.inside import parts_from
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import C10dCommunicator, all_gather_single, reduce_scatter_single
-from shardwise.comm.lanes import Lane
+from shardwise.comm.lanes import Lane, device_of
 from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.host import Host, HostLink, outbox_bytes
 from shardwise.comm.links.link import Link
@@ -132,7 +132,7 @@ def way_over(name: str, group: dist.ProcessGroup | None = None) -> Iterator[Way]
     group = dist.group.WORLD if group is None else group
     assert group is not None
     pool, spans = BufferPool(CPU), Spans()
-    comm = RoutedCommunicator(C10dCommunicator(group, Lane(CPU), pool), spans)
+    comm = RoutedCommunicator(C10dCommunicator(group, Lane(device_of(CPU), "gather"), pool), spans)
     way = Way(group, pool, spans, comm, None, lambda _: None)
     with parts_from(10):
         way.link = WAYS[name](way)

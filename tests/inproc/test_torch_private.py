@@ -429,3 +429,20 @@ def test_a_forgotten_mesh_is_freed(fake_ranks: object) -> None:
     private.forget_meshes()
     gc.collect()
     assert freed() is None
+
+
+def test_a_dispatch_mode_sees_operations_that_collectives_are_too(fake_ranks: object) -> None:
+    seen: list[tuple[str, str]] = []
+
+    class Names(private.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            objects = [
+                each for each in args if isinstance(each, torch.ScriptObject)
+            ]  # the group, then what to reduce by
+            seen.append((func._schema.name, private.group_name_of(objects[0]) if objects else ""))
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        dist.all_reduce(torch.ones(2))
+    world = dist.distributed_c10d._get_default_group().group_name
+    assert seen == [("aten::ones", ""), ("c10d::allreduce_", world)]
