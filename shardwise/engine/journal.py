@@ -62,11 +62,6 @@ class Journal:
             return error
         return self.bulletin.explain(error, self.position(f"waiting for {where}"))
 
-    def tell(self, reason: str) -> None:
-        """Let ranks that will miss this one know why it does not come."""
-        if self.bulletin is not None:
-            self.bulletin.tell(self.position(reason))
-
     # ---- order ----
 
     def begin(self) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
-from shardwise.comm.bulletin import Bulletin
+from shardwise.comm.bulletin import Bulletin, Position
 from shardwise.comm.c10d import C10dCommunicator, CustomCollectives
 from shardwise.comm.lanes import Lane
 from shardwise.comm.links.link import Transport, default_transport
@@ -29,7 +29,7 @@ def new_engine(units: list[Unit]) -> Engine:
     engine.adopt(units)
     engine.journal.bulletin = bulletin = _bulletin(units, device)
     if bulletin is not None:
-        engine.means.spans.tell = engine.journal.tell
+        engine.means.spans.tell = lambda reason: bulletin.tell(Position(0, (), reason))  # not the journal: it has the units
         engine.journal.log.track.name = bulletin.topic  # a count of this process alone may be another on other ranks
     limit_reductions(engine)
     bind_units(engine)
