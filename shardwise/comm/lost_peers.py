@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from shardwise.comm import alarm
 from shardwise.comm.alive import is_gone
 from shardwise.errors import TransportError
 from shardwise.torch_private import default_store
@@ -44,6 +45,7 @@ def _gone(others: Sequence[int]) -> tuple[int, ...]:
         return ()
     end = time.monotonic() + _GRACE_S
     while True:
+        alarm.look()
         found = tuple(rank for rank in others if is_gone(store, rank))
         if found or time.monotonic() >= end:
             return found

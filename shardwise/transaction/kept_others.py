@@ -1,0 +1,57 @@
+"""What else users want back: a gradient scaler, a schedule, anything with a state dict, random numbers."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.errors import ConfigError
+
+Undo = Callable[[], None]
+
+
+def check_others(others: Sequence[Any]) -> None:
+    """Raises: ConfigError for an object that cannot be kept."""
+    for each in others:
+        if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
+            raise ConfigError(
+                f"also= takes objects with state_dict() and load_state_dict(): a GradScaler, a schedule, a data loader; found "
+                f"{type(each).__name__}"
+            )
+
+
+def keep_others(others: Sequence[Any], rng: bool) -> list[Undo]:
+    """Remember ``others`` and, with ``rng``, all generators of random numbers; return what puts them back."""
+    return [*(_keep(each) for each in others), *([_keep_random_numbers()] if rng else [])]
+
+
+def _keep(each: Any) -> Undo:
+    if isinstance(each, torch.amp.GradScaler):
+        # Its state dict leaves out which optimizers it has unscaled in the step that is undone.
+        was = copy.deepcopy(vars(each))
+        return lambda: vars(each).update(was)
+    state = copy.deepcopy(each.state_dict())
+    return lambda: each.load_state_dict(state)
+
+
+def _keep_random_numbers() -> Undo:
+    of_torch, of_python = torch.get_rng_state(), random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state() if numpy is not None else None
+    device: Any = torch.get_device_module() if torch.accelerator.is_available() else None
+    of_device = device.get_rng_state() if device is not None else None
+
+    def put_back() -> None:
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        if of_numpy is not None:
+            numpy.random.set_state(of_numpy)
+        if of_device is not None:
+            device.set_rng_state(of_device)
+
+    return put_back
