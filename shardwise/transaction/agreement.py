@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from shardwise.black_box import EVERYBODY, Track, note
-from shardwise.comm import alarm
 from shardwise.comm.alive import Liveness
 from shardwise.comm.links.link import default_transport
 from shardwise.comm.links.meet import Offer, meet
 from shardwise.comm.links.segment import HEADER_BYTES
 from shardwise.comm.mending import break_off, groups_within
 from shardwise.comm.sync import all_have_come
-from shardwise.errors import StepError, TransportError
+from shardwise.errors import ShardwiseError, StepError, TransportError
 from shardwise.transaction.report import Report, first_cause
 
 _ARRIVED, _FAILED = 0, 1  # words of a segment: number of the last step that this rank has come to the end of; has failed in
@@ -142,7 +142,7 @@ class Agreement:
                 f"rank {posts.members[absent[0]]} has not come out of its step within {posts.timeout_s:g} s of rank "
                 f"{mine.rank}, which failed: {mine.kind}: {mine.text}"
             )
-            raise posts.absence(absent, late)
+            raise self._named(absent, late)
         return first_cause(Report.from_text(text) for text in found.values())
 
     def meet_again(self, number: int, problem: str) -> None:
@@ -156,11 +156,20 @@ class Agreement:
         absent = [rank for rank in range(posts.size) if rank not in found]
         if absent:
             late = TransportError(f"rank {posts.members[absent[0]]} has not undone its step within {posts.timeout_s:g} s")
-            raise posts.absence(absent, late)
+            raise self._named(absent, late)
         wrong = {posts.members[rank]: text for rank, text in found.items() if text}
         if wrong:
             what = "; ".join(f"rank {rank}: {text}" for rank, text in wrong.items())
             raise TransportError(f"the step could not be undone on all ranks; start again from a checkpoint. {what}")
+
+    def _named(self, absent: Sequence[int], late: TransportError) -> ShardwiseError:
+        gone = self._posts.gone(absent)
+        if not gone:
+            return late
+        return TransportError(
+            f"rank {self._posts.members[gone[0]]} is gone in a transaction; what the others hold of the step is not undone. "
+            "Start again from a checkpoint (shardwise train --max-restarts does)"
+        )
 
     def _key(self, number: int, what: str) -> str:
         return f"{self._posts.prefix}/{number}/{what}"

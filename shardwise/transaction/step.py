@@ -64,24 +64,27 @@ class Transaction:
             ledger.close()
             del error, trace  # they refer to this frame
 
-    def _arrive(self) -> Exception | None:
+    def _arrive(self) -> BaseException | None:
         agreement = self._ledger.agreement
         try:
             if agreement is not None:
                 agreement.arrive(self._ledger.number)
-        except Exception as error:
+        except BaseException as error:
             return error
         return None
 
     def _fail(self, error: BaseException, is_own: bool) -> bool:
         """Undo the step with all ranks; return True if nobody is to hear of it."""
         ledger, agreement = self._ledger, self._ledger.agreement
+        alarm.leave()  # from here on all ranks meet
         cause = self._report(error)
         mine = cause.order
         if agreement is not None:
             found = agreement.hear(ledger.number, cause)
             if found is None:
                 self.outcome = "committed"
+                if not isinstance(error, Exception):
+                    raise error
                 return False
             mine, cause = cause.order, found
         is_hidden = cause.choice != "raise"
@@ -107,7 +110,6 @@ class Transaction:
 
     def _go_back(self) -> None:
         ledger, agreement = self._ledger, self._ledger.agreement
-        alarm.leave()
         problem: Exception | None = None
         try:
             ledger.undo()
