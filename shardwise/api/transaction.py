@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.api.zero import ZeroRedundancyOptimizer
-from shardwise.errors import ConfigError, RejectedStep
+from shardwise.errors import ConfigError
 from shardwise.transaction.kept_optimizer import Optimized, distinct, optimized_as_it_is
 from shardwise.transaction.ledger import Ledger
 from shardwise.transaction.step import Transaction, Types
@@ -52,6 +52,7 @@ def transaction(
 
     Example:
         >>> import torch
+        >>> from shardwise import RejectedStep
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> for batch in torch.ones(2, 3, 2), torch.full((3, 2), float("nan")):
@@ -85,8 +86,8 @@ def _optimized(optimizer: Optimizer) -> Optimized:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         if optimizer.overlap_with_ddp:
             raise ConfigError(
-                "an optimizer made with overlap_with_ddp=True steps inside backward, bucket by bucket, so that there is no state "
-                "before its step; make it without overlap to use transactions"
+                "an optimizer made with overlap_with_ddp=True steps inside backward, bucket by bucket: there is no moment "
+                "before its step at which all is as it was; make it without overlap to use transactions"
             )
         return Optimized(optimizer, optimizer.optim, optimizer.stepper.mark, optimizer.stepper.renew)
     if isinstance(optimizer, ShardedOptimizer):

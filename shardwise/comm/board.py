@@ -66,7 +66,9 @@ class Board:
     def renew(self) -> None:
         """Begin again with nothing posted and no agreement made: after ranks have gone back to the state before a step."""
         self.num_renewals += 1
-        self.posts = replace(self.posts, prefix=f"{self.posts.prefix.partition(' renewed ')[0]} renewed {self.num_renewals}")
+        self.posts = replace(
+            self.posts, prefix=f"{self.posts.prefix.partition(' renewed ')[0]} renewed {self.num_renewals}"
+        )
         self.num_agreements = 0
 
     def report_failure(self, text: str) -> None:

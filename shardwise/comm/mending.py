@@ -28,7 +28,9 @@ def groups_within(members: Collection[int]) -> list[dist.ProcessGroup]:
     found = [
         group
         for group in torch_private.all_groups()
-        if torch_private.is_gloo(group) and group.size() > 1 and set(dist.get_process_group_ranks(group)) <= set(members)
+        if torch_private.is_gloo(group)
+        and group.size() > 1
+        and set(dist.get_process_group_ranks(group)) <= set(members)
     ]
     return sorted(found, key=lambda group: group.group_name)
 
@@ -52,6 +54,8 @@ def mend(group: dist.ProcessGroup) -> None:
     """
     number = _num_mended.get(group, 0)
     if _FIRST_KIND + number > _LAST_KIND:
-        raise StateError(f"group {group.group_name} has been made anew {number} times; start the job again from a checkpoint")
+        raise StateError(
+            f"group {group.group_name} has been made anew {number} times; start the job again from a checkpoint"
+        )
     _num_mended[group] = number + 1
     torch_private.replace_gloo(group, f"shardwise/mended/{number}", _FIRST_KIND + number)

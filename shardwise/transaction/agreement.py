@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 
 from shardwise.black_box import EVERYBODY, Track, note
@@ -23,7 +22,10 @@ from shardwise.comm.sync import all_have_come
 from shardwise.errors import ShardwiseError, StepError, TransportError
 from shardwise.transaction.report import Report, first_cause
 
-_ARRIVED, _FAILED = 0, 1  # words of a segment: number of the last step that this rank has come to the end of; has failed in
+_ARRIVED, _FAILED = (
+    0,
+    1,
+)  # words of a segment: number of the last step that this rank has come to the end of; has failed in
 _YIELDS, _FIRST_SLEEP_S, _LONGEST_SLEEP_S, _LIVENESS_S = 200, 20e-6, 1e-3, 0.2
 _LOOK_S = 0.1  # between two questions to the store
 
@@ -83,7 +85,9 @@ class Agreement:
             if waited_s > look_s:
                 look_s = waited_s + _LIVENESS_S
                 if not self._alive[peer].is_alive() and words[_ARRIVED] < number:
-                    raise TransportError(f"rank {self.members[peer]} is gone; rank {self.rank} waited for it to end its step")
+                    raise TransportError(
+                        f"rank {self.members[peer]} is gone; rank {self.rank} waited for it to end its step"
+                    )
                 if waited_s > self._posts.timeout_s:
                     raise TransportError(
                         f"rank {self.rank} waited {waited_s:.0f} s for rank {self.members[peer]} at the end of a step; every "
@@ -119,7 +123,9 @@ class Agreement:
 
     def was_committed(self, number: int) -> bool:
         """Return True if some rank has gone on from step ``number``: then all had come to its end."""
-        return any(self._posts.store.check([f"{self._posts.prefix}/{number}/committed/{r}"]) for r in self._posts.peers())
+        return any(
+            self._posts.store.check([f"{self._posts.prefix}/{number}/committed/{r}"]) for r in self._posts.peers()
+        )
 
     def hear(self, number: int, mine: Report) -> Report | None:
         """Report ``mine``, and return the first cause once all ranks have reported; None if the step was committed, after all.
@@ -155,7 +161,9 @@ class Agreement:
         found = posts.collect(f"{number}/back", range(posts.size))
         absent = [rank for rank in range(posts.size) if rank not in found]
         if absent:
-            late = TransportError(f"rank {posts.members[absent[0]]} has not undone its step within {posts.timeout_s:g} s")
+            late = TransportError(
+                f"rank {posts.members[absent[0]]} has not undone its step within {posts.timeout_s:g} s"
+            )
             raise self._named(absent, late)
         wrong = {posts.members[rank]: text for rank, text in found.items() if text}
         if wrong:

@@ -53,11 +53,20 @@ class KeptOptimizer:
         if self._state is not None:
             return 0
         found = self.optimized
-        params = [holder for group in found.outer.param_groups for param in group["params"] for holder in holders_of(param)]
+        params = [
+            holder for group in found.outer.param_groups for param in group["params"] for holder in holders_of(param)
+        ]
         num_bytes = self._params.take(params)
         self._state = [_state_of(key, entry) for key, entry in found.inner.state.items()]
         self._undo_mark = found.mark()
         return num_bytes + self._values.take([value for each in self._state for value in each.tensors()])
+
+    def let_go(self) -> None:
+        """Hold nothing of the optimizer's any longer."""
+        self._params.let_go()
+        self._values.let_go()
+        self._options = []
+        self._state = self._undo_mark = None
 
     def put_back(self) -> None:
         """Undo its step, if it has begun one, and the options."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from shardwise.errors import ConfigError
@@ -40,17 +40,14 @@ def _keep(each: Any) -> Undo:
 
 
 def _keep_random_numbers() -> Undo:
-    of_torch, of_python = torch.get_rng_state(), random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state() if numpy is not None else None
+    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     device: Any = torch.get_device_module() if torch.accelerator.is_available() else None
-    of_device = device.get_rng_state() if device is not None else None
+    of_device: torch.Tensor | None = None if device is None else device.get_rng_state()
 
     def put_back() -> None:
         torch.set_rng_state(of_torch)
         random.setstate(of_python)
-        if of_numpy is not None:
-            numpy.random.set_state(of_numpy)
+        numpy.random.set_state(of_numpy)
         if of_device is not None:
             device.set_rng_state(of_device)
 

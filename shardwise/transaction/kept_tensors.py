@@ -16,7 +16,7 @@ from shardwise.optim.pieces import copied
 
 
 class Copies:
-    """Copies of some tensors, in memory that is used again while the tensors are the same ones."""
+    """Copies of some tensors, in memory that is used again for tensors of the same shapes, as those of the next step are."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
@@ -26,7 +26,7 @@ class Copies:
         """Copy ``tensors``, in place of those of last time; return the bytes.  DTensors: what this rank holds of them."""
         found = torch_private.locals_of(tensors)
         with torch.no_grad():
-            if _are_same(found, self._tensors) and _are_plain(found):
+            if _are_alike(found, self._copies) and _are_plain(found):
                 torch_private.copy_all(self._copies, found)
             else:
                 self._copies = [copied(tensor.detach()) for tensor in found]
@@ -39,10 +39,15 @@ class Copies:
             for tensor, copy in zip(self._tensors, self._copies, strict=True):
                 tensor.detach().copy_(copy)
 
+    def let_go(self) -> None:
+        """Hold the tensors no longer; keep the memory of the copies."""
+        self._tensors = []
 
-def _are_same(found: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> bool:
-    return len(found) == len(known) and all(
-        new is old and new.shape == old.shape for new, old in zip(found, known, strict=True)
+
+def _are_alike(found: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> bool:
+    return len(found) == len(copies) and all(
+        tensor.shape == copy.shape and tensor.dtype is copy.dtype and tensor.device == copy.device
+        for tensor, copy in zip(found, copies, strict=True)
     )
 
 
@@ -78,6 +83,11 @@ class KeptGradients:
         self._holders = list(holders)
         self._found = [_as_it_is(each, each.grad) for each in holders if each.grad is not None]
         return self._copies.take([part for each in self._found for part in _parts(each)]) if self._found else 0
+
+    def let_go(self) -> None:
+        """Hold no gradient any longer."""
+        self._holders, self._found = [], []
+        self._copies.let_go()
 
     def put_back(self) -> None:
         """Set every gradient to what it was."""
@@ -127,5 +137,3 @@ class KeptBuffers:
             place[name] = buffer
         if any(buffer is not None for _, _, buffer in self._found):
             self._copies.put_back()
-
-

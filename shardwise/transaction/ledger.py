@@ -49,7 +49,7 @@ class Ledger:
         self._units, self._buffers, self._gradients = KeptUnits(model), KeptBuffers(model), KeptGradients()
         self._optimizers = {id(each.outer): KeptOptimizer(each) for each in optimized}
         self._undo_others: list[Undo] = []
-        this = weakref.ref(self)
+        this: weakref.ref[Ledger] = weakref.ref(self)
         for each in optimized:
             watch(each.outer, lambda optimizer: _before_step(this, optimizer))
 
@@ -74,7 +74,9 @@ class Ledger:
         for ddp in self._living_ddps():
             members = self.agreement.members if self.agreement is not None else (0,)
             mine = self.agreement.rank if self.agreement is not None else 0
-            naming_lost_peers(lambda ddp=ddp: torch_private.settle_buckets(ddp), "a transaction cannot begin", members, mine)
+            naming_lost_peers(
+                lambda ddp=ddp: torch_private.settle_buckets(ddp), "a transaction cannot begin", members, mine
+            )
         self._units.keep()
         self.num_bytes = self._buffers.keep() + self._gradients.keep(list(self._holders()))
         for each in self._optimizers.values():
@@ -96,6 +98,9 @@ class Ledger:
         self.is_open = False
         alarm.leave()
         self._undo_others = []
+        self._gradients.let_go()
+        for each in self._optimizers.values():
+            each.let_go()
 
     def undo(self) -> None:
         """Bring this rank back to the state before; waits for nobody."""

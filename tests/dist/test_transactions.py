@@ -205,6 +205,7 @@ def test_a_step_costs_copies_of_what_it_changes_and_one_agreement() -> None:
         ledger = transaction(program.model, program.optimizer, rng=True)._ledger
         assert ledger.agreement is not None
         sent = ledger.agreement.num_messages
+        program.optimizer.zero_grad()
         train(program, 1)
         assert ledger.agreement.num_messages - sent == num_messages
         params = [param.to_local() for param in program.net.parameters()]  # type: ignore[attr-defined]
@@ -212,6 +213,8 @@ def test_a_step_costs_copies_of_what_it_changes_and_one_agreement() -> None:
         of_state = sum(2 * param.nbytes + 4 for param in params)
         expected = sum(param.nbytes for param in params) + of_state + sum(buffer.nbytes for buffer in buffers)
         assert ledger.num_bytes == expected
+        train(program, 1)  # with the gradients of the last step still there when it begins
+        assert ledger.num_bytes == expected + sum(param.nbytes for param in params)
     set_default_transport("auto")
 
 

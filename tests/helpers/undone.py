@@ -38,7 +38,9 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 12, bias=has_bias), nn.BatchNorm1d(12, affine=has_bias), nn.Linear(12, 8, bias=has_bias))
+            nn.Sequential(
+                nn.Linear(8, 12, bias=has_bias), nn.BatchNorm1d(12, affine=has_bias), nn.Linear(12, 8, bias=has_bias)
+            )
             for _ in range(2)
         )
         self.drop = nn.Dropout(0.1)
