@@ -13,7 +13,7 @@ from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.api.zero import ZeroRedundancyOptimizer
 from shardwise.errors import ConfigError
 from shardwise.transaction.kept_optimizer import Optimized, distinct, optimized_as_it_is
-from shardwise.transaction.ledger import Ledger
+from shardwise.transaction.ledger import Ledger, Wanted
 from shardwise.transaction.step import Transaction, Types
 
 # By model: who writes ``with shardwise.transaction(...)`` around every step meets the other ranks once, not in each.
@@ -27,7 +27,7 @@ def transaction(
     retry: Types | type[BaseException] = (),
     skip: Types | type[BaseException] = (),
     also: Sequence[Any] = (),
-    rng: bool = False,
+    undoes_optimizer: bool = True,
 ) -> Transaction:
     """Return a context for one step (data, forward, backward, optimizer) that happens on all ranks, or on none.
 
@@ -41,12 +41,15 @@ def transaction(
         optimizer: what steps inside the block, one or several.
         retry: exceptions after which all ranks go on, and ``step.again`` says that the step is to be made once more.
         skip: exceptions after which all ranks go on without the step.
-        also: what else is put back: a ``GradScaler``, schedules, anything with ``state_dict`` and ``load_state_dict``.
-        rng: put random numbers back, too: of torch (CPU and accelerator), ``random`` and numpy.
+        also: what else is put back: a ``GradScaler``, schedules, anything with ``state_dict`` and ``load_state_dict``;
+            "rng" for random numbers, of torch (CPU and accelerator), ``random`` and numpy.
+        undoes_optimizer: False: nothing is copied for the optimizer's step.  Ranks agree right before it that all have come so
+            far, and whoever raises within it, or after it, ends the job: :class:`shardwise.StepError` on all ranks.
 
     All ranks of the job make the same transactions.  Parameters are changed by the optimizer alone.
-    Cost: one agreement per step, and copies: of buffers and accumulated gradients at its begin, of this rank's parameters
-    and optimizer state when the optimizer steps (``step.num_bytes``); their memory is kept from step to step.
+    Cost: one agreement per step; copies of buffers at its begin, and of gradients that are there then (call ``zero_grad``
+    before the block); of this rank's parameters and optimizer state when the optimizer steps (``step.num_bytes``).  The
+    memory of the copies is kept from step to step.
     Raises: ConfigError for groups of other backends than gloo, and for an optimizer that steps inside backward; StateError in
     a transaction over the same model.
 
@@ -68,9 +71,10 @@ def transaction(
         skipped
     """
     optimizers = distinct([optimizer] if isinstance(optimizer, Optimizer) else list(optimizer))
+    wanted = Wanted(tuple(also), undoes_optimizer)
     ledger = _ledgers.get(model)
-    if ledger is None or not ledger.is_for(optimizers, also, rng):
-        ledger = _ledgers[model] = Ledger(model, [_optimized(each) for each in optimizers], also, rng)
+    if ledger is None or not ledger.is_for(optimizers, wanted):
+        ledger = _ledgers[model] = Ledger(model, [_optimized(each) for each in optimizers], wanted)
     return Transaction(ledger, _types(retry, "retry"), _types(skip, "skip"))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -22,10 +22,8 @@ from shardwise.comm.sync import all_have_come
 from shardwise.errors import ShardwiseError, StepError, TransportError
 from shardwise.transaction.report import Report, first_cause
 
-_ARRIVED, _FAILED = (
-    0,
-    1,
-)  # words of a segment: number of the last step that this rank has come to the end of; has failed in
+# Words of a segment: the last step that this rank has come to the end of; the one it has failed in; 1 if it failed for good.
+_ARRIVED, _FAILED, _ENDED = 0, 1, 2
 _YIELDS, _FIRST_SLEEP_S, _LONGEST_SLEEP_S, _LIVENESS_S = 200, 20e-6, 1e-3, 0.2
 _LOOK_S = 0.1  # between two questions to the store
 
@@ -99,20 +97,37 @@ class Agreement:
     # ---- with one ----
 
     def check(self, number: int) -> None:
-        """Raise StepError if a rank has failed in step ``number``; asks the store once in a while."""
+        """Raise StepError if a rank has failed in step ``number``, or for good; asks the store once in a while."""
         if self._words:
             self._check_words(number)
             return
         now = time.monotonic()
         if now - self._looked >= _LOOK_S:
             self._looked = now
-            if self._posts.store.check([self._key(number, "order")]):
+            if self._posts.store.check([self._key(number, "order")]) or self.ended() is not None:
                 raise StepError(f"another rank has failed; rank {self.rank} stops its step")
 
     def _check_words(self, number: int) -> None:
         for peer in self._posts.peers():
-            if self._words[peer][_FAILED] == number:
+            if self._words[peer][_FAILED] == number or self._words[peer][_ENDED]:
                 raise StepError(f"rank {self.members[peer]} has failed; rank {self.rank} stops its step")
+
+    def end(self, report: Report) -> None:
+        """Say that no step can be undone any more, because of ``report``, and leave the others' collectives."""
+        if self.ended() is None:
+            self._posts.store.set(f"{self._posts.prefix}/ended", report.to_text())
+        if self._words:
+            self._words[self._mine][_ENDED] = 1
+        self._leave_collectives()
+
+    def ended(self) -> Report | None:
+        """Return why no step can be undone any more; None if all is well."""
+        text = self._posts.store.peek(f"{self._posts.prefix}/ended")
+        return None if text is None else Report.from_text(text)
+
+    def _leave_collectives(self) -> None:
+        for group in groups_within(self.members):
+            break_off(group)
 
     def claim(self, number: int) -> int:
         """Say that this rank has failed in step ``number``; return how many have said so by now."""
@@ -135,12 +150,16 @@ class Agreement:
         """
         posts = self._posts
         posts.post(f"{number}/report", mine.to_text())
-        for group in groups_within(self.members):
-            break_off(group)
-        found = posts.collect(
-            f"{number}/report", range(posts.size), is_enough=lambda _: mine.follows and self.was_committed(number)
-        )
+        self._leave_collectives()
+
+        def is_enough(_: Mapping[int, str]) -> bool:
+            return (mine.follows and self.was_committed(number)) or self.ended() is not None
+
+        found = posts.collect(f"{number}/report", range(posts.size), is_enough=is_enough)
         if len(found) < posts.size:
+            ended = self.ended()
+            if ended is not None:
+                return ended
             if mine.follows and self.was_committed(number):
                 return None
             absent = [rank for rank in range(posts.size) if rank not in found]

@@ -18,16 +18,23 @@ Undo = Callable[[], None]
 def check_others(others: Sequence[Any]) -> None:
     """Raises: ConfigError for an object that cannot be kept."""
     for each in others:
-        if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
+        if not is_rng(each) and not (
+            callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))
+        ):
             raise ConfigError(
-                f"also= takes objects with state_dict() and load_state_dict(): a GradScaler, a schedule, a data loader; found "
-                f"{type(each).__name__}"
+                "also= takes objects with state_dict() and load_state_dict(): a GradScaler, a schedule, a data loader; and "
+                f"'rng' for random numbers; found {each!r}"
             )
 
 
-def keep_others(others: Sequence[Any], rng: bool) -> list[Undo]:
-    """Remember ``others`` and, with ``rng``, all generators of random numbers; return what puts them back."""
-    return [*(_keep(each) for each in others), *([_keep_random_numbers()] if rng else [])]
+def is_rng(each: object) -> bool:
+    """Return True for the word that stands for random numbers."""
+    return isinstance(each, str) and each == "rng"
+
+
+def keep_others(others: Sequence[Any]) -> list[Undo]:
+    """Remember ``others``, all generators of random numbers for "rng"; return what puts them back."""
+    return [_keep_random_numbers() if is_rng(each) else _keep(each) for each in others]
 
 
 def _keep(each: Any) -> Undo:
@@ -45,10 +52,10 @@ def _keep_random_numbers() -> Undo:
     of_device: torch.Tensor | None = None if device is None else device.get_rng_state()
 
     def put_back() -> None:
-        torch.set_rng_state(of_torch)
+        torch.random.set_rng_state(of_torch)
         random.setstate(of_python)
         numpy.random.set_state(of_numpy)
-        if of_device is not None:
+        if device is not None and of_device is not None:
             device.set_rng_state(of_device)
 
     return put_back

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,20 @@ from shardwise.transaction.kept_others import Undo, check_others, keep_others
 from shardwise.transaction.kept_tensors import KeptBuffers, KeptGradients, holders_of
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What users want of the transactions over a model.
+
+    Attributes:
+        also: objects with state dicts, and "rng" for random numbers, to be put back, too.
+        undoes_optimizer: a fault in the optimizer's step can be undone, for copies of what it changes.  Else ranks agree before
+            it, and nothing is copied.
+    """
+
+    also: tuple[Any, ...]
+    undoes_optimizer: bool
+
+
 class Ledger:
     """Keeps the state before each step of ``model`` and ``optimized``; all ranks of the job take part.
 
@@ -34,16 +49,17 @@ class Ledger:
 
     Attributes:
         agreement: how the ranks agree; None without other ranks.
-        number: of transactions begun.  is_open: one runs.
+        number: of transactions begun.  is_open: one runs.  is_agreed: all ranks have come to the optimizer's step of it, which
+            cannot be undone.
         num_bytes: copied in the last one.
     """
 
-    def __init__(self, model: nn.Module, optimized: Sequence[Optimized], also: Sequence[Any], rng: bool) -> None:
-        check_others(also)
+    def __init__(self, model: nn.Module, optimized: Sequence[Optimized], wanted: Wanted) -> None:
+        check_others(wanted.also)
         self.agreement = _agreement()
         self.number = self.num_bytes = 0
-        self.is_open = False
-        self._also, self._rng = list(also), rng
+        self.is_open = self.is_agreed = False
+        self._wanted = wanted
         self._model = weakref.ref(model)
         self._ddps = [weakref.ref(each) for each in model.modules() if isinstance(each, DistributedDataParallel)]
         self._units, self._buffers, self._gradients = KeptUnits(model), KeptBuffers(model), KeptGradients()
@@ -58,10 +74,12 @@ class Ledger:
         """Those that users step."""
         return [each.optimized.outer for each in self._optimizers.values()]
 
-    def is_for(self, optimizers: Sequence[Optimizer], also: Sequence[Any], rng: bool) -> bool:
+    def is_for(self, optimizers: Sequence[Optimizer], wanted: Wanted) -> bool:
         """Return True if this one keeps just these, over the ranks that there are now."""
+        mine = self._wanted
         same = list(self._optimizers) == [id(each) for each in optimizers]
-        same = same and [id(each) for each in self._also] == [id(each) for each in also] and self._rng == rng
+        same = same and [id(each) for each in mine.also] == [id(each) for each in wanted.also]
+        same = same and mine.undoes_optimizer == wanted.undoes_optimizer
         return same and (self.agreement.group if self.agreement is not None else None) is _several_ranks()
 
     # ---- one transaction ----
@@ -81,7 +99,7 @@ class Ledger:
         self.num_bytes = self._buffers.keep() + self._gradients.keep(list(self._holders()))
         for each in self._optimizers.values():
             each.begin()
-        self._undo_others = keep_others(self._also, self._rng)
+        self._undo_others = keep_others(self._wanted.also)
         self.number += 1
         self.is_open = True
         agreement, number = self.agreement, self.number
@@ -89,13 +107,20 @@ class Ledger:
             alarm.listen(lambda: agreement.check(number))
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Keep the parameters and the state of ``optimizer``, which is about to change them."""
-        if self.is_open:
+        """Keep the parameters and the state of ``optimizer``, which is about to change them, or agree that it may.
+
+        Raises: like :meth:`Agreement.arrive`.
+        """
+        if self.is_open and not self._wanted.undoes_optimizer:
+            if self.agreement is not None and not self.is_agreed:
+                self.agreement.arrive(self.number)
+            self.is_agreed = True
+        elif self.is_open:
             self.num_bytes += self._optimizers[id(optimizer)].before_step()
 
     def close(self) -> None:
         """End it, one way or the other."""
-        self.is_open = False
+        self.is_open = self.is_agreed = False
         alarm.leave()
         self._undo_others = []
         self._gradients.let_go()

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.errors import DesyncError, StepError, TransportError
 
-Choice = Literal["retry", "skip", "raise"]
+Choice = Literal["retry", "skip", "raise", "end"]
 _PACKAGE = str(Path(__file__).parent.parent)
 _INSIDE = (_PACKAGE, str(Path(torch.__file__).parent))
 _LIMIT = 400  # characters of a text that is quoted
@@ -27,7 +27,7 @@ class Report:
         rank: global.  order: how many ranks had reported before, and this one.
         follows: it may be what another rank's exception has led to.
         kind, text, place: name of the class, first line, and where in user code it was raised.
-        choice: what this rank's user wants done about it.
+        choice: what this rank's user wants done about it; "end": it cannot be undone.
     """
 
     rank: int

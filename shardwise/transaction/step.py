@@ -12,7 +12,7 @@ from shardwise.transaction.ledger import Ledger
 from shardwise.transaction.report import Choice, Report, make_report
 
 Types = tuple[type[BaseException], ...]
-Outcome = Literal["running", "committed", "again", "skipped", "undone"]
+Outcome = Literal["running", "committed", "again", "skipped", "undone", "lost"]
 
 
 class Transaction:
@@ -20,7 +20,7 @@ class Transaction:
 
     Attributes:
         outcome: "committed": it was made, on all ranks.  On none: "again": it is to be made once more; "skipped"; "undone":
-            its exception was raised.
+            its exception was raised.  "lost": it ended within an optimizer's step that was not to be undone.
         cause: what ended it, if an exception did: its rank, class, text and place, as the error on other ranks says it.
         num_bytes: copied to keep the state before it.
     """
@@ -67,7 +67,7 @@ class Transaction:
     def _arrive(self) -> BaseException | None:
         agreement = self._ledger.agreement
         try:
-            if agreement is not None:
+            if agreement is not None and not self._ledger.is_agreed:
                 agreement.arrive(self._ledger.number)
         except BaseException as error:
             return error
@@ -77,6 +77,8 @@ class Transaction:
         """Undo the step with all ranks; return True if nobody is to hear of it."""
         ledger, agreement = self._ledger, self._ledger.agreement
         alarm.leave()  # from here on all ranks meet
+        if ledger.is_agreed:
+            self._end(error)
         cause = self._report(error)
         mine = cause.order
         if agreement is not None:
@@ -87,6 +89,8 @@ class Transaction:
                     raise error
                 return False
             mine, cause = cause.order, found
+        if cause.choice == "end":
+            self._raise_end(cause, error)
         is_hidden = cause.choice != "raise"
         if is_hidden:
             traceback.clear_frames(error.__traceback__)  # they hold activations
@@ -95,6 +99,28 @@ class Transaction:
         self.outcome = "undone" if not is_hidden else "skipped" if cause.choice == "skip" else "again"
         if is_hidden or (is_own and mine == cause.order):
             return is_hidden  # raised again as it is, if it is
+        raise self.cause from error
+
+    def _end(self, error: BaseException) -> NoReturn:
+        """Raise that a step has ended that cannot be undone, on this rank and on all that hear of it."""
+        agreement = self._ledger.agreement
+        known = None if agreement is None else agreement.ended()
+        if known is not None:
+            self._raise_end(known, error)
+        rank = 0 if agreement is None else agreement.rank
+        cause = make_report(error, rank, 1, "end")
+        if agreement is not None:
+            agreement.end(cause)
+        self._raise_end(cause, error)
+
+    def _raise_end(self, cause: Report, error: BaseException) -> NoReturn:
+        self.outcome = "lost"
+        text = (
+            f"rank {cause.rank} raised {cause.kind} at {cause.place}: {cause.text}\nAll ranks had agreed on the optimizer's "
+            "step, which undoes_optimizer=False does not undo: parameters may differ between ranks. Start again from a "
+            "checkpoint, or use undoes_optimizer=True"
+        )
+        self.cause = StepError(text, cause.rank, cause.kind, cause.text, cause.place)
         raise self.cause from error
 
     def _report(self, error: BaseException) -> Report:

@@ -38,11 +38,17 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
     assert not wrong, f"{what}: {wrong}"
 
 
-def assert_undone(expected: Program, transport: str, place: str, step: int, rank: int = 1) -> None:
+def assert_undone(
+    expected: Program, transport: str, place: str, step: int, rank: int = 1, undoes_optimizer: bool = True
+) -> None:
     program = build(expected.door, transport)
     torch.manual_seed(8)
     counted = step + (place == "stepped")  # faults count a step as over when the optimizer has made it
-    is_struck = struck(place, lambda: train(program, 3, retry=KINDS), rank=rank, step=counted)
+
+    def body() -> None:
+        train(program, 3, retry=KINDS, undoes_optimizer=undoes_optimizer)
+
+    is_struck = struck(place, body, rank=rank, step=counted)
     what = f"{expected.door} over {transport}, {place} in step {step}"
     assert is_struck == (dist.get_rank() == rank), what
     assert program.steps == [*["committed"] * (step - 1), "again", *["committed"] * (4 - step)], what
@@ -202,7 +208,7 @@ def test_a_step_costs_copies_of_what_it_changes_and_one_agreement() -> None:
     for transport, num_messages in (("auto", 0), ("gloo", 1)):
         program = build("fully_shard", transport)
         train(program, 2)
-        ledger = transaction(program.model, program.optimizer, rng=True)._ledger
+        ledger = transaction(program.model, program.optimizer, also=["rng"])._ledger
         assert ledger.agreement is not None
         sent = ledger.agreement.num_messages
         program.optimizer.zero_grad()
@@ -232,6 +238,32 @@ def test_ddp_keeps_its_order_of_buckets_when_a_step_is_undone() -> None:
                 model(torch.ones(2, 8)).sum().backward()
                 optimizer.step()
             assert step.outcome == ("skipped" if is_struck else "committed")
+
+
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+@on_ranks(2, **PATIENT)
+def test_without_copies_a_fault_before_the_optimizer_is_undone(transport: str) -> None:
+    for door in ("fully_shard", "zero1"):
+        expected = trained(door, transport)
+        for place in ("backward", "reject"):
+            assert_undone(expected, transport, place, 2, undoes_optimizer=False)
+        program = build(door, transport)
+        train(program, 1, undoes_optimizer=False)
+        program.optimizer.zero_grad()
+        ledger = transaction(program.model, program.optimizer, also=["rng"], undoes_optimizer=False)._ledger
+        train(program, 1, undoes_optimizer=False)
+        assert ledger.num_bytes == sum(buffer.nbytes for buffer in program.net.buffers())
+    set_default_transport("auto")
+
+
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+@on_ranks(2, **PATIENT)
+def test_without_copies_a_fault_in_the_optimizer_ends_all_ranks_by_name(transport: str) -> None:
+    program = build("zero1", transport)
+    train(program, 1, undoes_optimizer=False)
+    with pytest.raises(StepError, match="rank 1 raised KeyError .*\n.*undoes_optimizer=False does not undo"):
+        struck("stepped", lambda: train(program, 3, retry=KeyError, undoes_optimizer=False), rank=1)
+    set_default_transport("auto")
 
 
 def killed_in_a_step(transport: str) -> str:

@@ -116,7 +116,7 @@ def train(program: Program, num_steps: int, microbatches: int = 1, **options: An
     for step in range(num_steps):
         batch = torch.randn(6, 8, generator=generator_of[step])
         while True:
-            with transaction(program.model, program.optimizer, rng=True, **options) as tx:
+            with transaction(program.model, program.optimizer, also=["rng"], **options) as tx:
                 program.losses.append(one_step(program, batch, microbatches, tx))
             program.steps.append(tx.outcome)
             if not tx.again:

@@ -118,8 +118,8 @@ def test_random_numbers_are_put_back_if_asked() -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     drawn: list[float] = []
-    for rng in (True, True, False):
-        with transaction(model, optimizer, skip=KeyError, rng=rng):
+    for also in (["rng"], ["rng"], []):
+        with transaction(model, optimizer, skip=KeyError, also=also):
             drawn.append(torch.rand(()).item())
             raise KeyError
     drawn.append(torch.rand(()).item())
