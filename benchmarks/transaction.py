@@ -1,6 +1,7 @@
-"""What a transaction costs: steps with and without one take turns, so that both meet the same machine.
+"""What a transaction costs: steps without one, and with one that copies or does not, take turns on the same machine.
 
 ``python benchmarks/transaction.py [--ranks 2] [--pairs 30] [--width 256] [--batch 128]`` prints a table; about a minute.
+Ratios are medians over turns, each beside the plain step of its turn.
 The last column is the time from an exception on one rank until all ranks are back and go on.
 """
 
@@ -70,6 +71,14 @@ def one_step(
     return time.perf_counter() - start
 
 
+def transaction_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> int:
+    """Return what a step copies once the optimizer has state."""
+    for _ in range(2):
+        tx = transaction(model, optimizer)
+        one_step(model, optimizer, batch, tx)
+    return tx.num_bytes
+
+
 def undo_ms(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
     """Let rank 1 raise after its forward, while the others wait for it in backward; return milliseconds until all go on."""
     start = 0.0
@@ -92,22 +101,28 @@ def measure(rank: int, num_ranks: int, store: str, sizes: Sizes) -> None:
     for door, transport in CASES:
         set_default_transport(transport)  # pyright: ignore[reportArgumentType]
         model, optimizer = build(door, sizes)
+        copied = transaction_bytes(model, optimizer, batch)
         plain: list[float] = []
+        light: list[float] = []
         guarded: list[float] = []
-        tx = transaction(model, optimizer)
+        turns: list[tuple[list[float], AbstractContextManager[Any]]] = [
+            (plain, nullcontext()),
+            (light, transaction(model, optimizer, undoes_optimizer=False)),
+            (guarded, transaction(model, optimizer)),
+        ]
         for number in range(sizes.pairs + 5):
-            pair = [("plain", plain, nullcontext()), ("guarded", guarded, tx)]
-            for _, seconds, around in pair if number % 2 else reversed(pair):
+            for seconds, around in turns[number % 3 :] + turns[: number % 3]:
                 dist.barrier()
                 seconds.append(one_step(model, optimizer, batch, around))
-        copied = tx.num_bytes
         undone = statistics.median([undo_ms(model, optimizer, batch) for _ in range(5)])
-        without, with_it = (statistics.median(seconds[5:]) * 1e3 for seconds in (plain, guarded))
-        ratio = statistics.median([b / a for a, b in zip(plain[5:], guarded[5:], strict=True)])
+        step_ms = statistics.median(plain[5:]) * 1e3
+        ratios = [
+            statistics.median([b / a for a, b in zip(plain[5:], each[5:], strict=True)]) for each in (light, guarded)
+        ]
         if rank == 0:
             print(
-                f"{door:12} {transport:10} {without:8.2f} ms {with_it:8.2f} ms   x {ratio:.3f}   "
-                f"{copied / 1e6:7.2f} MB copied   undone in {undone:6.1f} ms",
+                f"{door:12} {transport:10} step {step_ms:7.2f} ms   without copies x {ratios[0]:.3f}   with copies x "
+                f"{ratios[1]:.3f}   {copied / 1e6:6.2f} MB copied   undone in {undone:5.1f} ms",
                 flush=True,
             )
         dist.barrier()

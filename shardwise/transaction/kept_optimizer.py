@@ -131,9 +131,9 @@ def _options_of(group: dict[str, Any]) -> _Options:
     return _Options(group, options, tensors, list(group["params"]))
 
 
-def watch(optimizer: Optimizer, before: Callable[[Optimizer], None]) -> None:
-    """Let ``before`` be called when ``optimizer`` is about to step."""
-    optimizer.register_step_pre_hook(lambda each, *_: before(each))
+def watch(optimizer: Optimizer, before: Callable[[Optimizer], None]) -> Callable[[], None]:
+    """Let ``before`` be called when ``optimizer`` is about to step; return what ends that."""
+    return optimizer.register_step_pre_hook(lambda each, *_: before(each)).remove
 
 
 def optimized_as_it_is(optimizer: Optimizer) -> Optimized:

@@ -67,7 +67,8 @@ class Ledger:
         self._undo_others: list[Undo] = []
         this: weakref.ref[Ledger] = weakref.ref(self)
         for each in optimized:
-            watch(each.outer, lambda optimizer: _before_step(this, optimizer))
+            end = watch(each.outer, lambda optimizer: _before_step(this, optimizer))
+            weakref.finalize(self, end).atexit = False
 
     @property
     def optimizers(self) -> list[Optimizer]:

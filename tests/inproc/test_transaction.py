@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -177,3 +178,14 @@ def test_only_the_thread_of_the_step_hears_the_alarm() -> None:
         alarm.leave()
     alarm.look()
     assert heard == []
+
+
+def test_an_optimizer_keeps_no_hook_of_transactions_that_are_gone() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for undoes in (True, False, True):
+        with transaction(model, optimizer, undoes_optimizer=undoes) as step:
+            optimizer.step()
+        del step
+    gc.collect()
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
