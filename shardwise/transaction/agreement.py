@@ -20,7 +20,7 @@ from shardwise.comm.links.segment import HEADER_BYTES
 from shardwise.comm.mending import break_off, groups_within
 from shardwise.comm.sync import all_have_come
 from shardwise.errors import ShardwiseError, StepError, TransportError
-from shardwise.transaction.report import Report, first_cause
+from shardwise.transaction.first_cause import Report, first_cause
 
 # Words of a segment: the last step that this rank has come to the end of; the one it has failed in; 1 if it failed for good.
 _ARRIVED, _FAILED, _ENDED = 0, 1, 2

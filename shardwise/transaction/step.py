@@ -8,8 +8,8 @@ from typing import Literal, NoReturn
 
 from shardwise.comm import alarm
 from shardwise.errors import RejectedStep, StepError
+from shardwise.transaction.first_cause import Choice, Report, make_report
 from shardwise.transaction.ledger import Ledger
-from shardwise.transaction.report import Choice, Report, make_report
 
 Types = tuple[type[BaseException], ...]
 Outcome = Literal["running", "committed", "again", "skipped", "undone", "lost"]
