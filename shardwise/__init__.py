@@ -15,6 +15,7 @@ from shardwise.api.replicate import ReplicateModule, replicate
 from shardwise.api.shard_model import shard_model
 from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.api.temporary import policy
+from shardwise.api.transaction import transaction
 from shardwise.api.zero import ZeroRedundancyOptimizer
 from shardwise.comm.cables import set_host_timeout
 from shardwise.comm.links.link import set_default_transport
@@ -25,8 +26,10 @@ from shardwise.errors import (
     DamagedCheckpointError,
     DesyncError,
     LayoutError,
+    RejectedStep,
     ShardwiseError,
     StateError,
+    StepError,
     TransportError,
 )
 from shardwise.optim.clip import clip_grad_norm_
@@ -49,11 +52,13 @@ __all__ = [
     "LayoutError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "RejectedStep",
     "ReplicateModule",
     "ShardPlacementResult",
     "ShardedOptimizer",
     "ShardwiseError",
     "StateError",
+    "StepError",
     "TransportError",
     "UnitRow",
     "UnitTable",
@@ -73,4 +78,5 @@ __all__ = [
     "set_host_timeout",
     "shard_model",
     "share_comm_ctx",
+    "transaction",
 ]

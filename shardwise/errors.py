@@ -43,3 +43,19 @@ class CheckpointError(ShardwiseError, RuntimeError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint is not what was saved: a file is missing, of another save, or has other bytes."""
+
+
+class RejectedStep(ShardwiseError, RuntimeError):
+    """A step that user code has rejected (``step.reject``) in a transaction."""
+
+
+class StepError(ShardwiseError, RuntimeError):
+    """Another rank raised in a transaction: all ranks are where they were before it.
+
+    Attributes:
+        rank: global rank that raised.  kind: name of the exception's class.  text: its first line.  place: where in its code.
+    """
+
+    def __init__(self, message: str, rank: int = -1, kind: str = "", text: str = "", place: str = "") -> None:
+        super().__init__(message)
+        self.rank, self.kind, self.text, self.place = rank, kind, text, place

@@ -278,6 +278,12 @@ def is_gloo(group: torch.distributed.ProcessGroup) -> bool:
         return False
 
 
+def is_only_gloo(group: dist.ProcessGroup) -> bool:
+    """Return True if gloo serves every device of ``group``."""
+    names = {type(group._get_backend(device)).__name__ for device in group._device_types}  # pyright: ignore
+    return names == {"ProcessGroupGloo"}
+
+
 def accelerator_type() -> str:
     """Return the device type that default meshes use: the accelerator's, "cpu" where there is none."""
     device = torch._C._get_accelerator()
@@ -434,3 +440,44 @@ DispatchMode = TorchDispatchMode
 def group_name_of(process_group: torch.ScriptObject) -> str:
     """Return the name of a process group in the form in which operators take it."""
     return dist.ProcessGroup.unbox(process_group).group_name
+
+
+# --- transactions (comm/mending.py, transaction/) ---
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """Return the process groups that this process is a member of."""
+    from torch.distributed.distributed_c10d import _world
+
+    return list(_world.pg_map)
+
+
+def replace_gloo(group: dist.ProcessGroup, prefix: str, kind: int) -> None:
+    """Put a new gloo backend under ``group``, connected through its store under ``prefix``.  Collective.
+
+    ``kind``: a number that no backend of the group has: torch would take the old one again.  That one lives on, without
+    connections, until the group is destroyed.
+    """
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+    old: Any = group._get_backend(torch.device("cpu"))
+    store = dist.PrefixStore(prefix, process_group_store(group))
+    new = ProcessGroupGloo(store, group.rank(), group.size(), old.options)
+    for device in group._device_types:  # pyright: ignore[reportAttributeAccessIssue]
+        group._register_backend(device, dist.ProcessGroup.BackendType(kind), new)
+
+
+def settle_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
+    """Let DDP lay out its buckets as the last step has shown, which it would do in its next forward.  Collective."""
+    ddp.reducer._rebuild_buckets()
+
+
+def reset_reducer(ddp: nn.parallel.DistributedDataParallel) -> None:
+    """Let DDP forget a backward that has not ended; its next step shows the order of its buckets again."""
+    ddp.reducer._reset_state()
+    ddp._has_rebuilt_buckets = False
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the live dict of a module's own buffers."""
+    return module._buffers

@@ -19,6 +19,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("plan", "comm"),
     ("units", "optim"),
     ("engine", "zero"),
+    ("transaction",),
     ("api",),
     ("checkpoint",),
     ("recipes", "testing"),

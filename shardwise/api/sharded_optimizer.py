@@ -121,6 +121,11 @@ class ShardedOptimizer(Optimizer):
         finally:
             copy_options(self._stepper.optimizer.param_groups, self.param_groups)
 
+    @property
+    def stepper(self) -> Stepper:
+        """How the inner optimizer is run."""
+        return self._stepper
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters and local shards, or make them zero."""
         for pieces in self._pieces.values():

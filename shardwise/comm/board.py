@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
@@ -35,6 +35,7 @@ class Board:
     rank: int = field(init=False)
     size: int = field(init=False)
     num_agreements: int = field(default=0)
+    num_renewals: int = field(default=0)
     track: Track = field(default_factory=lambda: Track(""))
 
     def __post_init__(self) -> None:
@@ -61,6 +62,14 @@ class Board:
         Raises: DesyncError like :meth:`agree`, but not for texts that differ.
         """
         return self._compare(what, (), None, text) if self.has_peers else [text] * self.size
+
+    def renew(self) -> None:
+        """Begin again with nothing posted and no agreement made: after ranks have gone back to the state before a step."""
+        self.num_renewals += 1
+        self.posts = replace(
+            self.posts, prefix=f"{self.posts.prefix.partition(' renewed ')[0]} renewed {self.num_renewals}"
+        )
+        self.num_agreements = 0
 
     def report_failure(self, text: str) -> None:
         """Tell ranks that wait for this one why it will not come; the first report stays."""

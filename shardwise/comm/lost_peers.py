@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.comm import alarm
 from shardwise.comm.alive import is_gone, ranks_in_words
 from shardwise.errors import ShardwiseError, TransportError
 from shardwise.torch_private import default_store
@@ -48,6 +49,7 @@ def _gone(others: Sequence[int]) -> tuple[int, ...]:
         return ()
     end = time.monotonic() + _GRACE_S
     while True:
+        alarm.look()
         found = tuple(rank for rank in others if is_gone(store, rank))
         if found or time.monotonic() >= end:
             return found

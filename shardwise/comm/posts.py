@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from shardwise.black_box import EVERYBODY, WAITS, note
+from shardwise.comm import alarm
 from shardwise.comm.alive import LOOK_S, announce, is_gone, ranks_in_words
 from shardwise.comm.cables import watch_cables
 from shardwise.comm.store import JobStore
@@ -23,6 +25,10 @@ from shardwise.torch_private import default_store, process_group_store, timeout_
 
 GRACE_S = 3.0  # after a rank's own deadline: what others may take to reach theirs and report
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1e-4, 2e-2  # between two questions to the store
+
+# How often ranks have gone back to the state before a step, by the ranks that did: what they open then is numbered from one
+# again, because some had opened more than others.  Per job.
+_eras: weakref.WeakKeyDictionary[dist.Store, dict[frozenset[int], int]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,8 @@ class Posts:
 
         That is after ``limit_s`` seconds for all of them together (default: the timeout), as soon as the process of one that
         is missing, or of one in ``needs``, has gone, and once ``is_enough`` says so of what has come (asked of late ranks).
-        Raises: TransportError if the store does not answer.  Cost: one or two questions per rank, then one per look.
+        Raises: TransportError if the store does not answer; what :func:`alarm.look` raises.  Cost: one or two questions per
+        rank, then one per look.
         """
         start = looked = time.monotonic()
         limit_s, pause_s = self.timeout_s if limit_s is None else limit_s, _LEAST_PAUSE_S
@@ -85,6 +92,8 @@ class Posts:
             if missing and not is_noted:
                 is_noted = True
                 note(f"{WAITS}rank {self.members[missing[0]]}" if len(missing) == 1 else EVERYBODY, what)
+            if missing:
+                alarm.look()
             now = time.monotonic()
             is_over = now - start >= limit_s
             if missing and now - looked >= LOOK_S:
@@ -126,5 +135,21 @@ def number_posts(store: dist.Store, topic: str, members: tuple[int, ...], rank: 
         announce(notes, dist.get_rank())
     job = JobStore(store, timeout_s)
     place = f"shardwise/{topic}/{hashlib.sha256(repr(members).encode()).hexdigest()[:12]}"
+    era = _era_of(members)
+    if era:
+        place = f"{place}/era {era}"
     number = job.add(f"{place}/opened/{rank}", 1)
     return Posts(job, f"{place}/{number}", members, rank, timeout_s, notes)
+
+
+def begin_era(members: Iterable[int]) -> None:
+    """Number what groups of global ranks ``members`` open from one again; all of these ranks call it, between two steps."""
+    store = default_store()
+    if store is not None:
+        eras, ranks = _eras.setdefault(store, {}), frozenset(members)
+        eras[ranks] = eras.get(ranks, 0) + 1
+
+
+def _era_of(members: Iterable[int]) -> int:
+    store, ranks = default_store(), frozenset(members)
+    return 0 if store is None else sum(era for among, era in _eras.get(store, {}).items() if ranks <= among)

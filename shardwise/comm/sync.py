@@ -1,4 +1,4 @@
-"""Make tensors equal on all ranks of a group."""
+"""Make the ranks of a group equal: in what they hold, and in how far they have come."""
 
 from __future__ import annotations
 
@@ -59,3 +59,9 @@ def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         batches[-1].append(tensor)
         room -= num_bytes
     return batches
+
+
+def all_have_come(group: dist.ProcessGroup) -> None:
+    """Return once all ranks of ``group`` have called this: one all-reduce of one number."""
+    if group.size() > 1:
+        dist.all_reduce(torch.ones((), dtype=torch.int32), group=group)

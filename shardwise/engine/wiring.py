@@ -29,7 +29,9 @@ def new_engine(units: list[Unit]) -> Engine:
     engine.adopt(units)
     engine.journal.bulletin = bulletin = _bulletin(units, device)
     if bulletin is not None:
-        engine.means.spans.tell = lambda reason: bulletin.tell(Position(0, (), reason))  # not the journal: it has the units
+        engine.means.spans.tell = lambda reason: bulletin.tell(
+            Position(0, (), reason)
+        )  # not the journal: it has the units
         engine.journal.log.track.name = bulletin.topic  # a count of this process alone may be another on other ranks
     limit_reductions(engine)
     bind_units(engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,6 +134,19 @@ class ElementwiseStep:
             if not group.is_checked or group.num_steps % CHECK_EVERY == 0 or group.num_steps <= CHECK_EVERY:
                 self._check_state(group)
         return loss
+
+    def mark(self) -> Callable[[], None]:
+        """Return what brings back which pieces are in which runs; the optimizer's state and groups are the caller's."""
+        given, put_back_given = self._given, self._given.mark()
+        groups = [(group, dict(vars(group))) for group in self._groups]  # a layout replaces lists and changes none
+
+        def put_back() -> None:
+            self._given = given
+            put_back_given()
+            for group, was in groups:
+                vars(group).update(was)
+
+        return put_back
 
     @property
     def num_runs(self) -> int:

@@ -101,6 +101,19 @@ class GivenState:
         if targets:
             torch_private.copy_all(targets, sources)
 
+    def mark(self) -> Callable[[], None]:
+        """Return what brings back what is given out now, and the numbers in it."""
+        parts = {piece: dict(of) for piece, of in self._parts.items()}
+        copies = {piece: dict(of) for piece, of in self._copies.items()}
+        numbers = [(value, value.detach().clone()) for of in copies.values() for value in of.values()]
+
+        def put_back() -> None:
+            self._parts, self._copies = parts, copies
+            for value, was in numbers:
+                value.detach().copy_(was)
+
+        return put_back
+
     def _forget(self) -> None:
         parts = {p: {k: v for k, v in of.items() if is_held(v.tensor)} for p, of in self._parts.items()}
         copies = {p: {k: v for k, v in of.items() if is_held(v)} for p, of in self._copies.items()}

@@ -26,6 +26,10 @@ class Stepper(Protocol):
         """Update all parameters; return the loss of ``closure``."""
         ...
 
+    def mark(self) -> Callable[[], None]:
+        """Return what brings back, after a step that is undone, what is neither the optimizer's state nor its groups."""
+        ...
+
     def add_group(self, params: Params, options: Mapping[str, Any]) -> None:
         """Add a param group."""
         ...

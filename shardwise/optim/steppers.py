@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,10 @@ class PlainStep:
         """Step the optimizer itself, which may call ``closure`` many times."""
         with torch.enable_grad():
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def mark(self) -> Callable[[], None]:
+        """Return nothing to do: all is in the optimizer."""
+        return lambda: None
 
     def add_group(self, params: Params, options: Mapping[str, Any]) -> None:
         """Add a param group of plain tensors.  Raises: ConfigError for sharded ones."""

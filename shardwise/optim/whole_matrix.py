@@ -6,7 +6,7 @@ balanced by cost.  Parameters that every rank holds whole are updated on every r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +121,16 @@ class WholeMatrixStep:
             for piece, value in scattered.updates:
                 local_of(piece).detach().copy_(value)
         return loss
+
+    def mark(self) -> Callable[[], None]:
+        """Return what brings back of which matrices there is state."""
+        was = [matrix.has_state for matrix in self._matrices]
+
+        def put_back() -> None:
+            for matrix, had_state in zip(self._matrices, was, strict=True):
+                matrix.has_state = had_state
+
+        return put_back
 
     def _update(self) -> Exception | None:
         """Step the optimizer over what has been gathered and what is whole here; return what it raised."""

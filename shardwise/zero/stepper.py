@@ -158,6 +158,23 @@ class ShareStepper:
         self.has_state = True
         self.consolidated = None
 
+    def mark(self) -> Callable[[], None]:
+        """Return what brings the count of steps back, and what is known of the state."""
+        was = self.num_steps, self.has_state
+        consolidated = self.consolidated
+
+        def put_back() -> None:
+            self.num_steps, self.has_state = was
+            self.consolidated = consolidated
+
+        return put_back
+
+    def renew(self) -> None:
+        """Know nothing of the other ranks any more: after all have gone back to the state before a step."""
+        self.board.renew()
+        self.known = KnownGradients()
+        self._staging.clear()
+
     def _update(
         self,
         closure: Callable[[], float] | None,

@@ -446,3 +446,65 @@ def test_a_dispatch_mode_sees_operations_that_collectives_are_too(fake_ranks: ob
         dist.all_reduce(torch.ones(2))
     world = dist.distributed_c10d._get_default_group().group_name
     assert seen == [("aten::ones", ""), ("c10d::allreduce_", world)]
+
+
+@pytest.fixture
+def one_rank() -> object:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield None
+    dist.destroy_process_group()
+
+
+def test_a_group_is_the_same_object_over_another_backend(one_rank: object) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    assert private.all_groups() == [group]
+    for kind in (8, 9):
+        old = private.backend_of(group, torch.device("cpu"))
+        private.replace_gloo(group, f"again/{kind}", kind)
+        new = private.backend_of(group, torch.device("cpu"))
+        assert new is not old
+        assert new.options is not None
+        assert private.timeout_s_of(group) == 1800.0
+        assert private.is_gloo(group)
+    ones = torch.ones(2)
+    dist.all_reduce(ones, group=group)
+    assert (ones.tolist(), dist.get_backend(group)) == ([1.0, 1.0], "gloo")
+
+
+def test_a_group_that_gloo_serves_alone_is_known(one_rank: object) -> None:
+    assert dist.group.WORLD is not None
+    assert private.is_only_gloo(dist.group.WORLD)
+
+
+def test_a_group_of_another_backend_is_known(fake_ranks: object) -> None:
+    assert dist.group.WORLD is not None
+    assert not private.is_only_gloo(dist.group.WORLD)
+
+
+def test_ddp_begins_again_after_a_backward_that_has_not_ended(one_rank: object) -> None:
+    ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    private.settle_buckets(ddp)
+
+    def fail(gradient: torch.Tensor) -> torch.Tensor:
+        raise KeyError
+
+    output = ddp(torch.ones(1, 2))
+    output.register_hook(fail)
+    hidden = ddp.module[1].weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(KeyError):
+        output.sum().backward()
+    hidden.remove()
+    private.reset_reducer(ddp)
+    ddp.zero_grad()
+    for _ in range(3):
+        ddp(torch.ones(1, 2)).sum().backward()
+        private.settle_buckets(ddp)
+    assert ddp.module[0].weight.grad is not None
+
+
+def test_the_buffers_of_a_module_are_a_live_dict() -> None:
+    module = nn.BatchNorm1d(2)
+    private.buffers_of(module)["running_mean"] = torch.ones(2)
+    assert module.running_mean is not None
+    assert module.running_mean.tolist() == [1.0, 1.0]

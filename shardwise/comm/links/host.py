@@ -20,6 +20,7 @@ import torch
 
 from shardwise import torch_private
 from shardwise.black_box import WAITS, note
+from shardwise.comm import alarm
 from shardwise.comm.alive import Liveness
 from shardwise.comm.communicator import BucketEnds, GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.links.arena import ArenaPlace
@@ -347,6 +348,7 @@ class HostLink:
         start = time.monotonic()
         sleep_s, look_s = _FIRST_SLEEP_S, _LIVENESS_S
         while not is_there():
+            alarm.look()
             self._check_epochs(what)
             waited_s = time.monotonic() - start
             if waited_s > look_s:

@@ -39,6 +39,13 @@ def keep(group: dist.ProcessGroup, works: Iterable[dist.Work], memory: Iterable[
     kept.memory += memory
 
 
+def drop(group: dist.ProcessGroup) -> None:
+    """Let go of what is kept of ``group``, whose connections are closed: nothing arrives by them any more."""
+    kept = _kept.get(group)
+    if kept is not None:
+        kept.drop()
+
+
 def num_kept(group: dist.ProcessGroup) -> int:
     """Return how many messages of ``group`` are kept."""
     kept = _kept.get(group)
