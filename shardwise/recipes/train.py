@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from shardwise import describe_units, record
+from shardwise import __version__, describe_units, record
 from shardwise.doctor.recorder import BLACK_BOX
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks
 from shardwise.recipes.doors import DOORS
@@ -52,7 +51,7 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
         trainer = build_trainer(run, ranks)
         run = trainer.run  # it knows now which checkpoint was whole
         if ranks.is_first:
-            write_config(run, ranks.num_ranks, trainer.num_parameters, version("shardwise"))
+            write_config(run, ranks.num_ranks, trainer.num_parameters, __version__)
         journal = _open_journal(run, stack, start.step_file) if ranks.is_first else SilentJournal()
         _say_start(trainer, journal)
         if start.restart is not None:
