@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.cuda.nccl import version as nccl_version
 
 from shardwise.comm.links.arena import can_share_memory
 from shardwise.comm.links.segment import HEADER_BYTES, Segment
@@ -94,7 +95,7 @@ def _backend(is_built: Callable[[], bool]) -> Offer:
     if not is_built():
         return Offer(why_not="not in this build of torch")
     if is_built is dist.is_nccl_available:
-        version = ".".join(map(str, torch.cuda.nccl.version()))
+        version = ".".join(map(str, nccl_version()))
         return Offer(version, "" if torch.cuda.is_available() else "torch finds no GPU")
     return Offer()
 

@@ -34,7 +34,7 @@ def in_lines(facts: HostFacts) -> Iterator[str]:
     yield from _named(facts.software)
     yield from _section("backends", _offers(facts.backends))
     devices = {f"GPU {number}": text for number, text in enumerate(facts.devices)}
-    yield from _section("devices", facts.cores | (devices or {"GPUs": "none that torch can use"}))
+    yield from _section("devices", {**facts.cores, **(devices or {"GPUs": "none that torch can use"})})
     yield from _section("transports", _offers(facts.transports))
     yield from _section("packages", facts.packages)
     yield from _section("environment", facts.environment or {"(none)": "no variable is set that changes how ranks run"})

@@ -109,7 +109,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     for name, meaning in (
         ("lr", "highest learning rate"),
         ("weight-decay", "of AdamW, on matrices"),
-        ("clip", "largest norm of the gradients"),
+        ("clip", "largest norm of the gradients; 0: clip nothing"),
     ):
         value = getattr(default, name.replace("-", "_"))
         group.add_argument(f"--{name}", type=float, metavar="X", help=f"{meaning} (default: {value})")

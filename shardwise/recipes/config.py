@@ -12,6 +12,7 @@ from shardwise.comm.links.link import check_transport
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 
+NUM_BYTES = 256  # the vocabulary of text without a tokenizer
 DTYPES = ("fp32", "bf16")
 SHARDS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")
 ENGINE_SHARDS = frozenset({"full", "hybrid", "replicate"})  # those of our own engine: offload and --tp go with them
@@ -100,10 +101,10 @@ def check_config(config: TrainConfig) -> None:
     for name in ("warmup", "sample_bytes", "weight_decay", "min_unit_bytes"):
         if getattr(config, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}, expected 0 or more.")
-    for name in ("lr", "clip"):
-        value = getattr(config, name)
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"--{name} is {value}, expected a positive number.")
+    if not (math.isfinite(config.lr) and config.lr > 0):
+        raise ConfigError(f"--lr is {config.lr}, expected a positive number.")
+    if not (math.isfinite(config.clip) and config.clip >= 0):
+        raise ConfigError(f"--clip is {config.clip}, expected a positive number, or 0 to clip nothing.")
     if config.dtype not in DTYPES:
         raise ConfigError(f"--dtype is {config.dtype!r}, expected one of {', '.join(DTYPES)}.")
     if config.shard not in SHARDS:

@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.recipes.config import ModelShape
-
-NUM_BYTES = 256
+from shardwise.recipes.config import NUM_BYTES, ModelShape
 
 
 class Attention(nn.Module):

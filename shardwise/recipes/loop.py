@@ -42,6 +42,11 @@ class Trainer:
     def config(self) -> TrainConfig:
         return self.run.config
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks together train on in a step."""
+        return self.config.batch * self.config.model.context
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -101,12 +106,16 @@ class _Figures:
         self._trainer = trainer
         self._journal = journal
         self._pending: list[_Step] = []
-        self._began = time.perf_counter()
+        self._began = self._last = time.perf_counter()
         self.trained_s = 0.0
 
     def add(self, step: _Step) -> None:
-        """Keep a step."""
-        self._pending.append(step)
+        """Keep a step, which has just ended: it took as long as it is since the one before, or since the clock was started."""
+        now = time.perf_counter()
+        speed = self._trainer.tokens_per_step / (now - self._last)
+        self._last = now
+        figures = replace(step.figures, tokens_per_s=speed, time=time.time())
+        self._pending.append(replace(step, figures=figures))
         self._journal.advance(step.figures.step)
 
     def write(self) -> None:
@@ -120,13 +129,13 @@ class _Figures:
         losses = trainer.ranks.mean([step.loss for step in self._pending])
         peak = max(trainer.ranks.gather(peak_bytes(trainer.ranks.device)))
         steps = [replace(step.figures, loss=loss) for step, loss in zip(self._pending, losses, strict=True)]
-        speed = config.batch * config.model.context / step_s
+        speed = trainer.tokens_per_step / step_s
         self._journal.trained(steps, round(speed, 1), peak, (config.steps - steps[-1].step) * step_s)
         self._pending = []
 
     def go_on(self) -> None:
         """Start the clock again."""
-        self._began = time.perf_counter()
+        self._began = self._last = time.perf_counter()
 
 
 def train_steps(trainer: Trainer, journal: RunLog, asked: Asked) -> Finished | Stopped:
@@ -152,7 +161,8 @@ def train_steps(trainer: Trainer, journal: RunLog, asked: Asked) -> Finished | S
             raise _diverged(trainer, done, f"the loss is {mean}, the norm of its gradients {step.figures.grad_norm}")
         figures.add(step)
         is_asked = verdict.signal != 0
-        if not is_asked and not any(_is_due(done, every, config) for every in intervals):
+        is_first = number == start  # its figures are shown at once
+        if not (is_asked or is_first or any(_is_due(done, every, config) for every in intervals)):
             continue
         figures.write()
         if _is_due(done, config.eval_every, config):
@@ -167,8 +177,7 @@ def train_steps(trainer: Trainer, journal: RunLog, asked: Asked) -> Finished | S
         figures.go_on()
     held = replace(held, peak_bytes=peak_bytes(trainer.ranks.device))
     each = tuple(HeldBytes(**values) for values in trainer.ranks.gather(asdict(held)))
-    num_tokens = (config.steps - start) * config.batch * config.model.context
-    return Finished(each, num_tokens / figures.trained_s)
+    return Finished(each, (config.steps - start) * trainer.tokens_per_step / figures.trained_s)
 
 
 def _judge(trainer: Trainer, step: _Step, asked: Asked) -> Verdict:
@@ -181,7 +190,8 @@ def _judge(trainer: Trainer, step: _Step, asked: Asked) -> Verdict:
 def _diverged(trainer: Trainer, step: int, what: str) -> DivergedError:
     return DivergedError(
         f"step {step}: {what}: training has diverged and this run has ended; its checkpoints are as they were. "
-        f"Start a new run with a lower --lr (it is {trainer.config.lr:g}), a longer --warmup or a smaller --clip."
+        f"Start a new run with a lower --lr (it is {trainer.config.lr:g}), a longer --warmup or a smaller --clip "
+        f"(it is {trainer.config.clip:g}{'' if trainer.config.clip else ': off'})."
     )
 
 
@@ -204,7 +214,7 @@ def _train_step(trainer: Trainer, step: int, *, measure: bool) -> _Step:
             part.backward()
         loss += part.detach()
     door.reduce(trainer.optimizer)
-    norm = door.clip(trainer.model, trainer.optimizer, config.clip)
+    norm = door.clip(trainer.model, trainer.optimizer, config.clip or math.inf)
     trainer.optimizer.step()
     held = measure_held(trainer.model, local_optimizer(trainer.optimizer)) if measure else HeldBytes(0, 0, 0)
     trainer.optimizer.zero_grad()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -108,10 +109,27 @@ def check_new_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file, expected a folder that is new or empty.")
     if out.is_dir() and any(out.iterdir()):
-        raise ConfigError(
-            f"--out {out} exists and is not empty; nothing was changed. "
-            f"Name another folder, or continue that run with --resume {out}."
-        )
+        if _is_run(out):
+            advice = f"Name another folder, or continue that run with --resume {out}."
+        else:
+            advice = (
+                f"It holds no run of shardwise. Name a folder that is not there yet, such as --out {_free_name(out)}."
+            )
+        raise ConfigError(f"--out {out} exists and is not empty; nothing was changed. {advice}")
+
+
+def _free_name(folder: Path) -> Path:
+    """Return a name in ``folder`` that is not taken."""
+    names = (f"run-{number}" if number > 1 else "run" for number in itertools.count(1))
+    return next(folder / name for name in names if not (folder / name).exists())
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        read_run_config(folder)
+    except ConfigError:
+        return False
+    return True
 
 
 def read_run_config(folder: Path) -> TrainConfig:

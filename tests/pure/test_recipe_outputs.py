@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import math
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from shardwise.recipes.config import SHARDS, ModelShape, TrainConfig
 from shardwise.recipes.doors import DOORS, build_adamw
 from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
 from shardwise.recipes.held_bytes import HeldBytes, format_bytes, local_bytes, measure_held, unsharded_bytes
-from shardwise.recipes.progress import memory_table
+from shardwise.recipes.progress import ProgressDisplay, memory_table
 from shardwise.recipes.report import draw_report
+from shardwise.recipes.run_log import RunJournal, TrainedStep
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, context=12)
 
@@ -142,6 +144,40 @@ def test_the_picture_shows_where_a_run_was_started_again(tmp_path: Path) -> None
     columns = np.flatnonzero((left != right).any(-1).sum(0) > 100)  # from top to bottom, dotted
     assert 2 <= len(columns) <= 8
     assert columns[-1] - columns[0] > 100
+
+
+def test_the_picture_shows_the_speed_of_every_step_that_tells_it(tmp_path: Path) -> None:
+    old: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
+    new = [{**line, "tokens_per_s": 1000.0 + 10 * n} for n, line in enumerate(old)]
+    for name, lines in (("old", old), ("new", new)):
+        draw_report(tmp_path / f"{name}.png", "title", lines, 2.9, [HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4))
+        pixels = np.round(matplotlib.image.imread(tmp_path / f"{name}.png")[..., :3] * 255).astype(int)
+        assert bool((pixels == (23, 190, 207)).all(-1).any()) == (name == "new")
+
+
+class _Scalars:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.seen.append((tag, scalar_value, global_step))
+
+    def flush(self) -> None:
+        return
+
+
+def test_figures_of_a_step_are_of_that_step_alone() -> None:
+    lines, scalars = io.StringIO(), _Scalars()
+    journal = RunJournal(ProgressDisplay(3, 0, is_shown=False), lines, scalars)
+    steps = [TrainedStep(n, 5.0 / n, 1.0, 0.1, tokens_per_s=100.0 * n, time=1000.0 + n) for n in (1, 2, 3)]
+    journal.trained(steps, 12345.0, 1, 0.0)
+    found = [json.loads(line) for line in lines.getvalue().splitlines()]
+    assert [(line["step"], line["tokens_per_s"], line["time"]) for line in found] == [
+        (1, 100.0, 1001.0), (2, 200.0, 1002.0), (3, 300.0, 1003.0),
+    ]  # fmt: skip
+    assert [(value, step) for tag, value, step in scalars.seen if tag == "speed/tokens_per_s"] == [
+        (100.0, 1), (200.0, 2), (300.0, 3),
+    ]  # fmt: skip
 
 
 def test_every_door_explains_itself() -> None:
