@@ -18,7 +18,8 @@ from shardwise.one_host import host_memory_bytes, usable_cores
 from shardwise.recipes.config import check_ranks
 from shardwise.recipes.held_bytes import format_bytes
 from shardwise.recipes.least_bytes import Room, check_room
-from shardwise.recipes.run_folder import check_start, new_folder
+from shardwise.recipes.run_folder import check_start, new_folder, tokenizer_of
+from shardwise.recipes.tokens import open_vocabulary
 
 
 def run_train(request: TrainRequest, words: Sequence[str]) -> int:
@@ -30,6 +31,10 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", request.launched_ranks))
             _check_room(request, device_type, request.launched_ranks, local)
         return _run_here(request, device_type)
+    if request.config.model_from is not None:
+        from shardwise.recipes.own_model import check_module  # as little of the trainer as there is need for
+
+        check_module(request.config.model_from)
     nproc = request.nproc or default_nproc(device_type)
     if device_type == "cuda" and nproc > torch.cuda.device_count():
         raise ConfigError(
@@ -60,7 +65,8 @@ def _check_room(request: TrainRequest, device_type: str, num_ranks: int, local_r
     check_ranks(request.config, num_ranks)
     room = _room_of(device_type, local_ranks)
     if room is not None:
-        check_room(request.config, num_ranks, room)
+        vocabulary = open_vocabulary(tokenizer_of(request.start, request.config))
+        check_room(request.config, num_ranks, room, vocabulary.size)
 
 
 def _room_of(device_type: str, local_ranks: int) -> Room | None:

@@ -62,6 +62,8 @@ def least_bytes(config: TrainConfig, num_ranks: int, vocabulary: int = NUM_BYTES
     """Return what each of ``num_ranks`` ranks takes at least; of a model of the user's own the logits alone are known."""
     num_sequences = config.batch // (data_ranks(config, num_ranks) * config.accumulate)
     around = config.model.context * (2 * _INT64 + 2 * _FP32 * vocabulary)  # tokens, targets, logits, their log-softmax
+    if config.model_from is not None:
+        return LeastBytes(0, 0, around, num_sequences)
     state_shards, gradient_shards = _shards(config, num_ranks)
     each = _FP32 * count_gpt_parameters(config.model, vocabulary)
     parameters = each // state_shards if config.shard in ENGINE_SHARDS else each

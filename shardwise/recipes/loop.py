@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from shardwise.recipes.checkpoints import Progress, finish_saving, load_newest, start_saving
 from shardwise.recipes.config import TrainConfig, learning_rate
 from shardwise.recipes.doors import DOORS, Door, local_optimizer
-from shardwise.recipes.gpt import build_gpt, next_byte_loss
-from shardwise.recipes.held_bytes import HeldBytes, measure_held, peak_bytes
+from shardwise.recipes.gpt import GPT, build_gpt, logits_of, next_byte_loss
+from shardwise.recipes.held_bytes import HeldBytes, measure_held, peak_bytes, unsharded_of
+from shardwise.recipes.own_model import build_own, check_alike, load_init
 from shardwise.recipes.parallel import build_meshes, compile_blocks, split_heads, why_not_compiled
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Run
@@ -36,6 +37,7 @@ class Trainer:
     train: Windows
     validation: Windows
     num_parameters: int
+    unsharded: HeldBytes  # what a rank would hold of it without any sharding
     notes: tuple[str, ...]  # what a person should know before the first step
 
     @property
@@ -69,10 +71,10 @@ def build_trainer(run: Run, ranks: RunRanks) -> Trainer:
     config = run.config
     door = DOORS[config.shard]
     torch.manual_seed(config.seed)
-    plain = build_gpt(config.model, config.seed, recompute=config.recompute).to(ranks.device)
-    num_parameters = sum(p.numel() for p in plain.parameters())
+    plain = _build_model(run, ranks).to(ranks.device)
+    num_parameters, unsharded = sum(p.numel() for p in plain.parameters()), unsharded_of(plain)
     meshes = build_meshes(config, ranks)
-    if meshes.tensor is not None:
+    if meshes.tensor is not None and isinstance(plain, GPT):
         split_heads(plain, meshes.tensor)
     note: str | None = None
     if config.compile:
@@ -81,13 +83,25 @@ def build_trainer(run: Run, ranks: RunRanks) -> Trainer:
             compile_blocks(plain, config.compile_backend)
     model = door.wrap(plain, config, meshes.data)
     optimizer = door.build_optimizer(model, config)
+    if config.init is not None and run.checkpoint is None:
+        load_init(config.init, door.plain(model))
     resumed = load_newest(run.checkpoints, door.plain(model), optimizer) if run.checkpoint is not None else None
     if resumed is not None:
         run = replace(run, checkpoint=resumed.checkpoint, done=resumed.done)
     text = run.folder / "text"
-    train, validation = (open_windows(text / name, config.model.context) for name in ("train.bin", "validation.bin"))
+    context, itemsize = config.model.context, run.facts.itemsize
+    train, validation = (open_windows(text / name, context, itemsize) for name in ("train.bin", "validation.bin"))
     notes = (*([note] if note else []), *(f"DAMAGED: {text}" for text in (resumed.skipped if resumed else ())))
-    return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters, notes)
+    return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters, unsharded, notes)
+
+
+def _build_model(run: Run, ranks: RunRanks) -> nn.Module:
+    config, vocabulary = run.config, run.facts.vocabulary
+    if config.model_from is None:
+        return build_gpt(config.model, config.seed, recompute=config.recompute, vocabulary=vocabulary)
+    model = build_own(config.model_from, config.seed, vocabulary, config.model.context)
+    check_alike(model, ranks, config.model_from)
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +247,7 @@ def _microbatch(trainer: Trainer, step: int, microbatch: int) -> tuple[Tensor, T
 
 @torch.no_grad()
 def validate(trainer: Trainer) -> float:
-    """Return the mean loss over ``eval_windows`` windows of the validation text, in nats per byte, on every rank."""
+    """Return the mean loss over ``eval_windows`` windows of the validation text, in nats per byte or token, on every rank."""
     config, ranks = trainer.config, trainer.ranks
     part, parts = ranks.data_rank, ranks.num_data_ranks
     windows, weights = validation_part(len(trainer.validation), config.eval_windows, part, parts)
@@ -245,7 +259,8 @@ def validate(trainer: Trainer) -> float:
         weighed = weights[first : first + size]
         tokens, targets = trainer.validation.stack(windows[first : first + size])
         with trainer.door.precision(config, ranks.device):
-            logits = model(tokens.to(ranks.device)).float().flatten(0, 1)
+            tokens = tokens.to(ranks.device)
+            logits = logits_of(model(tokens), tokens).float().flatten(0, 1)
         losses = nn.functional.cross_entropy(logits, targets.to(ranks.device).flatten(), reduction="none")
         total += (losses.view(len(weighed), -1).mean(1) * torch.tensor(weighed, device=ranks.device)).sum()
     summed, counted = ranks.total([total, torch.tensor(count)])

@@ -82,7 +82,9 @@ class RunJournal:
         lines: IO[str],
         scalars: ScalarWriter,
         done: Callable[[int], None] = lambda _: None,
+        unit: str = "byte",
     ) -> None:
+        self._unit = unit
         self._display = display
         self._done = done
         self._lines = lines
@@ -110,7 +112,7 @@ class RunJournal:
         """Record a validation loss."""
         self._write({"kind": "validation", "step": step, "loss": loss, "time": round(time.time(), 3)})
         self._scalars.add_scalar("validation/loss", loss, step)
-        self._display.say(f"step {step}: validation loss {loss:.4f} nats per byte")
+        self._display.say(f"step {step}: validation loss {loss:.4f} nats per {self._unit}")
 
     def say(self, text: str) -> None:
         """Print a line."""

@@ -19,7 +19,7 @@ from shardwise.recipes.doors import DOORS, build_adamw
 from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
 from shardwise.recipes.held_bytes import HeldBytes, format_bytes, local_bytes, measure_held, unsharded_bytes
 from shardwise.recipes.progress import ProgressDisplay, memory_table
-from shardwise.recipes.report import draw_report
+from shardwise.recipes.report import Baseline, draw_report
 from shardwise.recipes.run_log import RunJournal, TrainedStep
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, context=12)
@@ -82,12 +82,12 @@ def test_generation_keeps_the_prompt_and_the_mode_and_calls_forward_once_per_byt
     model = build_gpt(SHAPE, 0).train()
     calls: list[int] = []
     model.register_forward_pre_hook(lambda _module, args: calls.append(args[0].shape[1]))
-    text = generate(model, b"def ", 20, SHAPE.context, 0, torch.device("cpu"))
+    text = bytes(generate(model, b"def ", 20, SHAPE.context, 0, torch.device("cpu")))
     assert text[:4] == b"def "
     assert len(text) == 24
     assert calls == [min(4 + n, 12) for n in range(20)]
     assert model.training
-    assert text == generate(model, b"def ", 20, SHAPE.context, 0, torch.device("cpu"))
+    assert text == bytes(generate(model, b"def ", 20, SHAPE.context, 0, torch.device("cpu")))
 
 
 def test_measured_bytes_of_a_plain_model_are_the_unsharded_bytes() -> None:
@@ -126,7 +126,7 @@ def test_the_table_sets_ranks_beside_unsharded(num_ranks: int) -> None:
 def test_the_picture_shows_both_curves_and_the_bars(tmp_path: Path) -> None:
     metrics: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
     metrics += [{"kind": "validation", "step": n, "loss": 5.0 - n / 10} for n in (0, 10, 20)]
-    draw_report(tmp_path / "r.png", "title", metrics, 2.9, [HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4))
+    draw_report(tmp_path / "r.png", "title", metrics, Baseline(2.9), [HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4))
     pixels = np.round(matplotlib.image.imread(tmp_path / "r.png")[..., :3] * 255).astype(int).reshape(-1, 3)
     colors = {tuple(color) for color in np.unique(pixels, axis=0)}
     for name, color in {"validation": (214, 39, 40), "parameters": (31, 119, 180), "state": (44, 160, 44)}.items():
@@ -138,7 +138,12 @@ def test_the_picture_shows_where_a_run_was_started_again(tmp_path: Path) -> None
     restarts: list[dict[str, float | str]] = [{"kind": "restart", "step": n, "ranks": 2} for n in (5, 14)]
     for name, lines in (("with", restarts), ("without", [])):
         draw_report(
-            tmp_path / f"{name}.png", "title", [*metrics, *lines], 2.9, [HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4)
+            tmp_path / f"{name}.png",
+            "title",
+            [*metrics, *lines],
+            Baseline(2.9),
+            [HeldBytes(1, 1, 2)] * 2,
+            HeldBytes(2, 2, 4),
         )
     left, right = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("with", "without"))
     columns = np.flatnonzero((left != right).any(-1).sum(0) > 100)  # from top to bottom, dotted
@@ -150,7 +155,9 @@ def test_the_picture_shows_the_speed_of_every_step_that_tells_it(tmp_path: Path)
     old: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
     new = [{**line, "tokens_per_s": 1000.0 + 10 * n} for n, line in enumerate(old)]
     for name, lines in (("old", old), ("new", new)):
-        draw_report(tmp_path / f"{name}.png", "title", lines, 2.9, [HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4))
+        draw_report(
+            tmp_path / f"{name}.png", "title", lines, Baseline(2.9), [HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4)
+        )
         pixels = np.round(matplotlib.image.imread(tmp_path / f"{name}.png")[..., :3] * 255).astype(int)
         assert bool((pixels == (23, 190, 207)).all(-1).any()) == (name == "new")
 
