@@ -16,7 +16,7 @@ from shardwise.recipes.config import TrainConfig, learning_rate
 from shardwise.recipes.doors import DOORS, Door, local_optimizer
 from shardwise.recipes.gpt import GPT, build_gpt, logits_of, next_byte_loss
 from shardwise.recipes.held_bytes import HeldBytes, measure_held, peak_bytes, unsharded_of
-from shardwise.recipes.own_model import build_own, check_alike, load_init
+from shardwise.recipes.own_model import build_own, check_alike, load_init, try_own
 from shardwise.recipes.parallel import build_meshes, compile_blocks, split_heads, why_not_compiled
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Run
@@ -71,7 +71,7 @@ def build_trainer(run: Run, ranks: RunRanks) -> Trainer:
     config = run.config
     door = DOORS[config.shard]
     torch.manual_seed(config.seed)
-    plain = _build_model(run, ranks).to(ranks.device)
+    plain = _build_model(run, ranks)
     num_parameters, unsharded = sum(p.numel() for p in plain.parameters()), unsharded_of(plain)
     meshes = build_meshes(config, ranks)
     if meshes.tensor is not None and isinstance(plain, GPT):
@@ -98,9 +98,12 @@ def build_trainer(run: Run, ranks: RunRanks) -> Trainer:
 def _build_model(run: Run, ranks: RunRanks) -> nn.Module:
     config, vocabulary = run.config, run.facts.vocabulary
     if config.model_from is None:
-        return build_gpt(config.model, config.seed, recompute=config.recompute, vocabulary=vocabulary)
+        return build_gpt(config.model, config.seed, recompute=config.recompute, vocabulary=vocabulary).to(ranks.device)
     model = build_own(config.model_from, config.seed, vocabulary, config.model.context)
     check_alike(model, ranks, config.model_from)
+    model.to(ranks.device)
+    window = torch.zeros(1, config.model.context, dtype=torch.long, device=ranks.device)
+    try_own(model, config.model_from, vocabulary, window)
     return model
 
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.api.repeated_blocks import families_of
 from shardwise.checkpoint import CheckpointError, load
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import repeated_blocks
-from shardwise.recipes.gpt import GPT
+from shardwise.recipes.gpt import GPT, logits_of
 from shardwise.recipes.ranks import RunRanks
 
 
@@ -80,6 +80,32 @@ def _look_here() -> None:
         here not in sys.path and "" not in sys.path
     ):  # the script of an installed command does not look where it is called
         sys.path.insert(0, here)
+
+
+def try_own(model: nn.Module, model_from: str, vocabulary: int, window: Tensor) -> None:
+    """Refuse a model that does not map tokens to logits over all of ``vocabulary``, before it is sharded.
+
+    Shape: ``window`` (1, context) int64, on the model's device; one forward, without gradients.
+    Raises: ConfigError.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            output = model(window.fill_(vocabulary - 1))
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(
+            f"--model-from {model_from}: the model failed on int64 tokens of shape {tuple(window.shape)}, all "
+            f"{vocabulary - 1}, the highest of this text's ({type(error).__name__}: {reason}). Build it for vocabulary={vocabulary}."
+        ) from error
+    finally:
+        model.train(was_training)
+    size = logits_of(output, window).shape[2]
+    if size < vocabulary:
+        raise ConfigError(
+            f"--model-from {model_from}: the model has logits for {size} tokens, the text has {vocabulary}."
+        )
 
 
 def check_alike(model: nn.Module, ranks: RunRanks, model_from: str) -> None:

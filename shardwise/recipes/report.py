@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from numpy.typing import ArrayLike, NDArray
 
 from shardwise.recipes.held_bytes import HeldBytes
+from shardwise.recipes.text import Baseline
 
 _TRAIN, _VALIDATION, _REFERENCE = "#9ecae1", "#d62728", "#555555"
 _RESTART, _SPEED = "#9467bd", "#17becf"
@@ -23,14 +23,6 @@ _KINDS = (
     ("gradients", "gradient_bytes", "#ff7f0e"),
     ("optimizer state", "optimizer_bytes", "#2ca02c"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """What losses are set beside: the entropy of single bytes or tokens (``unit``) of the validation text."""
-
-    unigram_nats: float
-    unit: str = "byte"
 
 
 def draw_report(

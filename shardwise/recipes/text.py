@@ -42,6 +42,14 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
+class Baseline:
+    """What losses are set beside: the entropy of single bytes or tokens (``unit``) of the validation text."""
+
+    unigram_nats: float
+    unit: str = "byte"
+
+
+@dataclass(frozen=True, slots=True)
 class TextFacts:
     """What config.json keeps about the text.
 

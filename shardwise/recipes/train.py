@@ -31,6 +31,7 @@ from shardwise.recipes.run_folder import (
 )
 from shardwise.recipes.run_log import RunJournal, RunLog, SilentJournal, open_lines
 from shardwise.recipes.stop import Listening, listen_to_nobody
+from shardwise.recipes.text import Baseline
 from shardwise.recipes.tokens import open_vocabulary
 
 _PROMPT = "def "
@@ -137,7 +138,7 @@ def _sample(trainer: Trainer) -> str:
 
 
 def _conclude(trainer: Trainer, finished: Finished, sample: str) -> None:
-    from shardwise.recipes.report import Baseline, draw_report  # matplotlib: only rank 0, only when training is over
+    from shardwise.recipes.report import draw_report  # matplotlib: only rank 0, only when training is over
 
     run, config = trainer.run, trainer.config
     unsharded = trainer.unsharded

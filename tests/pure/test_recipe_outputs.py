@@ -19,8 +19,9 @@ from shardwise.recipes.doors import DOORS, build_adamw
 from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
 from shardwise.recipes.held_bytes import HeldBytes, format_bytes, local_bytes, measure_held, unsharded_bytes
 from shardwise.recipes.progress import ProgressDisplay, memory_table
-from shardwise.recipes.report import Baseline, draw_report
+from shardwise.recipes.report import draw_report
 from shardwise.recipes.run_log import RunJournal, TrainedStep
+from shardwise.recipes.text import Baseline
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, context=12)
 
