@@ -97,7 +97,8 @@ def try_own(model: nn.Module, model_from: str, vocabulary: int, window: Tensor) 
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
             f"--model-from {model_from}: the model failed on int64 tokens of shape {tuple(window.shape)}, all "
-            f"{vocabulary - 1}, the highest of this text's ({type(error).__name__}: {reason}). Build it for vocabulary={vocabulary}."
+            f"{vocabulary - 1}, the highest of this text ({type(error).__name__}: {reason}). "
+            f"Build it for vocabulary={vocabulary}."
         ) from error
     finally:
         model.train(was_training)

@@ -47,7 +47,7 @@ def _jobs(folder: Path, data: str) -> dict[str, str]:
     said["resumed"] = _train(Start(resume=folder / "short"), replace(config, shard="gradients"))
     said["replicated"] = _train(Start(out=folder / "replicated"), replace(config, shard="replicate", compile=False))
     if dist.get_rank() == 0:
-        export_model(folder / "whole", folder / "exported")
+        export_model(folder / "whole" / "checkpoints", folder / "exported")
         tensors = load_file(folder / "exported" / "model.safetensors")
         tensors["other.bias"] = tensors.pop("head.bias")
         tensors["token.weight"] = tensors["token.weight"][:9].clone()
