@@ -24,7 +24,7 @@ help:
 	@echo "installing torch and the other requirements into $(VENV) ..."
 	$(PIP) "$$(grep '^torch==' requirements.txt)"
 	$(PIP) -r requirements.txt
-	$(PIP) --no-deps --editable .
+	$(PIP) --no-deps --config-settings editable_mode=compat --editable .  # a path that type checkers follow
 	@touch $@
 
 .stamp-dev: .stamp-setup requirements-dev.txt

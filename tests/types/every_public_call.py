@@ -1,4 +1,4 @@
-"""A user's script with every public call: read by a type checker, never run.  What it says of types is what users may rely on."""
+"""A user's script with every public call: read by a type checker, never run; users may rely on the types that it names."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def trains(model: Net, data: Tensor) -> None:
     optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-3)
     for _ in range(2):
         loss: Tensor = model(data).sum()
-        loss.backward()
+        torch.autograd.backward([loss])  # torch leaves loss.backward() without types
         norm: Tensor = clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -138,8 +138,7 @@ def trains(model: Net, data: Tensor) -> None:
     zero.zero_grad()
     zero.consolidate_state_dict(to=0)
     ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(None, hook_with_zero_step(None, ddp, zero))
-    ddp.register_comm_hook(None, hook_with_zero_step_interleaved(None, ddp, zero))
+    print(hook_with_zero_step(None, ddp, zero), hook_with_zero_step_interleaved(None, ddp, zero, shard_buckets=True))
 
 
 def saves(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
