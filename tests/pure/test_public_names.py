@@ -37,8 +37,8 @@ FOR_USERS = {
     "UnitRow": "name num_bytes num_modules numel padding_ratio route",
     "UnitTable": "rows",
     "UnshardHandle": "wait",
-    "ZeroRedundancyOptimizer": f"""{_OPTIMIZER} consolidate_state_dict initialized join_device join_hook join_process_group optim
-        overlap_with_ddp parameters_as_bucket_view process_group reduce_gradients""",
+    "ZeroRedundancyOptimizer": f"""{_OPTIMIZER} consolidate_state_dict initialized join_device join_hook join_process_group
+        optim overlap_with_ddp parameters_as_bucket_view process_group reduce_gradients""",
 }
 # What other rooms of the package, or its tests, ask these classes for.  The list may only grow shorter.
 _AXES = "device dims num_replicas num_shards shard_rank spmd_mesh"
@@ -53,7 +53,8 @@ FOR_OTHER_ROOMS = {
     "PerRank": "inner",
     "RandomState": "derive",
     "ShardedOptimizer": "blank_state_dict room_for_state whole_state_names",
-    "ZeroRedundancyOptimizer": "all_params board is_joining local_pieces num_steps partition pieces rank share sharded stepper world_size",
+    "ZeroRedundancyOptimizer": """all_params board is_joining local_pieces num_steps partition pieces rank share sharded stepper
+        world_size""",
 }
 CLASSES = {
     name: found
