@@ -6,6 +6,8 @@ import copy
 import io
 import json
 import math
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -18,10 +20,13 @@ from shardwise.recipes.config import SHARDS, ModelShape, TrainConfig
 from shardwise.recipes.doors import DOORS, build_adamw
 from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
 from shardwise.recipes.held_bytes import HeldBytes, format_bytes, local_bytes, measure_held, unsharded_bytes
+from shardwise.recipes.loop import Trainer, _train_step
 from shardwise.recipes.progress import ProgressDisplay, memory_table
+from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.report import draw_report
+from shardwise.recipes.run_folder import Run
 from shardwise.recipes.run_log import RunJournal, TrainedStep
-from shardwise.recipes.text import Baseline
+from shardwise.recipes.text import Baseline, TextFacts, Windows
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, context=12)
 
@@ -186,6 +191,26 @@ def test_figures_of_a_step_are_of_that_step_alone() -> None:
     assert [(value, step) for tag, value, step in scalars.seen if tag == "speed/tokens_per_s"] == [
         (100.0, 1), (200.0, 2), (300.0, 3),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("clip", "is_scaled"), [(0.0, False), (1e9, False), (1e-3, True)])
+def test_clip_0_scales_no_gradient(
+    clip: float, is_scaled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = TrainConfig(model=SHAPE, shard="none", batch=2, clip=clip, warmup=0)
+    model = build_gpt(SHAPE, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(optimizer, "zero_grad", lambda: seen.extend(param.grad for param in model.parameters()))
+    door = replace(DOORS["none"], sync=lambda model, on: nullcontext())
+    windows = Windows(np.arange(600, dtype=np.uint8), SHAPE.context)
+    run = Run(tmp_path, config, TextFacts("", 1, 1, 1, 1.0, ""), None, None)
+    ranks = RunRanks(0, 1, torch.device("cpu"))
+    trainer = Trainer(run, ranks, door, model, optimizer, windows, windows, 1, unsharded_bytes(1), ())
+    figures = _train_step(trainer, 0, measure=False).figures
+    left = float(torch.stack([gradient.norm() for gradient in seen]).norm())
+    assert left == pytest.approx(1e-3 if is_scaled else figures.grad_norm, rel=1e-4)
+    assert figures.grad_norm > 0.1
 
 
 def test_every_door_explains_itself() -> None:
