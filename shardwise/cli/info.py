@@ -11,17 +11,6 @@ from dataclasses import asdict
 from shardwise.cli.host_facts import HostFacts, Offer, look_at_host
 
 
-def add_info_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add ``info``."""
-    parser = commands.add_parser(
-        "info",
-        help="say what this host and installation offer",
-        description="Print versions, backends, devices, cores, and which transports work here and why others do not. "
-        "Nothing in it names the host or its user: paste it into a report of a bug.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def run_info(arguments: argparse.Namespace) -> int:
     """Print the facts; return 0."""
     facts = look_at_host(os.environ)

@@ -12,7 +12,7 @@ from shardwise.cli.checkpoint_args import add_checkpoint_arguments
 from shardwise.cli.diagnose import add_diagnose_arguments, run_diagnose
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from shardwise.cli.extras import check_extras
-from shardwise.cli.info import add_info_arguments, run_info
+from shardwise.cli.info_args import add_info_arguments
 from shardwise.cli.train_args import add_train_arguments, read_train_request
 from shardwise.errors import ShardwiseError
 from shardwise.version import __version__
@@ -57,6 +57,8 @@ def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if arguments.command == "diagnose":
         return run_diagnose(arguments)
     if arguments.command == "info":
+        from shardwise.cli.info import run_info
+
         return run_info(arguments)
     if arguments.command == "checkpoint":
         check_extras(("rich",), "checkpoint")
