@@ -173,5 +173,7 @@ def test_a_model_of_fewer_tokens_than_the_text_has_is_refused_before_it_is_shard
         try_own(model, "m:f", 256, window)
     with pytest.raises(ConfigError, match=r"returned shape \(1, 8\) for tokens of shape \(1, 8\), expected logits"):
         try_own(torch.nn.Identity(), "m:f", 256, window)
+    with pytest.raises(ConfigError, match="the model has logits for 100 tokens, the text has 256"):
+        try_own(torch.nn.Sequential(torch.nn.Embedding(256, 4), torch.nn.Linear(4, 100)), "m:f", 256, window)
     try_own(model, "m:f", 100, window)
     assert model.training
