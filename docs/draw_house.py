@@ -17,6 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN = "<!-- drawn by docs/draw_house.py: change the code, then run it -->"
 END = "<!-- end of the drawing -->"
 LEAVES = "leaves"  # the files beside the folders, which every room may import
+COMMAND = "cli"  # what ``python -m`` runs is a part of it
 FRONT = "shardwise"  # the public names: what users import, and the rooms that are users too
 PURPOSES = {
     LEAVES: "What every room may import: events, errors, torch's private names, what one host needs.",
@@ -81,6 +82,8 @@ def find_rooms(package: Path) -> list[Room]:
 def _room_of(path: Path) -> str:
     if len(path.parts) > 1:
         return path.parent.as_posix()
+    if path.name == "__main__.py":
+        return COMMAND
     return FRONT if path.name == "__init__.py" else LEAVES
 
 

@@ -36,6 +36,7 @@ from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.table import UnitRow, UnitTable
 from shardwise.units.axes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from shardwise.units.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.version import __version__ as __version__
 
 __all__ = [
     "CPUOffloadPolicy",

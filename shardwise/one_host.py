@@ -15,6 +15,7 @@ from typing import IO
 
 PREFIX = "shardwise-"
 _OWNER = "owner"  # a file in the folder, locked for as long as the owner lives: a number of a process may be used again
+_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")  # of the second and first cgroups
 _INTERFACE = {"linux": "lo", "darwin": "lo0"}
 
 
@@ -22,6 +23,21 @@ def usable_cores() -> int:
     """Return how many cores this process may run on."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return cores or 1
+
+
+def host_memory_bytes(root: Path = Path("/")) -> int | None:
+    """Return the memory that all processes here can have together: the host's, or less if a container limits it.
+
+    Swap does not count.  None where the system does not tell.  ``root``: where the system's files are.
+    """
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemTotal:")]
+    for limit in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # "max": none
+            found.append(int((root / limit).read_text()))
+    return min(found, default=None)
 
 
 def stay_on_loopback(environment: MutableMapping[str, str]) -> None:

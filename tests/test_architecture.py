@@ -14,7 +14,7 @@ import shardwise
 ROOT = Path(shardwise.__file__).parent
 LINES: tuple[tuple[str, ...], ...] = (
     ("black_box",),
-    ("events", "errors", "torch_private", "one_host"),
+    ("events", "errors", "torch_private", "one_host", "version"),
     ("layout", "doctor"),
     ("plan", "comm"),
     ("units", "optim"),
@@ -24,6 +24,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("recipes", "testing"),
     ("cli",),
+    ("__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(LINES) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))

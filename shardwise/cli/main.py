@@ -12,18 +12,22 @@ from shardwise.cli.checkpoint_args import add_checkpoint_arguments
 from shardwise.cli.diagnose import add_diagnose_arguments, run_diagnose
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from shardwise.cli.extras import check_extras
+from shardwise.cli.info_args import add_info_arguments
 from shardwise.cli.train_args import add_train_arguments, read_train_request
 from shardwise.errors import ShardwiseError
+from shardwise.version import __version__
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands."""
     parser = argparse.ArgumentParser(prog="shardwise", description="Sharded data-parallel training for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_train_arguments(commands)
     add_bench_arguments(commands)
     add_checkpoint_arguments(commands)
     add_diagnose_arguments(commands)
+    add_info_arguments(commands)
     return parser
 
 
@@ -52,6 +56,10 @@ def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         return run_bench(read_bench_request(arguments, *count_host()), words)
     if arguments.command == "diagnose":
         return run_diagnose(arguments)
+    if arguments.command == "info":
+        from shardwise.cli.info import run_info
+
+        return run_info(arguments)
     if arguments.command == "checkpoint":
         check_extras(("rich",), "checkpoint")
         from shardwise.cli.checkpoint import run_checkpoint

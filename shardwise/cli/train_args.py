@@ -18,6 +18,7 @@ from shardwise.recipes.restart_log import Restart
 from shardwise.recipes.run_folder import Start, merge_resumed, read_run_config, with_overrides
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[kKmMgG]?)(?:i?[bB])?")
+_SIZES = {"preset": "model", "layers": "layers", "width": "width", "heads": "heads"}
 DEVICES = ("auto", "cpu", "cuda")
 _NOT_CONFIG = frozenset({"command", "preset", "nproc", "device", "out", "resume", "max_restarts", "min_nproc"})
 
@@ -53,11 +54,17 @@ def add_train_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPa
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model", dest="preset", choices=tuple(PRESETS), help="a preset of sizes (default: tiny)")
+    group.add_argument(
+        "--model-from",
+        metavar="MODULE:FUNCTION",
+        help="train the model that this function returns: int64 tokens (batch, seq) to logits (batch, seq, vocabulary); it is "
+        "given vocabulary and context if it has such parameters (default: shardwise's own GPT)",
+    )
     for name, meaning in (
         ("layers", "number of blocks"),
         ("width", "features per position; divisible by --heads"),
         ("heads", "attention heads"),
-        ("context", "bytes the model sees at once"),
+        ("context", "bytes, or tokens, that the model sees at once"),
     ):
         group.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
 
@@ -88,7 +95,23 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--compile-backend", metavar="NAME", help=argparse.SUPPRESS)
     group.add_argument("--dtype", choices=DTYPES, help=f"type of the computation (default: {default.dtype})")
-    group.add_argument("--data", metavar="PATH", help="a text file or folder (default: Python's standard library)")
+    group.add_argument(
+        "--data",
+        metavar="PATH",
+        help="a text, .jsonl or .parquet file, a folder of such files, or one that datasets.save_to_disk wrote (default: "
+        "Python's standard library)",
+    )
+    group.add_argument(
+        "--text-column",
+        metavar="NAME",
+        help=f"of JSONL, Parquet and datasets: the text (default: {default.text_column})",
+    )
+    group.add_argument(
+        "--tokenizer", metavar="PATH", help="a tokenizer.json of the tokenizers package (default: bytes)"
+    )
+    group.add_argument(
+        "--init", metavar="PATH", help="begin with these safetensors weights, a file or a folder (default: random)"
+    )
     for name, meaning in (
         ("replicas", "whole copies of the model, with --shard hybrid"),
         ("tp", "ranks that share the heads and columns of every block (tensor parallelism)"),
@@ -102,14 +125,14 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         ("eval-windows", "windows of the validation text to measure"),
         ("save-every", "steps between two checkpoints"),
         ("keep", "checkpoints to keep"),
-        ("sample-bytes", "length of the sample at the end"),
+        ("sample-bytes", "length of the sample at the end, in bytes or tokens"),
     ):
         value = getattr(default, name.replace("-", "_"))
         group.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning} (default: {value})")
     for name, meaning in (
         ("lr", "highest learning rate"),
         ("weight-decay", "of AdamW, on matrices"),
-        ("clip", "largest norm of the gradients"),
+        ("clip", "largest norm of the gradients; 0: clip nothing"),
     ):
         value = getattr(default, name.replace("-", "_"))
         group.add_argument(f"--{name}", type=float, metavar="X", help=f"{meaning} (default: {value})")
@@ -154,6 +177,11 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
     terms = _read_terms(given, environment)
     start = _restarted(Start(_path(given.get("out")), _path(given.get("resume"))), environment)
     config = _read_config(given, start)
+    sizes = [f"--{_SIZES[name]}" for name in _SIZES if name in given]
+    if config.model_from is not None and sizes:
+        raise ConfigError(
+            f"{', '.join(sizes)}: of shardwise's own GPT. Leave them out: --model-from {config.model_from} says its own."
+        )
     check_config(config)
     nproc = given.get("nproc")
     assert nproc is None or isinstance(nproc, int)

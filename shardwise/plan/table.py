@@ -31,13 +31,15 @@ class UnitRow:
 
 @dataclass(frozen=True, slots=True)
 class UnitTable:
-    """The units of a model in module order, the model's own first; ``str()`` is a table for people."""
+    """The units of a model in module order, the model's own first; ``str()`` is a table, with routes once any is known."""
 
     rows: tuple[UnitRow, ...]
 
     def __str__(self) -> str:
         lines = [_HEADINGS, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADINGS))]
+        if not any(row.route for row in self.rows):
+            lines = [line[:-1] for line in lines]  # nothing is known of any route before the first step
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         text = [_aligned(line, widths) for line in lines]
         numel, num_bytes = sum(row.numel for row in self.rows), sum(row.num_bytes for row in self.rows)
         if len(self.rows) == 1:

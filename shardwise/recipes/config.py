@@ -12,6 +12,7 @@ from shardwise.comm.links.link import check_transport
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 
+NUM_BYTES = 256  # the vocabulary of text without a tokenizer
 DTYPES = ("fp32", "bf16")
 SHARDS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")
 ENGINE_SHARDS = frozenset({"full", "hybrid", "replicate"})  # those of our own engine: offload and --tp go with them
@@ -52,6 +53,10 @@ class TrainConfig:
     compile_backend: str = "inductor"
     dtype: str = "fp32"
     data: str | None = None
+    text_column: str = "text"
+    tokenizer: str | None = None
+    init: str | None = None
+    model_from: str | None = None
     steps: int = 400
     batch: int = 32
     accumulate: int = 1
@@ -73,6 +78,7 @@ _EXECUTION = frozenset({
     "shard", "min_unit_bytes", "replicas", "tp", "transport", "offload", "recompute", "compile", "compile_backend",
     "accumulate",
 })  # fmt: skip
+_LATER = frozenset({"text_column", "tokenizer", "init", "model_from"})  # that runs of earlier versions do not name
 # What --resume may change: nothing here alters which windows a step sees or what a past step computed.
 RESUME_MAY_CHANGE = _EXECUTION | {
     "steps", "log_every", "eval_every", "eval_windows", "save_every", "keep", "sample_bytes"
@@ -100,16 +106,34 @@ def check_config(config: TrainConfig) -> None:
     for name in ("warmup", "sample_bytes", "weight_decay", "min_unit_bytes"):
         if getattr(config, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}, expected 0 or more.")
-    for name in ("lr", "clip"):
-        value = getattr(config, name)
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"--{name} is {value}, expected a positive number.")
+    if not (math.isfinite(config.lr) and config.lr > 0):
+        raise ConfigError(f"--lr is {config.lr}, expected a positive number.")
+    if not (math.isfinite(config.clip) and config.clip >= 0):
+        raise ConfigError(f"--clip is {config.clip}, expected a positive number, or 0 to clip nothing.")
     if config.dtype not in DTYPES:
         raise ConfigError(f"--dtype is {config.dtype!r}, expected one of {', '.join(DTYPES)}.")
     if config.shard not in SHARDS:
         raise ConfigError(f"--shard is {config.shard!r}, expected one of {', '.join(SHARDS)}.")
     check_transport(config.transport, "--transport")
     _check_together(config)
+    _check_own_model(config)
+
+
+def _check_own_model(config: TrainConfig) -> None:
+    if config.model_from is None:
+        return
+    module, _, function = config.model_from.partition(":")
+    if not module or not function:
+        raise ConfigError(
+            f"--model-from is {config.model_from!r}, expected module:function, for a function that returns a torch.nn.Module "
+            "(in a file module.py of this folder, or installed)."
+        )
+    if config.tp > 1 or config.recompute:
+        name = f"--tp {config.tp}" if config.tp > 1 else "--recompute"
+        raise ConfigError(
+            f"{name} does not go with --model-from: it changes the blocks of shardwise's own GPT. Leave it out, and do it in "
+            f"{config.model_from} (torch.distributed.tensor.parallel, torch.utils.checkpoint)."
+        )
 
 
 def _check_together(config: TrainConfig) -> None:
@@ -178,7 +202,7 @@ def config_from_json(values: Mapping[str, object]) -> TrainConfig:
     Raises: ConfigError if other names are missing, or some are unknown (another version, or an edited file).
     """
     known = {item.name for item in dataclasses.fields(TrainConfig)}
-    odd_names = (set(values) - known) | (known - _EXECUTION - set(values))
+    odd_names = (set(values) - known) | (known - _EXECUTION - _LATER - set(values))
     if odd_names:
         odd = ", ".join(sorted(odd_names))
         raise ConfigError(f"config.json does not match this version of shardwise: missing or unknown values: {odd}.")

@@ -30,7 +30,7 @@ from shardwise import (
 )
 from shardwise.comm.links.link import check_transport
 from shardwise.recipes.config import TrainConfig
-from shardwise.recipes.gpt import GPT
+from shardwise.recipes.own_model import blocks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Door:
     """
 
     summary: str
-    wrap: Callable[[GPT, TrainConfig, DeviceMesh], nn.Module]
+    wrap: Callable[[nn.Module, TrainConfig, DeviceMesh], nn.Module]
     build_optimizer: Callable[[nn.Module, TrainConfig], Optimizer]
     sync: Callable[[nn.Module, bool], AbstractContextManager[None]]
     reduce: Callable[[Optimizer], None]
@@ -56,6 +56,8 @@ def param_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
     """Return groups with weight decay on matrices only, one per mesh: a fused update takes tensors of one mesh."""
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for param in model.parameters():
+        if not param.requires_grad:
+            continue
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         groups.setdefault((param.dim() >= 2, mesh), []).append(param)
     return [
@@ -100,7 +102,7 @@ def _engine_options(config: TrainConfig) -> tuple[MixedPrecisionPolicy, OffloadP
     return precision, CPUOffloadPolicy() if config.offload else OffloadPolicy()
 
 
-def _shard_fully(model: GPT, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
+def _shard_fully(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
     precision, offload = _engine_options(config)
     sharded: nn.Module = shard_model(
         model, min_unit_bytes=config.min_unit_bytes, mesh=mesh, mp_policy=precision, offload_policy=offload
@@ -110,9 +112,9 @@ def _shard_fully(model: GPT, config: TrainConfig, mesh: DeviceMesh) -> nn.Module
     return sharded
 
 
-def _replicate(model: GPT, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
+def _replicate(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
     precision, offload = _engine_options(config)
-    for block in model.blocks:
+    for block in blocks_of(model):
         replicate(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
     replicate(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
     return model
@@ -122,7 +124,7 @@ def _engine_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
     return policy(model, sync=on)
 
 
-def _wrap_ddp(model: GPT, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
+def _wrap_ddp(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
     del config, mesh
     return DistributedDataParallel(model, gradient_as_bucket_view=True)  # else gradients are held twice
 

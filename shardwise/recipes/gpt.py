@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.recipes.config import ModelShape
-
-NUM_BYTES = 256
+from shardwise.errors import ConfigError
+from shardwise.recipes.config import NUM_BYTES, ModelShape
 
 
 class Attention(nn.Module):
@@ -73,18 +73,18 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out.
+    """Bytes or tokens in, logits of the next one out.
 
-    Shape: ``tokens`` (batch, time <= context) int64 in [0, 256) -> (batch, time, 256).
+    Shape: ``tokens`` (batch, time <= context) int64 in [0, vocabulary) -> (batch, time, vocabulary).
     """
 
-    def __init__(self, shape: ModelShape, *, recompute: bool = False) -> None:
+    def __init__(self, shape: ModelShape, *, recompute: bool = False, vocabulary: int = NUM_BYTES) -> None:
         super().__init__()
-        self.token = nn.Embedding(NUM_BYTES, shape.width)
+        self.token = nn.Embedding(vocabulary, shape.width)
         self.position = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape, recompute=recompute) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, NUM_BYTES, bias=False)
+        self.head = nn.Linear(shape.width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -94,12 +94,12 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def build_gpt(shape: ModelShape, seed: int, *, recompute: bool = False) -> GPT:
+def build_gpt(shape: ModelShape, seed: int, *, recompute: bool = False, vocabulary: int = NUM_BYTES) -> GPT:
     """Return a GPT whose weights depend on ``shape`` and ``seed`` alone, so every rank builds the same one.
 
     Source: GPT-2 initialisation: normal(0, 0.02), outputs of residual branches scaled by 1/sqrt(2 * layers).
     """
-    model = GPT(shape, recompute=recompute)
+    model = GPT(shape, recompute=recompute, vocabulary=vocabulary)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
@@ -112,25 +112,43 @@ def build_gpt(shape: ModelShape, seed: int, *, recompute: bool = False) -> GPT:
 
 
 def next_byte_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy in nats per byte, computed in fp32.  Shape: both (batch, time) int64 -> ()."""
-    logits = model(tokens)
+    """Return the mean cross entropy in nats per byte (or token), computed in fp32.  Shape: both (batch, time) int64 -> ()."""
+    logits = logits_of(model(tokens), tokens)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
+def logits_of(output: object, tokens: Tensor) -> Tensor:
+    """Return the logits that a model made of ``tokens``: its output, or the ``logits`` of it.
+
+    Raises: ConfigError for another shape than (batch, time, vocabulary).
+    """
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != tokens.shape:
+        found = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(output).__name__}"
+        expected = ", ".join(map(str, tokens.shape))
+        raise ConfigError(
+            f"--model-from: the model returned {found} for tokens of shape ({expected}), expected logits of shape ({expected}, "
+            "vocabulary), or something with such logits."
+        )
+    return logits
+
+
 @torch.no_grad()
-def generate(model: nn.Module, prompt: bytes, num_bytes: int, context: int, seed: int, device: torch.device) -> bytes:
-    """Return ``num_bytes`` sampled after ``prompt``.
+def generate(
+    model: nn.Module, prompt: Sequence[int], length: int, context: int, seed: int, device: torch.device
+) -> list[int]:
+    """Return ``prompt``, which has one number or more, and ``length`` bytes or tokens sampled after it.
 
     Every rank must call it together: each forward unshards parameters.  The number of forwards never depends on what
     was sampled, so ranks stay in step even if their last bits differ.
     """
     generator = torch.Generator().manual_seed(seed)
-    text = list(prompt or b"\n")
+    text = list(prompt)
     was_training = model.training
     model.eval()
-    for _ in range(num_bytes):
+    for _ in range(length):
         window = torch.tensor([text[-context:]], device=device)
-        logits = model(window)[0, -1].float().cpu() / 0.8
+        logits = logits_of(model(window), window)[0, -1].float().cpu() / 0.8
         text.append(int(torch.multinomial(logits.softmax(0), 1, generator=generator)))
     model.train(was_training)
-    return bytes(text)
+    return text

@@ -69,6 +69,13 @@ def unsharded_bytes(num_parameters: int) -> HeldBytes:
     return HeldBytes(4 * num_parameters, 4 * num_parameters, 8 * num_parameters)
 
 
+def unsharded_of(model: nn.Module) -> HeldBytes:
+    """Return the same for a model that is not sharded yet: AdamW's two averages are in the dtypes of the parameters."""
+    params = {id(param): param for param in model.parameters()}.values()
+    trained = local_bytes(param for param in params if param.requires_grad)
+    return HeldBytes(local_bytes(params), trained, 2 * trained)
+
+
 def peak_bytes(device: torch.device) -> int:
     """Return this process's peak: of the CUDA allocator, or of resident memory on CPU."""
     if device.type == "cuda":

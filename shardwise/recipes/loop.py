@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from shardwise.recipes.checkpoints import Progress, finish_saving, load_newest, start_saving
 from shardwise.recipes.config import TrainConfig, learning_rate
 from shardwise.recipes.doors import DOORS, Door, local_optimizer
-from shardwise.recipes.gpt import build_gpt, next_byte_loss
-from shardwise.recipes.held_bytes import HeldBytes, measure_held, peak_bytes
+from shardwise.recipes.gpt import GPT, build_gpt, logits_of, next_byte_loss
+from shardwise.recipes.held_bytes import HeldBytes, measure_held, peak_bytes, unsharded_of
+from shardwise.recipes.own_model import build_own, check_alike, load_init, try_own
 from shardwise.recipes.parallel import build_meshes, compile_blocks, split_heads, why_not_compiled
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Run
@@ -36,11 +37,17 @@ class Trainer:
     train: Windows
     validation: Windows
     num_parameters: int
+    unsharded: HeldBytes  # what a rank would hold of it without any sharding
     notes: tuple[str, ...]  # what a person should know before the first step
 
     @property
     def config(self) -> TrainConfig:
         return self.run.config
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks together train on in a step."""
+        return self.config.batch * self.config.model.context
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +71,10 @@ def build_trainer(run: Run, ranks: RunRanks) -> Trainer:
     config = run.config
     door = DOORS[config.shard]
     torch.manual_seed(config.seed)
-    plain = build_gpt(config.model, config.seed, recompute=config.recompute).to(ranks.device)
-    num_parameters = sum(p.numel() for p in plain.parameters())
+    plain = _build_model(run, ranks)
+    num_parameters, unsharded = sum(p.numel() for p in plain.parameters()), unsharded_of(plain)
     meshes = build_meshes(config, ranks)
-    if meshes.tensor is not None:
+    if meshes.tensor is not None and isinstance(plain, GPT):
         split_heads(plain, meshes.tensor)
     note: str | None = None
     if config.compile:
@@ -76,13 +83,28 @@ def build_trainer(run: Run, ranks: RunRanks) -> Trainer:
             compile_blocks(plain, config.compile_backend)
     model = door.wrap(plain, config, meshes.data)
     optimizer = door.build_optimizer(model, config)
+    if config.init is not None and run.checkpoint is None:
+        load_init(config.init, door.plain(model))
     resumed = load_newest(run.checkpoints, door.plain(model), optimizer) if run.checkpoint is not None else None
     if resumed is not None:
         run = replace(run, checkpoint=resumed.checkpoint, done=resumed.done)
     text = run.folder / "text"
-    train, validation = (open_windows(text / name, config.model.context) for name in ("train.bin", "validation.bin"))
+    context, itemsize = config.model.context, run.facts.itemsize
+    train, validation = (open_windows(text / name, context, itemsize) for name in ("train.bin", "validation.bin"))
     notes = (*([note] if note else []), *(f"DAMAGED: {text}" for text in (resumed.skipped if resumed else ())))
-    return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters, notes)
+    return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters, unsharded, notes)
+
+
+def _build_model(run: Run, ranks: RunRanks) -> nn.Module:
+    config, vocabulary = run.config, run.facts.vocabulary
+    if config.model_from is None:
+        return build_gpt(config.model, config.seed, recompute=config.recompute, vocabulary=vocabulary).to(ranks.device)
+    model = build_own(config.model_from, config.seed, vocabulary, config.model.context)
+    check_alike(model, ranks, config.model_from)
+    model.to(ranks.device)
+    window = torch.zeros(1, config.model.context, dtype=torch.long, device=ranks.device)
+    try_own(model, config.model_from, vocabulary, window)
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +123,16 @@ class _Figures:
         self._trainer = trainer
         self._journal = journal
         self._pending: list[_Step] = []
-        self._began = time.perf_counter()
+        self._began = self._last = time.perf_counter()
         self.trained_s = 0.0
 
     def add(self, step: _Step) -> None:
-        """Keep a step."""
-        self._pending.append(step)
+        """Keep a step, which has just ended: it took as long as it is since the one before, or since the clock was started."""
+        now = time.perf_counter()
+        speed = self._trainer.tokens_per_step / (now - self._last)
+        self._last = now
+        figures = replace(step.figures, tokens_per_s=speed, time=time.time())
+        self._pending.append(replace(step, figures=figures))
         self._journal.advance(step.figures.step)
 
     def write(self) -> None:
@@ -120,13 +146,13 @@ class _Figures:
         losses = trainer.ranks.mean([step.loss for step in self._pending])
         peak = max(trainer.ranks.gather(peak_bytes(trainer.ranks.device)))
         steps = [replace(step.figures, loss=loss) for step, loss in zip(self._pending, losses, strict=True)]
-        speed = config.batch * config.model.context / step_s
+        speed = trainer.tokens_per_step / step_s
         self._journal.trained(steps, round(speed, 1), peak, (config.steps - steps[-1].step) * step_s)
         self._pending = []
 
     def go_on(self) -> None:
         """Start the clock again."""
-        self._began = time.perf_counter()
+        self._began = self._last = time.perf_counter()
 
 
 def train_steps(trainer: Trainer, journal: RunLog, asked: Asked) -> Finished | Stopped:
@@ -152,7 +178,8 @@ def train_steps(trainer: Trainer, journal: RunLog, asked: Asked) -> Finished | S
             raise _diverged(trainer, done, f"the loss is {mean}, the norm of its gradients {step.figures.grad_norm}")
         figures.add(step)
         is_asked = verdict.signal != 0
-        if not is_asked and not any(_is_due(done, every, config) for every in intervals):
+        is_first = number == start  # its figures are shown at once
+        if not (is_asked or is_first or any(_is_due(done, every, config) for every in intervals)):
             continue
         figures.write()
         if _is_due(done, config.eval_every, config):
@@ -167,8 +194,7 @@ def train_steps(trainer: Trainer, journal: RunLog, asked: Asked) -> Finished | S
         figures.go_on()
     held = replace(held, peak_bytes=peak_bytes(trainer.ranks.device))
     each = tuple(HeldBytes(**values) for values in trainer.ranks.gather(asdict(held)))
-    num_tokens = (config.steps - start) * config.batch * config.model.context
-    return Finished(each, num_tokens / figures.trained_s)
+    return Finished(each, (config.steps - start) * trainer.tokens_per_step / figures.trained_s)
 
 
 def _judge(trainer: Trainer, step: _Step, asked: Asked) -> Verdict:
@@ -181,7 +207,8 @@ def _judge(trainer: Trainer, step: _Step, asked: Asked) -> Verdict:
 def _diverged(trainer: Trainer, step: int, what: str) -> DivergedError:
     return DivergedError(
         f"step {step}: {what}: training has diverged and this run has ended; its checkpoints are as they were. "
-        f"Start a new run with a lower --lr (it is {trainer.config.lr:g}), a longer --warmup or a smaller --clip."
+        f"Start a new run with a lower --lr (it is {trainer.config.lr:g}), a longer --warmup or a smaller --clip "
+        f"(it is {trainer.config.clip:g}{'' if trainer.config.clip else ': off'})."
     )
 
 
@@ -204,7 +231,7 @@ def _train_step(trainer: Trainer, step: int, *, measure: bool) -> _Step:
             part.backward()
         loss += part.detach()
     door.reduce(trainer.optimizer)
-    norm = door.clip(trainer.model, trainer.optimizer, config.clip)
+    norm = door.clip(trainer.model, trainer.optimizer, config.clip or math.inf)
     trainer.optimizer.step()
     held = measure_held(trainer.model, local_optimizer(trainer.optimizer)) if measure else HeldBytes(0, 0, 0)
     trainer.optimizer.zero_grad()
@@ -223,7 +250,7 @@ def _microbatch(trainer: Trainer, step: int, microbatch: int) -> tuple[Tensor, T
 
 @torch.no_grad()
 def validate(trainer: Trainer) -> float:
-    """Return the mean loss over ``eval_windows`` windows of the validation text, in nats per byte, on every rank."""
+    """Return the mean loss over ``eval_windows`` windows of the validation text, in nats per byte or token, on every rank."""
     config, ranks = trainer.config, trainer.ranks
     part, parts = ranks.data_rank, ranks.num_data_ranks
     windows, weights = validation_part(len(trainer.validation), config.eval_windows, part, parts)
@@ -235,7 +262,8 @@ def validate(trainer: Trainer) -> float:
         weighed = weights[first : first + size]
         tokens, targets = trainer.validation.stack(windows[first : first + size])
         with trainer.door.precision(config, ranks.device):
-            logits = model(tokens.to(ranks.device)).float().flatten(0, 1)
+            tokens = tokens.to(ranks.device)
+            logits = logits_of(model(tokens), tokens).float().flatten(0, 1)
         losses = nn.functional.cross_entropy(logits, targets.to(ranks.device).flatten(), reduction="none")
         total += (losses.view(len(weighed), -1).mean(1) * torch.tensor(weighed, device=ranks.device)).sum()
     summed, counted = ranks.total([total, torch.tensor(count)])

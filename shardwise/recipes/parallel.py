@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardwise.recipes.config import TrainConfig
 from shardwise.recipes.gpt import GPT, Block
+from shardwise.recipes.own_model import blocks_of
 from shardwise.recipes.ranks import RunRanks
 
 
@@ -59,10 +60,13 @@ def split_heads(model: GPT, mesh: DeviceMesh) -> None:
         )
 
 
-def compile_blocks(model: GPT, backend: str) -> None:
-    """Compile the attention and the MLP of every block: inside its unit, so that gathering stays outside the graphs."""
-    for module in cast("Sequence[Block]", model.blocks):
-        for part in (module.attention, module.mlp):
+def compile_blocks(model: nn.Module, backend: str) -> None:
+    """Compile the attention and the MLP of every block: inside its unit, so that gathering stays outside the graphs.
+
+    Of a model of the user's own, the parts of its repeated blocks.
+    """
+    for block in blocks_of(model):
+        for part in (block.attention, block.mlp) if isinstance(block, Block) else block.children():
             part.compile(backend=backend)
 
 

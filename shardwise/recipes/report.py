@@ -10,13 +10,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from numpy.typing import ArrayLike, NDArray
 
 from shardwise.recipes.held_bytes import HeldBytes
+from shardwise.recipes.text import Baseline
 
 _TRAIN, _VALIDATION, _REFERENCE = "#9ecae1", "#d62728", "#555555"
-_RESTART = "#9467bd"
+_RESTART, _SPEED = "#9467bd", "#17becf"
 _KINDS = (
     ("parameters", "parameter_bytes", "#1f77b4"),
     ("gradients", "gradient_bytes", "#ff7f0e"),
@@ -28,21 +29,28 @@ def draw_report(
     path: Path,
     title: str,
     metrics: Sequence[Mapping[str, float | str]],
-    unigram_nats: float,
+    baseline: Baseline,
     held: Sequence[HeldBytes],
     unsharded: HeldBytes,
 ) -> None:
-    """Draw loss curves beside memory per rank; written as PNG at ``path``."""
-    figure = Figure(figsize=(12.5, 5.2), layout="constrained")
+    """Draw loss curves over tokens per second, both by steps, beside memory per rank; written as PNG at ``path``."""
+    figure = Figure(figsize=(12.5, 7.0), layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=(1.5, 1.0))
+    cells = figure.add_gridspec(1, 2, width_ratios=(1.5, 1.0))
+    left, right = (figure.add_subfigure(cells[0, column]) for column in range(2))
+    upper, lower = left.add_gridspec(2, 1, height_ratios=(2.6, 1.0))
+    loss = left.add_subplot(upper)
+    speed = left.add_subplot(lower, sharex=loss)
+    loss.tick_params(labelbottom=False)
     figure.suptitle(title, fontsize=12)
-    _draw_loss(left, metrics, unigram_nats)
-    _draw_memory(right, held, unsharded)
+    _draw_loss(loss, metrics, baseline)
+    _draw_speed(speed, metrics)
+    _draw_memory(right.add_subplot(), held, unsharded)
     figure.savefig(path, dpi=110)
 
 
-def _draw_loss(axes: Axes, metrics: Sequence[Mapping[str, float | str]], unigram_nats: float) -> None:
+def _draw_loss(axes: Axes, metrics: Sequence[Mapping[str, float | str]], baseline: Baseline) -> None:
+    unigram_nats, unit = baseline.unigram_nats, baseline.unit
     train = [(float(m["step"]), float(m["loss"])) for m in metrics if m["kind"] == "train"]
     validation = [(float(m["step"]), float(m["loss"])) for m in metrics if m["kind"] == "validation"]
     axes.plot(*_columns(train), color=_TRAIN, linewidth=1.2, label="training batches")
@@ -51,7 +59,7 @@ def _draw_loss(axes: Axes, metrics: Sequence[Mapping[str, float | str]], unigram
     )
     axes.axhline(unigram_nats, color=_REFERENCE, linestyle="--", linewidth=1.2)
     axes.annotate(
-        f"knowing only how often each byte occurs: {unigram_nats:.2f}",
+        f"knowing only how often each {unit} occurs: {unigram_nats:.2f}",
         xy=(1.0, unigram_nats),
         xycoords=("axes fraction", "data"),
         xytext=(-4, 4),
@@ -76,12 +84,28 @@ def _draw_loss(axes: Axes, metrics: Sequence[Mapping[str, float | str]], unigram
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("optimizer steps")
-    axes.set_ylabel("loss: nats per byte (lower is better)")
-    axes.set_title("How well the model predicts the next byte")
+    axes.set_ylabel(f"loss: nats per {unit} (lower is better)")
+    axes.set_title(f"How well the model predicts the next {unit}")
     bits = axes.secondary_yaxis("right", functions=(_nats_to_bits, _bits_to_nats))
-    bits.set_ylabel("bits per byte")
+    bits.set_ylabel(f"bits per {unit}")
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.97), frameon=False)
+    axes.grid(alpha=0.25)
+
+
+def _draw_speed(axes: Axes, metrics: Sequence[Mapping[str, float | str]]) -> None:
+    """Draw tokens per second of every step, and their median, which no single slow step moves."""
+    points = [(float(m["step"]), float(m["tokens_per_s"])) for m in metrics if "tokens_per_s" in m]
+    axes.plot(*_columns(points), color=_SPEED, linewidth=1.0)
+    title = "How fast it trains, all ranks together"
+    if points:
+        middle = float(np.median([speed for _, speed in points]))
+        axes.axhline(middle, color=_REFERENCE, linestyle="--", linewidth=1.0)
+        title += f" (median: {middle:,.0f})"
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.set_xlabel("optimizer steps")
+    axes.set_ylabel("tokens per second")
+    axes.set_title(title)
     axes.grid(alpha=0.25)
 
 

@@ -1,13 +1,14 @@
 """The run folder: what is in it, how one is started, how one is resumed, and how it stays whole.
 
-config.json, metrics.jsonl, text/ (the cached bytes), checkpoints/, tensorboard/, report.png.  Only rank 0 writes here
-(checkpoints apart).  Everything that can be refused is refused before the first byte is written.
+config.json, metrics.jsonl, text/ (the cached text), tokenizer.json, checkpoints/, tensorboard/, report.png.  Only rank 0 writes
+here (checkpoints apart).  Everything that can be refused is refused before the first byte is written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from shardwise.doctor.recorder import BLACK_BOX
 from shardwise.errors import ConfigError
 from shardwise.recipes.checkpoints import (
     Progress,
@@ -36,6 +38,7 @@ from shardwise.recipes.config import (
 from shardwise.recipes.restart_log import Restart
 from shardwise.recipes.text import (
     TextFacts,
+    check_facts,
     check_length,
     digest_of,
     find_sources,
@@ -43,8 +46,10 @@ from shardwise.recipes.text import (
     split_sources,
     write_cache,
 )
+from shardwise.recipes.tokens import TOKENIZER, open_vocabulary
 
 CONFIG = "config.json"
+_LOCK = ".lock"
 _BEGUN_BY = "begun_by"  # the job that may resume it without being asked to
 _FORMAT = 1
 
@@ -85,6 +90,11 @@ class Run:
         return self.folder / "metrics.jsonl"
 
     @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer's file; None where bytes are trained on."""
+        return self.folder / TOKENIZER if self.facts.tokenizer else None
+
+    @property
     def start_step(self) -> int:
         return self.done.step if self.done else 0
 
@@ -108,10 +118,27 @@ def check_new_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file, expected a folder that is new or empty.")
     if out.is_dir() and any(out.iterdir()):
-        raise ConfigError(
-            f"--out {out} exists and is not empty; nothing was changed. "
-            f"Name another folder, or continue that run with --resume {out}."
-        )
+        if _is_run(out):
+            advice = f"Name another folder, or continue that run with --resume {out}."
+        else:
+            advice = (
+                f"It holds no run of shardwise. Name a folder that is not there yet, such as --out {_free_name(out)}."
+            )
+        raise ConfigError(f"--out {out} exists and is not empty; nothing was changed. {advice}")
+
+
+def _free_name(folder: Path) -> Path:
+    """Return a name in ``folder`` that is not taken."""
+    names = (f"run-{number}" if number > 1 else "run" for number in itertools.count(1))
+    return next(folder / name for name in names if not (folder / name).exists())
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        read_run_config(folder)
+    except ConfigError:
+        return False
+    return True
 
 
 def read_run_config(folder: Path) -> TrainConfig:
@@ -187,8 +214,12 @@ def check_start(start: Start, config: TrainConfig) -> None:
         return
     if start.out is not None:
         check_new_folder(start.out)
-    _, sources = find_sources(config.data)
-    check_length(split_sources(sources), config.model.context)
+    vocabulary = open_vocabulary(tokenizer_of(start, config))
+    _, sources = find_sources(config.data, config.text_column)
+    if not vocabulary.digest:
+        check_length(split_sources(sources), config.model.context)
+    if config.init is not None and not Path(config.init).exists():
+        raise ConfigError(f"--init {config.init}: no such file or folder. Name safetensors weights.")
 
 
 def prepare_run(start: Start, config: TrainConfig) -> Run:
@@ -197,18 +228,42 @@ def prepare_run(start: Start, config: TrainConfig) -> Run:
     check_start(start, config)
     if start.resume is not None:
         return _reopen(start.resume, config)
-    description, sources = find_sources(config.data)
     folder = new_folder(start.out)
     try:
         # Whatever happens now can be resumed.
         _write_values(folder, {"format": _FORMAT, "config": config_to_json(config), _BEGUN_BY: start.job})
-        facts = write_cache(folder / "text", description, split_sources(sources))
-    except OSError:
-        shutil.rmtree(folder / "text", ignore_errors=True)
-        (folder / CONFIG).unlink(missing_ok=True)
-        folder.rmdir()  # it was new or empty: leave it so that the same command can be tried again
+        if config.tokenizer is not None:
+            shutil.copyfile(config.tokenizer, folder / TOKENIZER)
+        facts = _write_text(folder, config)
+    except (OSError, ConfigError):
+        discard_new(folder)
         raise
     return Run(folder, config, facts, None, None)
+
+
+def discard_new(folder: Path) -> None:
+    """Leave a folder that was new or empty so that the same command can be tried again."""
+    for name in ("text", BLACK_BOX):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in (CONFIG, TOKENIZER, _LOCK):
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # somebody has put something there
+        folder.rmdir()
+
+
+def tokenizer_of(start: Start, config: TrainConfig) -> Path | None:
+    """Return the tokenizer's file: the run's own once there is a run; None for bytes."""
+    if config.tokenizer is None:
+        return None
+    return Path(config.tokenizer) if start.resume is None else start.resume / TOKENIZER
+
+
+def _write_text(folder: Path, config: TrainConfig) -> TextFacts:
+    description, sources = find_sources(config.data, config.text_column)
+    vocabulary = open_vocabulary(None if config.tokenizer is None else folder / TOKENIZER)
+    facts = write_cache(folder / "text", description, split_sources(sources), vocabulary)
+    check_facts(facts, config.model.context)
+    return facts
 
 
 def _found_again(start: Start, config: TrainConfig) -> Start:
@@ -235,12 +290,11 @@ def _text_again(folder: Path, config: TrainConfig) -> TextFacts:
     facts = read_facts(folder / "text")
     if facts is not None and digest_of(folder / "text") == facts.digest and known in (None, facts.digest):
         return facts
-    description, sources = find_sources(config.data)
-    facts = write_cache(folder / "text", description, split_sources(sources))
+    facts = _write_text(folder, config)
     if known not in (None, facts.digest):
         (folder / "text" / "facts.json").unlink()
         raise ConfigError(
-            f"--resume {folder}: its cached text is gone or was changed, and {description} has changed since: the run "
+            f"--resume {folder}: its cached text is gone or was changed, and {facts.description} has changed since: the run "
             f"cannot go on with the same windows. Restore {folder / 'text'} or start a new run."
         )
     return facts
@@ -293,7 +347,7 @@ def replace_file(path: Path, content: str) -> None:
 
 def lock_run(folder: Path) -> IO[str]:
     """Hold the folder for this process until the returned file is closed.  Raises: ConfigError if another has it."""
-    file = (folder / ".lock").open("w")
+    file = (folder / _LOCK).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

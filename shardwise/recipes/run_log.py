@@ -16,12 +16,21 @@ from shardwise.recipes.run_folder import Run, drop_later_metrics
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
-    """The figures of one step; ``step`` counts finished steps, ``loss`` is in nats per byte over the whole batch."""
+    """The figures of one step and of no other.
+
+    Attributes:
+        step: how many are finished with this one.
+        loss: over the whole batch, in nats per byte, or per token with a tokenizer.
+        tokens_per_s: tokens of all ranks by the seconds of this step on rank 0.
+        time: when it ended, in seconds since 1970.
+    """
 
     step: int
     loss: float
     grad_norm: float
     learning_rate: float
+    tokens_per_s: float = 0.0
+    time: float = 0.0
 
 
 class RunLog(Protocol):
@@ -73,7 +82,9 @@ class RunJournal:
         lines: IO[str],
         scalars: ScalarWriter,
         done: Callable[[int], None] = lambda _: None,
+        unit: str = "byte",
     ) -> None:
+        self._unit = unit
         self._display = display
         self._done = done
         self._lines = lines
@@ -85,15 +96,15 @@ class RunJournal:
         self._done(step)
 
     def trained(self, steps: Sequence[TrainedStep], tokens_per_s: float, peak_bytes: int, eta_s: float) -> None:
-        """Record steps since the last call; speed and memory belong to all of them together."""
-        now = round(time.time(), 3)
+        """Record steps since the last call; ``tokens_per_s`` and memory, which are shown, belong to all of them together."""
         for item in steps:
             figures = {"loss": item.loss, "grad_norm": item.grad_norm, "lr": item.learning_rate}
-            self._write({"kind": "train", "step": item.step, **figures, "tokens_per_s": tokens_per_s, "time": now})
+            own = {"tokens_per_s": round(item.tokens_per_s, 1), "time": round(item.time, 3)}
+            self._write({"kind": "train", "step": item.step, **figures, **own})
             for name, value in figures.items():
                 self._scalars.add_scalar(f"train/{name}", value, item.step)
+            self._scalars.add_scalar("speed/tokens_per_s", item.tokens_per_s, item.step)
         last = steps[-1]
-        self._scalars.add_scalar("speed/tokens_per_s", tokens_per_s, last.step)
         self._scalars.add_scalar("memory/peak_bytes", peak_bytes, last.step)
         self._display.report(StepReport(last.step, last.loss, tokens_per_s, peak_bytes, eta_s))
 
@@ -101,7 +112,7 @@ class RunJournal:
         """Record a validation loss."""
         self._write({"kind": "validation", "step": step, "loss": loss, "time": round(time.time(), 3)})
         self._scalars.add_scalar("validation/loss", loss, step)
-        self._display.say(f"step {step}: validation loss {loss:.4f} nats per byte")
+        self._display.say(f"step {step}: validation loss {loss:.4f} nats per {self._unit}")
 
     def say(self, text: str) -> None:
         """Print a line."""

@@ -1,8 +1,9 @@
-"""Text as bytes: find the files, split them, cache them as two memory-mapped files, cut them into windows.
+"""Text as numbers: find the files, split them, cache them as two memory-mapped files, cut them into windows.
 
-A window is ``context`` inputs and the byte after each.  Windows are numbered 0, 1, 2, ... over the whole run: number g
-is in epoch g // num_windows, and inside an epoch a seeded permutation visits each window once.  Step s takes numbers
-[s * batch, (s + 1) * batch), whatever the number of ranks, so a run can resume on another number of ranks exactly.
+A number is a byte, or a token of ``--tokenizer``.  A window is ``context`` inputs and the number after each.  Windows are
+numbered 0, 1, 2, ... over the whole run: number g is in epoch g // num_windows, and inside an epoch a seeded permutation visits
+each window once.  Step s takes numbers [s * batch, (s + 1) * batch), whatever the number of ranks, so a run can resume on
+another number of ranks exactly.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,24 +24,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.errors import ConfigError
+from shardwise.recipes.config import NUM_BYTES
+from shardwise.recipes.documents import TextSource, dataset_sources, file_source, is_dataset, why_binary
+from shardwise.recipes.tokens import Bytes, Vocabulary
 
 DEFAULT_LIMIT_BYTES = 12_000_000
 VALIDATION_SHARE = 0.1
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib"})
-
-
-@dataclass(frozen=True, slots=True)
-class TextSource:
-    """A file of the text and the bytes of it that are used: [start, stop).  ``name`` is relative to the folder."""
-
-    path: Path
-    name: str
-    start: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +42,25 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
+class Baseline:
+    """What losses are set beside: the entropy of single bytes or tokens (``unit``) of the validation text."""
+
+    unigram_nats: float
+    unit: str = "byte"
+
+
+@dataclass(frozen=True, slots=True)
 class TextFacts:
-    """What config.json keeps about the text.  ``unigram_nats`` is the entropy of the validation bytes, per byte."""
+    """What config.json keeps about the text.
+
+    Attributes:
+        train_bytes, validation_bytes: of the two cached files.
+        unigram_nats: the entropy of the validation text, per byte or token.
+        digest: of both files.
+        vocabulary: numbers are in [0, vocabulary).
+        itemsize: bytes of a number.
+        tokenizer: digest of the tokenizer's file; "" for bytes.
+    """
 
     description: str
     num_files: int
@@ -60,26 +68,46 @@ class TextFacts:
     validation_bytes: int
     unigram_nats: float
     digest: str
+    vocabulary: int = NUM_BYTES
+    itemsize: int = 1
+    tokenizer: str = ""
+
+    @property
+    def unit(self) -> str:
+        """The word for a number."""
+        return "token" if self.tokenizer else "byte"
 
 
-def find_sources(data: str | None) -> tuple[str, list[TextSource]]:
+def find_sources(data: str | None, column: str = "text") -> tuple[str, list[TextSource]]:
     """Return (description, sources) of a file, a folder, or (None) the standard library of the running Python.
 
-    Raises: ConfigError if there is nothing to read.
+    ``column``: of JSONL, Parquet and dataset folders, where the text is.  Binary files of a folder are passed over.
+    Raises: ConfigError if there is nothing to read, or nothing that is text.
     """
     if data is None:
         return "source text of the Python standard library", _standard_library()
     path = Path(data)
     if path.is_file():
-        return str(path), _not_empty([TextSource(path, path.name, 0, path.stat().st_size)], path)
+        return str(path), _not_empty([_single(path, column)], path)
+    if path.is_dir() and is_dataset(path):
+        return str(path), _not_empty(dataset_sources(path, column), path)
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
-        files = [p for p in files if p.stat().st_size and _looks_like_text(p)]
-        return str(path), _not_empty(
-            [TextSource(p, str(p.relative_to(path)), 0, p.stat().st_size) for p in files], path
-        )
+        found = [file_source(p, str(p.relative_to(path)), column) for p in files if p.stat().st_size]
+        return str(path), _not_empty([s for s in found if s.kind != "text" or not why_binary(s.path)], path)
     found = "is neither a file nor a folder" if path.exists() else "does not exist"
     raise ConfigError(f"--data {data} {found}: name a text file, or a folder of text files.")
+
+
+def _single(path: Path, column: str) -> TextSource:
+    source = file_source(path, path.name, column)
+    problem = why_binary(path) if source.kind == "text" else ""
+    if problem:
+        raise ConfigError(
+            f"--data {path} is no text ({problem}), expected UTF-8 text, .jsonl, .parquet, or a folder of such files. "
+            "Unpack or convert it first."
+        )
+    return source
 
 
 def _not_empty(sources: list[TextSource], path: Path) -> list[TextSource]:
@@ -106,23 +134,21 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _looks_like_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b"\0" not in file.read(4096)
-
-
 def split_sources(sources: Sequence[TextSource]) -> Split:
     """Split by file, about a tenth of the bytes to validation; a single file is cut near its end.
+
+    A dataset that has splits of its own is split as it says.
 
     Files are drawn in the order of a hash of their names: neighbours in a folder do not land together, and adding a
     file moves few others.  At least one file stays in each part.
     """
+    if any(source.part for source in sources):
+        held_out = tuple(source for source in sources if source.part == "validation")
+        return Split(tuple(source for source in sources if source not in held_out), held_out)
     if len(sources) == 1:
         only = sources[0]
-        cut = only.stop - max(1, int(only.num_bytes * VALIDATION_SHARE))
-        return Split(
-            (TextSource(only.path, only.name, only.start, cut),), (TextSource(only.path, only.name, cut, only.stop),)
-        )
+        cut = only.stop - max(1, int((only.stop - only.start) * VALIDATION_SHARE))
+        return Split((replace(only, stop=cut),), (replace(only, start=cut),))
     budget = VALIDATION_SHARE * sum(source.num_bytes for source in sources)
     chosen: set[int] = set()
     for index in sorted(range(len(sources)), key=lambda i: hashlib.sha256(sources[i].name.encode()).digest()):
@@ -138,55 +164,69 @@ def split_sources(sources: Sequence[TextSource]) -> Split:
 
 
 def check_length(split: Split, context: int) -> None:
-    """Refuse a text shorter than one window in either part.  Raises: ConfigError."""
+    """Refuse plain text shorter than one window in either part; of other kinds that is known when they are read.
+
+    Raises: ConfigError.
+    """
     for name, sources in (("training", split.train), ("validation", split.validation)):
-        found = sum(source.num_bytes for source in sources)
-        if found < context + 1:
-            raise ConfigError(
-                f"the {name} part of the text has {found} bytes, but one window needs --context {context} + 1 = "
-                f"{context + 1}. Give more text with --data, or use a smaller --context."
-            )
+        if all(source.kind == "text" for source in sources):
+            _check_part(name, sum(source.num_bytes for source in sources), context, "byte")
 
 
-def write_cache(folder: Path, description: str, split: Split) -> TextFacts:
-    """Write train.bin, validation.bin and facts.json (last, so a half-written cache is never read)."""
+def check_facts(facts: TextFacts, context: int) -> None:
+    """Refuse a cached text shorter than one window in either part.  Raises: ConfigError."""
+    for name, num_bytes in (("training", facts.train_bytes), ("validation", facts.validation_bytes)):
+        _check_part(name, num_bytes // facts.itemsize, context, facts.unit)
+
+
+def _check_part(name: str, found: int, context: int, unit: str) -> None:
+    if found < context + 1:
+        raise ConfigError(
+            f"the {name} part of the text has {found} {unit}s, but one window needs --context {context} + 1 = "
+            f"{context + 1}. Give more text with --data, or use a smaller --context."
+        )
+
+
+_BYTES = Bytes()
+
+
+def write_cache(folder: Path, description: str, split: Split, vocabulary: Vocabulary = _BYTES) -> TextFacts:
+    """Write train.bin, validation.bin and facts.json (last, so a half-written cache is never read).
+
+    Raises: ConfigError for a document that cannot be read.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
-    train_bytes, _ = _write_part(folder / "train.bin", split.train, digest.update)
-    validation_bytes, counts = _write_part(folder / "validation.bin", split.validation, digest.update)
-    shares = counts[counts > 0] / max(1, validation_bytes)
+    train, _ = _write_part(folder / "train.bin", split.train, vocabulary, digest.update)
+    validation, counts = _write_part(folder / "validation.bin", split.validation, vocabulary, digest.update)
+    shares = counts[counts > 0] / max(1, validation)
     facts = TextFacts(
         description=description,
         num_files=len({source.path for source in (*split.train, *split.validation)}),
-        train_bytes=train_bytes,
-        validation_bytes=validation_bytes,
+        train_bytes=train * vocabulary.itemsize,
+        validation_bytes=validation * vocabulary.itemsize,
         unigram_nats=float(-(shares * np.log(shares)).sum()),
         digest=digest.hexdigest(),
+        vocabulary=vocabulary.size,
+        itemsize=vocabulary.itemsize,
+        tokenizer=vocabulary.digest,
     )
     (folder / "facts.json").write_text(json.dumps(asdict(facts), indent=2) + "\n")
     return facts
 
 
 def _write_part(
-    path: Path, sources: Sequence[TextSource], update: Callable[[bytes], None]
+    path: Path, sources: Sequence[TextSource], vocabulary: Vocabulary, update: Callable[[bytes], None]
 ) -> tuple[int, NDArray[np.int64]]:
-    counts = np.zeros(256, dtype=np.int64)
+    counts = np.zeros(vocabulary.size, dtype=np.int64)
     with path.open("wb") as out:
         for source in sources:
-            for piece in _read_pieces(source):
-                out.write(piece)
-                update(piece)
-                counts += np.bincount(np.frombuffer(piece, dtype=np.uint8), minlength=256)
+            for numbers in vocabulary.read(source):
+                data = numbers.tobytes()
+                out.write(data)
+                update(data)
+                counts += np.bincount(numbers, minlength=vocabulary.size)
     return int(counts.sum()), counts
-
-
-def _read_pieces(source: TextSource) -> Iterator[bytes]:
-    left = source.num_bytes
-    with source.path.open("rb") as file:
-        file.seek(source.start)
-        while left and (piece := file.read(min(left, 1 << 22))):
-            left -= len(piece)
-            yield piece
 
 
 def read_facts(folder: Path) -> TextFacts | None:
@@ -214,7 +254,7 @@ def digest_of(folder: Path) -> str:
 class Windows:
     """The windows of one memory-mapped file."""
 
-    text: NDArray[np.uint8]
+    text: NDArray[np.unsignedinteger[Any]]
     context: int
 
     def __len__(self) -> int:
@@ -227,14 +267,14 @@ class Windows:
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
-def open_windows(path: Path, context: int) -> Windows:
-    """Map a cached file; nothing is read until a window is asked for."""
-    return Windows(np.memmap(path, dtype=np.uint8, mode="r"), context)
+def open_windows(path: Path, context: int, itemsize: int = 1) -> Windows:
+    """Map a cached file of numbers of ``itemsize`` bytes; nothing is read until a window is asked for."""
+    return Windows(np.memmap(path, dtype=f"<u{itemsize}", mode="r"), context)
 
 
-def count_windows(num_bytes: int, context: int) -> int:
-    """Return how many windows of ``context`` inputs fit when each also needs the byte after its last input."""
-    return max(0, (num_bytes - 1) // context)
+def count_windows(length: int, context: int) -> int:
+    """Return how many windows of ``context`` inputs fit when each also needs the number after its last input."""
+    return max(0, (length - 1) // context)
 
 
 @lru_cache(maxsize=2)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from shardwise import describe_units, record
+from shardwise import __version__, describe_units, record
 from shardwise.doctor.recorder import BLACK_BOX
+from shardwise.errors import ConfigError
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks
 from shardwise.recipes.doors import DOORS
 from shardwise.recipes.gpt import generate
-from shardwise.recipes.held_bytes import unsharded_bytes
 from shardwise.recipes.loop import Finished, Stopped, Trainer, build_trainer, train_steps
 from shardwise.recipes.progress import ProgressDisplay, memory_table
 from shardwise.recipes.ranks import RunRanks
@@ -22,6 +21,7 @@ from shardwise.recipes.restart_log import Restart, StepFile, note_restart, read_
 from shardwise.recipes.run_folder import (
     Run,
     Start,
+    discard_new,
     lock_run,
     prepare_run,
     read_metrics,
@@ -31,6 +31,10 @@ from shardwise.recipes.run_folder import (
 )
 from shardwise.recipes.run_log import RunJournal, RunLog, SilentJournal, open_lines
 from shardwise.recipes.stop import Listening, listen_to_nobody
+from shardwise.recipes.text import Baseline
+from shardwise.recipes.tokens import open_vocabulary
+
+_PROMPT = "def "
 
 
 def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listening = listen_to_nobody) -> int:
@@ -49,10 +53,16 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
         stack.enter_context(record(run.folder / BLACK_BOX))
         if ranks.is_first:
             stack.enter_context(lock_run(run.folder))
-        trainer = build_trainer(run, ranks)
+        try:
+            trainer = build_trainer(run, ranks)
+        except ConfigError:
+            stack.close()  # before it is raised on: wrong options are nothing for the black box
+            if ranks.is_first and start.resume is None and start.restart is None:
+                discard_new(run.folder)
+            raise
         run = trainer.run  # it knows now which checkpoint was whole
         if ranks.is_first:
-            write_config(run, ranks.num_ranks, trainer.num_parameters, version("shardwise"))
+            write_config(run, ranks.num_ranks, trainer.num_parameters, __version__)
         journal = _open_journal(run, stack, start.step_file) if ranks.is_first else SilentJournal()
         _say_start(trainer, journal)
         if start.restart is not None:
@@ -88,22 +98,23 @@ def _open_journal(run: Run, stack: ExitStack, step_file: Path | None) -> RunJour
     )
     display = stack.enter_context(ProgressDisplay(run.config.steps, run.start_step, is_shown=True))
     if step_file is None:
-        return RunJournal(display, lines, scalars)
+        return RunJournal(display, lines, scalars, unit=run.facts.unit)
     steps = stack.enter_context(closing(StepFile(step_file)))
     steps.write(run.start_step)
-    return RunJournal(display, lines, scalars, steps.write)
+    return RunJournal(display, lines, scalars, steps.write, run.facts.unit)
 
 
 def _say_start(trainer: Trainer, journal: RunLog) -> None:
-    run, shape = trainer.run, trainer.config.model
+    run, config, ranks, facts = trainer.run, trainer.config, trainer.ranks, trainer.run.facts
+    sizes = "" if config.model_from else f"{config.model.layers} layers, width {config.model.width}, "
     journal.say(
-        f"{run.folder}: GPT with {trainer.num_parameters:,} parameters ({shape.layers} layers, width {shape.width}, "
-        f"context {shape.context}) on {trainer.ranks.num_ranks} {trainer.ranks.device.type} rank(s), "
-        f"--shard {trainer.config.shard}"
+        f"{run.folder}: {config.model_from or 'GPT'} with {trainer.num_parameters:,} parameters ({sizes}context "
+        f"{config.model.context}) on {ranks.num_ranks} {ranks.device.type} rank(s), --shard {config.shard}"
     )
+    train, validation = (num_bytes // facts.itemsize for num_bytes in (facts.train_bytes, facts.validation_bytes))
     journal.say(
-        f"text: {run.facts.description}, {run.facts.num_files} files, {run.facts.train_bytes:,} bytes to train on, "
-        f"{run.facts.validation_bytes:,} to validate; unigram entropy {run.facts.unigram_nats:.4f} nats per byte"
+        f"text: {facts.description}, {facts.num_files} files, {train:,} {facts.unit}s to train on, "
+        f"{validation:,} to validate; unigram entropy {facts.unigram_nats:.4f} nats per {facts.unit}"
     )
     if trainer.config.shard in ENGINE_SHARDS:
         journal.say(str(describe_units(trainer.model)))
@@ -113,19 +124,24 @@ def _say_start(trainer: Trainer, journal: RunLog) -> None:
         journal.say(f"resuming after step {run.done.step}, {run.done.windows:,} windows into the text")
 
 
-def _sample(trainer: Trainer) -> bytes:
+def _sample(trainer: Trainer) -> str:
     config, ranks = trainer.config, trainer.ranks
     plain = trainer.door.plain(trainer.model)
     # one byte more each time: compiled parts would be compiled again and again
     with torch.compiler.set_stance("force_eager"), trainer.door.precision(config, ranks.device):
-        return generate(plain, b"def ", config.sample_bytes, config.model.context, config.seed, ranks.device)
+        if not config.sample_bytes:
+            return ""
+        vocabulary = open_vocabulary(trainer.run.tokenizer)
+        prompt = vocabulary.encode(_PROMPT) or [0]
+        sampled = generate(plain, prompt, config.sample_bytes, config.model.context, config.seed, ranks.device)
+        return vocabulary.decode(sampled)
 
 
-def _conclude(trainer: Trainer, finished: Finished, sample: bytes) -> None:
+def _conclude(trainer: Trainer, finished: Finished, sample: str) -> None:
     from shardwise.recipes.report import draw_report  # matplotlib: only rank 0, only when training is over
 
     run, config = trainer.run, trainer.config
-    unsharded = unsharded_bytes(trainer.num_parameters)
+    unsharded = trainer.unsharded
     on_gpu = trainer.ranks.device.type == "cuda"
     title = (
         f"shardwise train: {trainer.num_parameters / 1e6:.1f} million parameters on {trainer.ranks.num_ranks} rank(s), "
@@ -136,14 +152,14 @@ def _conclude(trainer: Trainer, finished: Finished, sample: bytes) -> None:
         path,
         title,
         [*read_metrics(run.metrics), *read_restarts(run.folder)],
-        run.facts.unigram_nats,
+        Baseline(run.facts.unigram_nats, run.facts.unit),
         finished.held,
         unsharded,
     )
     display = ProgressDisplay(config.steps, config.steps, is_shown=True)
     if sample:
         display.say("\nA sample from the trained model:\n")
-        display.say(sample.decode("utf-8", errors="replace") + "\n")
+        display.say(sample + "\n")
     peak_name = "peak GPU memory" if on_gpu else "peak of the process (all)"
     display.show(memory_table(finished.held, unsharded, peak_name))
     display.say(f"{finished.tokens_per_s:,.0f} tokens/s; report: {path}; figures: {run.metrics}")

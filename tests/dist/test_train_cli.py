@@ -159,3 +159,16 @@ def test_the_first_signal_saves_and_the_second_ends_every_rank_at_once(text: Pat
     assert process.returncode == 128 + signal.SIGTERM
     assert err == "shardwise: ended by SIGTERM; every rank has ended too\n"
     assert not [pid for pid in ranks if is_alive(pid)]
+
+
+def test_figures_are_told_from_the_first_step_on_and_are_of_one_step_each(trained: tuple[Path, Ended]) -> None:
+    run, ended = trained
+    assert "step 1/20  loss" in ended.out
+    lines = [line for line in metrics_of(run) if line["kind"] == "train"]
+    assert len({line["tokens_per_s"] for line in lines}) == len({line["time"] for line in lines}) == 20
+    assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
+
+
+def test_the_table_of_units_has_no_empty_column(trained: tuple[Path, Ended]) -> None:
+    heading = next(line for line in trained[1].out.splitlines() if line.startswith("unit "))
+    assert heading.split() == ["unit", "modules", "parameters", "bytes", "padding"]

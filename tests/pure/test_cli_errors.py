@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shardwise import ConfigError
+from shardwise.cli import launch
 from shardwise.cli.extras import check_extras
 from shardwise.cli.main import build_parser, main
 from shardwise.cli.train_args import read_train_request
@@ -108,6 +109,39 @@ def test_a_folder_in_use_is_refused_and_left_alone(
     )
     _fails(capsys, [*SMALL, "--device", "cpu", "--data", text, "--out", str(tmp_path / "kept")], "is a file")
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "text.txt"}
+
+
+def test_the_advice_for_a_folder_in_use_works(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
+    foreign, ours = tmp_path / "foreign", _fake_run(tmp_path / "ours", 5)
+    (foreign / "run").mkdir(parents=True)
+    (foreign / "config.json").write_text('{"model_type": "gpt2"}')
+    words = [*SMALL, "--device", "cpu", "--data", text, "--out"]
+    _fails(
+        capsys,
+        [*words, str(foreign)],
+        f"It holds no run of shardwise. Name a folder that is not there yet, such as --out {foreign}/run-2",
+    )
+    assert not (foreign / "run-2").exists()
+    _fails(capsys, [*words, ours], f"continue that run with --resume {ours}")
+    assert _request("--resume", ours).start.resume == Path(ours)
+
+
+def test_sizes_that_cannot_fit_are_refused_before_anything_is_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "host_memory_bytes", lambda: 16_000_000_000)
+    out = tmp_path / "out"
+    for words, expected in (
+        (
+            "--batch 100000000 --nproc 2",
+            "--batch 100000000: a microbatch of 50,000,000 sequence(s) on each of 2 rank(s)",
+        ),
+        ("--batch 100000000 --nproc 2", "this host has 16 GB for 2 ranks: 8 GB each. Use --batch "),
+        ("--width 600000 --heads 6", "--layers 4 --width 600000 --context 128: 17,280,416,400,000 parameters"),
+        ("--context 4000000 --layers 1 --width 64 --heads 1 --nproc 1", "Not even one fits. Use a smaller --context"),
+    ):
+        _fails(capsys, ["--device", "cpu", *words.split(), "--out", str(out)], expected)
+    assert not out.exists()
 
 
 def test_a_missing_extra_is_named() -> None:

@@ -179,7 +179,16 @@ def test_the_table_has_one_line_a_unit_and_says_when_there_is_but_one() -> None:
     root, merged = UnitRow("", 1, 100, 400, 1.0), UnitRow("blocks.0-7", 8, 500_000, 2_000_000, 1.25)
     lines = str(UnitTable((root, merged))).splitlines()
     assert [line.split()[0] for line in lines] == ["unit", "(root)", "blocks.0-7", "2"]
-    assert lines[2].split() == ["blocks.0-7", "8", "500,000", "1.907", "MiB", "1.25", "-"]
+    assert lines[2].split() == ["blocks.0-7", "8", "500,000", "1.907", "MiB", "1.25"]
     assert lines[-1] == "2 units, 500,100 parameters, 1.908 MiB"
     assert len({len(line) for line in lines[:-1]}) == 1
+    assert "route" not in lines[0]
     assert "no block is a unit of its own" in str(UnitTable((root,)))
+
+
+def test_the_table_has_a_column_of_routes_once_one_is_known() -> None:
+    known = UnitRow("", 1, 100, 400, 1.0, "shared memory"), UnitRow("head", 1, 10, 40, 1.0)
+    lines = str(UnitTable(known)).splitlines()
+    assert lines[0].split()[-1] == "route"
+    assert lines[1].endswith("shared memory")
+    assert lines[2].split()[-1] == "-"

@@ -79,7 +79,7 @@ def test_presets_are_valid() -> None:
         ({"warmup": -1}, "--warmup is -1"),
         ({"min_unit_bytes": -1}, "--min-unit-bytes is -1"),
         ({"lr": float("nan")}, "--lr is nan"),
-        ({"clip": 0.0}, "--clip is 0.0"),
+        ({"clip": -1.0}, "--clip is -1.0, expected a positive number, or 0"),
         ({"dtype": "fp8"}, "--dtype is 'fp8'"),
         ({"shard": "some"}, "--shard is 'some'"),
         ({"transport": "pigeon"}, "--transport is 'pigeon'"),

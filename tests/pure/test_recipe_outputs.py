@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import math
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -17,8 +20,13 @@ from shardwise.recipes.config import SHARDS, ModelShape, TrainConfig
 from shardwise.recipes.doors import DOORS, build_adamw
 from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
 from shardwise.recipes.held_bytes import HeldBytes, format_bytes, local_bytes, measure_held, unsharded_bytes
-from shardwise.recipes.progress import memory_table
+from shardwise.recipes.loop import Trainer, _train_step
+from shardwise.recipes.progress import ProgressDisplay, memory_table
+from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.report import draw_report
+from shardwise.recipes.run_folder import Run
+from shardwise.recipes.run_log import RunJournal, TrainedStep
+from shardwise.recipes.text import Baseline, TextFacts, Windows
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, context=12)
 
@@ -80,12 +88,12 @@ def test_generation_keeps_the_prompt_and_the_mode_and_calls_forward_once_per_byt
     model = build_gpt(SHAPE, 0).train()
     calls: list[int] = []
     model.register_forward_pre_hook(lambda _module, args: calls.append(args[0].shape[1]))
-    text = generate(model, b"def ", 20, SHAPE.context, 0, torch.device("cpu"))
+    text = bytes(generate(model, b"def ", 20, SHAPE.context, 0, torch.device("cpu")))
     assert text[:4] == b"def "
     assert len(text) == 24
     assert calls == [min(4 + n, 12) for n in range(20)]
     assert model.training
-    assert text == generate(model, b"def ", 20, SHAPE.context, 0, torch.device("cpu"))
+    assert text == bytes(generate(model, b"def ", 20, SHAPE.context, 0, torch.device("cpu")))
 
 
 def test_measured_bytes_of_a_plain_model_are_the_unsharded_bytes() -> None:
@@ -124,7 +132,7 @@ def test_the_table_sets_ranks_beside_unsharded(num_ranks: int) -> None:
 def test_the_picture_shows_both_curves_and_the_bars(tmp_path: Path) -> None:
     metrics: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
     metrics += [{"kind": "validation", "step": n, "loss": 5.0 - n / 10} for n in (0, 10, 20)]
-    draw_report(tmp_path / "r.png", "title", metrics, 2.9, [HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4))
+    draw_report(tmp_path / "r.png", "title", metrics, Baseline(2.9), [HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4))
     pixels = np.round(matplotlib.image.imread(tmp_path / "r.png")[..., :3] * 255).astype(int).reshape(-1, 3)
     colors = {tuple(color) for color in np.unique(pixels, axis=0)}
     for name, color in {"validation": (214, 39, 40), "parameters": (31, 119, 180), "state": (44, 160, 44)}.items():
@@ -136,12 +144,73 @@ def test_the_picture_shows_where_a_run_was_started_again(tmp_path: Path) -> None
     restarts: list[dict[str, float | str]] = [{"kind": "restart", "step": n, "ranks": 2} for n in (5, 14)]
     for name, lines in (("with", restarts), ("without", [])):
         draw_report(
-            tmp_path / f"{name}.png", "title", [*metrics, *lines], 2.9, [HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4)
+            tmp_path / f"{name}.png",
+            "title",
+            [*metrics, *lines],
+            Baseline(2.9),
+            [HeldBytes(1, 1, 2)] * 2,
+            HeldBytes(2, 2, 4),
         )
     left, right = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("with", "without"))
     columns = np.flatnonzero((left != right).any(-1).sum(0) > 100)  # from top to bottom, dotted
     assert 2 <= len(columns) <= 8
     assert columns[-1] - columns[0] > 100
+
+
+def test_the_picture_shows_the_speed_of_every_step_that_tells_it(tmp_path: Path) -> None:
+    old: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
+    new = [{**line, "tokens_per_s": 1000.0 + 10 * n} for n, line in enumerate(old)]
+    for name, lines in (("old", old), ("new", new)):
+        draw_report(
+            tmp_path / f"{name}.png", "title", lines, Baseline(2.9), [HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4)
+        )
+        pixels = np.round(matplotlib.image.imread(tmp_path / f"{name}.png")[..., :3] * 255).astype(int)
+        assert bool((pixels == (23, 190, 207)).all(-1).any()) == (name == "new")
+
+
+class _Scalars:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.seen.append((tag, scalar_value, global_step))
+
+    def flush(self) -> None:
+        return
+
+
+def test_figures_of_a_step_are_of_that_step_alone() -> None:
+    lines, scalars = io.StringIO(), _Scalars()
+    journal = RunJournal(ProgressDisplay(3, 0, is_shown=False), lines, scalars)
+    steps = [TrainedStep(n, 5.0 / n, 1.0, 0.1, tokens_per_s=100.0 * n, time=1000.0 + n) for n in (1, 2, 3)]
+    journal.trained(steps, 12345.0, 1, 0.0)
+    found = [json.loads(line) for line in lines.getvalue().splitlines()]
+    assert [(line["step"], line["tokens_per_s"], line["time"]) for line in found] == [
+        (1, 100.0, 1001.0), (2, 200.0, 1002.0), (3, 300.0, 1003.0),
+    ]  # fmt: skip
+    assert [(value, step) for tag, value, step in scalars.seen if tag == "speed/tokens_per_s"] == [
+        (100.0, 1), (200.0, 2), (300.0, 3),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("clip", "is_scaled"), [(0.0, False), (1e9, False), (1e-3, True)])
+def test_clip_0_scales_no_gradient(
+    clip: float, is_scaled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = TrainConfig(model=SHAPE, shard="none", batch=2, clip=clip, warmup=0)
+    model = build_gpt(SHAPE, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(optimizer, "zero_grad", lambda: seen.extend(param.grad for param in model.parameters()))
+    door = replace(DOORS["none"], sync=lambda model, on: nullcontext())
+    windows = Windows(np.arange(600, dtype=np.uint8), SHAPE.context)
+    run = Run(tmp_path, config, TextFacts("", 1, 1, 1, 1.0, ""), None, None)
+    ranks = RunRanks(0, 1, torch.device("cpu"))
+    trainer = Trainer(run, ranks, door, model, optimizer, windows, windows, 1, unsharded_bytes(1), ())
+    figures = _train_step(trainer, 0, measure=False).figures
+    left = float(torch.stack([gradient.norm() for gradient in seen]).norm())
+    assert left == pytest.approx(1e-3 if is_scaled else figures.grad_norm, rel=1e-4)
+    assert figures.grad_norm > 0.1
 
 
 def test_every_door_explains_itself() -> None:

@@ -14,7 +14,7 @@ from shardwise.one_host import usable_cores
 def describe_machine(num_threads: int) -> dict[str, object]:
     """Return processor, cores, versions, threads per rank, GPUs and the date (UTC)."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": usable_cores(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -25,7 +25,8 @@ def describe_machine(num_threads: int) -> dict[str, object]:
     }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Return the name of the processor as the kernel tells it, else the machine's."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

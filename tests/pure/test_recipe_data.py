@@ -1,0 +1,179 @@
+"""Documents of a run: none is lost or read twice by a cut, and what is no text is refused with a word on what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise import ConfigError
+from shardwise.recipes.config import TrainConfig, check_config
+from shardwise.recipes.documents import TextSource, optional_module, read_documents
+from shardwise.recipes.own_model import build_own, check_module, try_own
+from shardwise.recipes.run_folder import Start, prepare_run
+from shardwise.recipes.text import find_sources, open_windows, split_sources, write_cache
+from shardwise.recipes.tokens import Bytes, open_vocabulary
+
+
+def _jsonl(path: Path, documents: Sequence[str], column: str = "text") -> Path:
+    path.write_text("".join(json.dumps({column: text, "n": 1}) + "\n" for text in documents))
+    return path
+
+
+def test_any_cut_of_a_jsonl_file_is_a_cut_between_documents(tmp_path: Path) -> None:
+    documents = ["one", "", "größer\nthan one", "four"]
+    path = _jsonl(tmp_path / "d.jsonl", documents)
+    size = path.stat().st_size
+    for at in range(size + 1):
+        halves = [TextSource(path, "d", 0, at, "jsonl"), TextSource(path, "d", at, size, "jsonl")]
+        assert [text for half in halves for text in read_documents(half)] == documents, at
+
+
+def test_documents_of_a_jsonl_file_are_trained_and_validated_on(tmp_path: Path) -> None:
+    documents = [f"document {n}, öäü" for n in range(50)]
+    description, sources = find_sources(str(_jsonl(tmp_path / "d.jsonl", documents, "body")), "body")
+    facts = write_cache(tmp_path / "text", description, split_sources(sources))
+    data = b"".join((tmp_path / "text" / name).read_bytes() for name in ("train.bin", "validation.bin"))
+    assert data.decode() == "".join(f"{text}\n" for text in documents)
+    assert 0.05 < facts.validation_bytes / len(data) < 0.2
+    assert (facts.unit, facts.vocabulary, facts.itemsize) == ("byte", 256, 1)
+
+
+def test_a_folder_may_hold_text_beside_jsonl_and_its_binary_files_are_passed_over(tmp_path: Path) -> None:
+    _jsonl(tmp_path / "a.jsonl", ["one"])
+    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / "c.bin").write_bytes(bytes(range(256)))
+    _, sources = find_sources(str(tmp_path))
+    assert [(source.name, source.kind) for source in sources] == [("a.jsonl", "jsonl"), ("b.txt", "text")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("d.bin", bytes(range(256)) * 9, "is no text (it has zero bytes), expected UTF-8 text, .jsonl, .parquet"),
+        ("d.txt", "text".encode("utf-16"), "it is UTF-16: write it as UTF-8"),
+        ("d.gz", bytes(n for n in range(1, 256)) * 9, "it is full of control characters"),
+        ("d.jsonl", b'{"text": "a"', "is not JSON"),
+        ("d.jsonl", b'["a"]\n', "is list, expected an object with 'text'"),
+        ("d.jsonl", b'{"a": "b", "c": "d"}\n', "has no column 'text'; its columns: a, c. Name one with --text-column"),
+        ("d.jsonl", b'{"text": 3}\n', "'text' is int, expected text. Name a column with --text-column"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        find_sources(str(tmp_path / name))
+    assert expected in str(caught.value)
+    assert str(tmp_path / name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_latin_text_and_escapes_of_terminals_are_text(tmp_path: Path) -> None:
+    (tmp_path / "d.txt").write_bytes("größer \x1b[1mbold\x1b[0m ".encode("latin-1") * 40)
+    assert len(find_sources(str(tmp_path / "d.txt"))[1]) == 1
+
+
+def test_a_document_that_cannot_be_read_leaves_no_folder(tmp_path: Path) -> None:
+    path = _jsonl(tmp_path / "d.jsonl", ["some words"] * 200)
+    path.write_text(path.read_text() + "broken\n")
+    config = TrainConfig(data=str(path), model=dataclasses.replace(TrainConfig().model, context=8))
+    with pytest.raises(ConfigError, match=rf"line that ends at byte {path.stat().st_size} is not JSON"):
+        prepare_run(Start(out=tmp_path / "out"), config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_documents_too_short_for_a_window_are_refused_once_they_are_counted(tmp_path: Path) -> None:
+    config = TrainConfig(data=str(_jsonl(tmp_path / "d.jsonl", ["a", "b"])))
+    with pytest.raises(ConfigError, match="needs --context 128"):
+        prepare_run(Start(out=tmp_path / "out"), config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "d.parquet").write_bytes(b"PAR1")
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    for name in ("state.json", "dataset_info.json"):
+        (folder / name).write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for module in ("pyarrow", "pyarrow.parquet", "datasets", "tokenizers"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for ask in (
+        lambda: find_sources(str(tmp_path / "d.parquet")),
+        lambda: find_sources(str(folder)),
+        lambda: open_vocabulary(tmp_path / "tokenizer.json"),
+    ):
+        with pytest.raises(ConfigError, match=r"which is not installed here.*pip install 'shardwise\[data\]'"):
+            ask()
+    assert optional_module("json", "this") is json
+
+
+def test_a_tokenizer_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--tokenizer .*: no such file"):
+        open_vocabulary(tmp_path / "none.json")
+    assert isinstance(open_vocabulary(None), Bytes)
+
+
+def test_windows_of_tokens_are_read_in_their_width(tmp_path: Path) -> None:
+    for itemsize in (2, 4):
+        np.arange(70_000, 70_040).astype(f"<u{itemsize}").tofile(tmp_path / "t.bin")
+        inputs, targets = open_windows(tmp_path / "t.bin", 8, itemsize).stack([1])
+        first = 70_008 % 2 ** (8 * itemsize)
+        assert (inputs[0, 0], targets[0, -1]) == (first, first + 8)
+        assert inputs.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model_from": "module"}, "expected module:function"),
+        ({"model_from": "a:b", "tp": 2}, "--tp 2 does not go with --model-from"),
+        ({"model_from": "a:b", "recompute": True}, "--recompute does not go with --model-from"),
+    ],
+)
+def test_what_is_for_the_own_gpt_does_not_go_with_another_model(changes: dict[str, object], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        check_config(dataclasses.replace(TrainConfig(), **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("no_such_module_here:build", "there is no module 'no_such_module_here'"),
+        ("helpers.own_model:missing", "has no such name"),
+        ("helpers.own_model:NO_FUNCTION", "has a int there"),
+        ("helpers.own_model:build_nothing", "returned a int, expected a torch.nn.Module"),
+        ("helpers.own_model:build_with", "the function needs size, and is given vocabulary and context alone"),
+    ],
+)
+def test_a_function_that_builds_no_model_is_refused(name: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        build_own(name, 0, 256, 8)
+
+
+def test_a_model_is_built_from_the_seed_for_the_vocabulary_of_the_text() -> None:
+    first, again, other = (build_own("helpers.own_model:build", seed, 300, 8) for seed in (1, 1, 2))
+    states = [model.state_dict()["token.weight"] for model in (first, again, other)]
+    assert states[0].shape == (300, 16)
+    assert states[0].equal(states[1])
+    assert not states[0].equal(states[2])
+    check_module("helpers.own_model:build")
+
+
+def test_a_model_of_fewer_tokens_than_the_text_has_is_refused_before_it_is_sharded() -> None:
+    window = torch.zeros(1, 8, dtype=torch.long)
+    model = build_own("helpers.own_model:build_narrow", 0, 256, 8)
+    with pytest.raises(ConfigError, match=r"failed on int64 tokens of shape \(1, 8\), all 255.*vocabulary=256"):
+        try_own(model, "m:f", 256, window)
+    with pytest.raises(ConfigError, match=r"returned shape \(1, 8\) for tokens of shape \(1, 8\), expected logits"):
+        try_own(torch.nn.Identity(), "m:f", 256, window)
+    with pytest.raises(ConfigError, match="the model has logits for 100 tokens, the text has 256"):
+        try_own(torch.nn.Sequential(torch.nn.Embedding(256, 4), torch.nn.Linear(4, 100)), "m:f", 256, window)
+    try_own(model, "m:f", 100, window)
+    assert model.training

@@ -1,0 +1,165 @@
+"""A user's script with every public call: read by a type checker, never run; users may rely on the types that it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwise
+from shardwise import (
+    CheckpointError,
+    ConfigError,
+    CPUOffloadPolicy,
+    DamagedCheckpointError,
+    DataParallelMeshDims,
+    DDPMeshInfo,
+    DesyncError,
+    FSDPMeshInfo,
+    FSDPModule,
+    GradientReductionHandle,
+    HSDPMeshInfo,
+    LayoutError,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ReplicateModule,
+    ShardedOptimizer,
+    ShardPlacementResult,
+    ShardwiseError,
+    StateError,
+    TransportError,
+    UnitRow,
+    UnitTable,
+    UnshardHandle,
+    ZeroRedundancyOptimizer,
+    clip_grad_norm_,
+    describe_units,
+    fully_shard,
+    get_cls_to_fsdp_cls,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    policy,
+    record,
+    register_fsdp_forward_method,
+    replicate,
+    set_default_transport,
+    shard_model,
+    share_comm_ctx,
+)
+from shardwise.checkpoint import Loaded, PerRank, RandomState, finish, load, save
+from shardwise.checkpoint.dcp import DcpReader, DcpWriter, TorchDcpReader
+from shardwise.checkpoint.export import export_model, export_torch
+from shardwise.testing import WorkerPool, faults
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def embed(self, x: Tensor) -> Tensor:
+        return self.first(x)
+
+
+def place(param: nn.Parameter) -> Shard | None:
+    return Shard(0) if param.dim() > 1 else None
+
+
+def shards() -> FSDPModule:
+    mesh: DeviceMesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = Net()
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
+    sharded = fully_shard(model, mesh=mesh, shard_placement_fn=place, ignored_params=set(), dp_mesh_dims=None)
+    register_fsdp_forward_method(model, "embed")
+    together: FSDPModule = shard_model(Net(), min_unit_bytes=0, mesh=mesh, reshard_after_forward=2)
+    share_comm_ctx([sharded, together])
+    copied: ReplicateModule = replicate(Net(), mesh=mesh)
+    copied.set_requires_gradient_sync(True)
+    classes: dict[type, type] = get_cls_to_fsdp_cls()
+    table: UnitTable = describe_units(model)
+    rows: tuple[UnitRow, ...] = table.rows
+    print(table, [(row.name, row.num_modules, row.numel, row.num_bytes, row.padding_ratio, row.route) for row in rows])
+    print(len(classes), shardwise.__version__.split("."))
+    print(DataParallelMeshDims(shard="dp"), FSDPMeshInfo, HSDPMeshInfo, DDPMeshInfo, ShardPlacementResult)
+    set_default_transport("auto")
+    return sharded
+
+
+def configures(model: FSDPModule) -> None:
+    handle: UnshardHandle | None = model.unshard(async_op=True)
+    if handle is not None:
+        handle.wait()
+    model.reshard()
+    model.set_requires_gradient_sync(True, recurse=True)
+    model.set_requires_all_reduce(True)
+    model.set_is_last_backward(True)
+    model.set_reshard_after_forward(True)
+    model.set_reshard_after_backward(True)
+    model.set_modules_to_forward_prefetch([model])
+    model.set_modules_to_backward_prefetch([model])
+    model.set_gradient_divide_factor(2.0)
+    model.set_reduce_scatter_divide_factor(2.0)
+    model.set_force_sum_reduction_for_comms(False)
+    model.set_unshard_in_backward(True)
+    model.set_transport("gloo")
+    model.release_memory()
+    with policy(model, sync=False):
+        pass
+
+
+def trains(model: Net, data: Tensor) -> None:
+    optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-3)
+    for _ in range(2):
+        loss: Tensor = model(data).sum()
+        torch.autograd.backward([loss])  # torch leaves loss.backward() without types
+        norm: Tensor = clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(float(norm), float(optimizer.clip_grad_norm_(1.0)))
+    optimizer.load_state_dict(optimizer.state_dict())
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    zero.reduce_gradients()
+    zero.clip_grad_norm_(1.0)
+    zero.step()
+    zero.zero_grad()
+    zero.consolidate_state_dict(to=0)
+    ddp = DistributedDataParallel(model)
+    print(hook_with_zero_step(None, ddp, zero), hook_with_zero_step_interleaved(None, ddp, zero, shard_buckets=True))
+
+
+def saves(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    state = {"model": model, "optimizer": optimizer, "random": RandomState(), "loader": PerRank({"at": 3})}
+    save("run", state, step=100, keep=3, wait=False)
+    finish(Path("run"))
+    loaded: Loaded = load("run", state, fallback=True)
+    export_model("run", "exported")
+    export_torch("run", "all.pt")
+    print(DcpWriter("a"), DcpReader("a"), TorchDcpReader("a"), loaded.path, loaded.skipped)
+    return loaded.step
+
+
+def fails() -> None:
+    kinds: tuple[type[ShardwiseError], ...] = (
+        CheckpointError, ConfigError, DamagedCheckpointError, DesyncError, LayoutError, StateError, TransportError,
+    )  # fmt: skip
+    try:
+        with record("run/black_box", stall_s=30.0), faults.kill_at("backward", rank=1, step=3):
+            print(GradientReductionHandle)
+    except kinds as error:
+        print(str(error))
+    with WorkerPool(2) as pool:
+        pool.run(fails, num_ranks=2)
