@@ -100,6 +100,18 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the live dict of a module's own buffers."""
+    return module._buffers
+
+
+def fake_mode() -> AbstractContextManager[object]:
+    """Return a mode in which tensors have sizes and no memory, and operations cost no arithmetic."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
 def post_accumulate_hooks(
     parameters: Iterable[torch.Tensor],
 ) -> list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]:
