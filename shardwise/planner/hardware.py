@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 
@@ -53,7 +53,7 @@ class Hardware:
     host_s_per_op: float = 8e-6
     host_s_per_unit: float = 2.5e-4
     overlaps: bool = True
-    op_seconds: Mapping[str, float] = MappingProxyType({})
+    op_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def rate(self, precision: str) -> float:
         """Return the floating-point operations per second that matrix products reach in "fp32", or else in bf16."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.events import Call, Op
@@ -267,7 +267,6 @@ def _under_ddp(rank: _Rank, profile: Profile, units: Sequence[RankUnit], steps: 
     held["optimizer"] = -(-numel // shared) * setting.state_bytes
     has_buckets = setting.door != "gradients"
     held["gradients"] = gradients if has_buckets else 0
-    message = max([min(_MESSAGE_BYTES, gradients), *[param.num_bytes for param in trainable]])
     for microbatch in range(setting.accumulate):
         for passage in steps.passages:
             if passage.mark.edge is None and not has_buckets and not microbatch:
@@ -275,21 +274,54 @@ def _under_ddp(rank: _Rank, profile: Profile, units: Sequence[RankUnit], steps: 
             _compute(rank, profile, passage)
     held["activations"] = 0
     if not has_buckets:
-        held["staging"] = 4 * pooled(message) if rank.on_cpu else 4 * message
-        rank.note("reduce gradients to owners")
-        held["full gradients"], held["gradients"] = 0, -(-gradients // shared)
-        if rank.on_cpu:
-            for moment, old in enumerate(rank.moments):  # the pool of the messages keeps them
-                rank.moments[moment] = _with_idle(old, held["staging"])
-            rank.pool.idle = held["staging"]
-        held["staging"] = 0
+        _reduce_to_owners(rank, [param.num_bytes for param in trainable])
     rank.note("optimizer step")
     return RankMemory(tuple(rank.moments))
 
 
+def _reduce_to_owners(rank: _Rank, gradients: Sequence[int]) -> None:
+    """Send gradients of these bytes to their owners, message by message, as the first rank: it owns the first part."""
+    held, ranks = rank.held, rank.setting.ranks
+    owned = -(-sum(gradients) // ranks)
+    before = len(rank.moments)
+    on_the_way: list[tuple[int, ...]] = []
+    sent = 0
+    for message in _messages(gradients):
+        mine = max(min(sent + message, owned) - sent, 0)
+        sent += message
+        on_the_way.append((rank.pool.lend(message), rank.pool.lend(mine * ranks), mine, message))
+        held["staging"] += sum(on_the_way[-1][:2])
+        rank.note("reduce gradients to owners")
+        held["full gradients"] -= message
+        if len(on_the_way) > 1:
+            _arrive(rank, on_the_way.pop(0))
+    for message in on_the_way:
+        _arrive(rank, message)
+    rank.moments[:before] = [_with_idle(moment, rank.pool.idle) for moment in rank.moments[:before]]
+
+
+def _arrive(rank: _Rank, message: Sequence[int]) -> None:
+    out, received, mine, _ = message
+    rank.held["gradients"] += mine
+    rank.note("reduce gradients to owners")
+    for size in (out, received):
+        rank.pool.take_back(size)
+        rank.held["staging"] -= size
+
+
+def _messages(gradients: Sequence[int]) -> Iterator[int]:
+    """Yield the bytes of each message, as zero/gradients.py cuts them."""
+    size = 0
+    for num_bytes in gradients:
+        size += num_bytes
+        if size >= _MESSAGE_BYTES:
+            yield size
+            size = 0
+    if size:
+        yield size
+
+
 def _with_idle(moment: Moment, num_bytes: int) -> Moment:
     place = KINDS.index("idle buffers")
-    if moment.held[KINDS.index("staging")]:
-        return moment
     held = tuple(value + num_bytes if index == place else value for index, value in enumerate(moment.held))
     return Moment(moment.place, held)
