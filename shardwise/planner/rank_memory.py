@@ -214,7 +214,7 @@ def memory_of(profile: Profile, units: Sequence[RankUnit], steps: Steps, setting
     rank = _Rank(profile, units, setting, device)
     if setting.door not in UNIT_DOORS:
         return _under_ddp(rank, profile, units, steps)
-    for _ in range(2):  # the second time the pool is warm
+    for _ in range(2 if rank.on_cpu else 1):  # the second time the pool is warm
         rank.moments = []
         for microbatch in range(setting.accumulate):
             _microbatch(rank, profile, steps, is_last=microbatch == setting.accumulate - 1)

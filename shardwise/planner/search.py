@@ -140,13 +140,18 @@ class Search:
                     continue
                 found = self._evaluate(chosen)
                 yield found
-                if not found.fits and self.may_offload(chosen):
+                if self.may_offload(chosen) and not found.fits and self._frees_enough(found):
                     yield self._evaluate(replace(chosen, offload=True))
 
     def may_offload(self, setting: Setting) -> bool:
         """Return True if state may go to the host's memory: it costs time, so it is tried where nothing else fits."""
         is_wanted = True in self.choices.offload and not setting.offload
         return is_wanted and setting.door in UNIT_DOORS and self.hardware.device != "cpu"
+
+    def _frees_enough(self, found: Candidate) -> bool:
+        """Return True if ``found`` may fit without what offload moves away."""
+        moved = sum(found.peak.held[:3])  # parameters, optimizer, gradients
+        return found.peak.total - moved <= self.hardware.usable * self.hardware.memory_bytes
 
     def _evaluate(self, setting: Setting) -> Candidate:
         return evaluate(self.profile_of(setting.computes_in, setting.recompute), setting, self.hardware)
