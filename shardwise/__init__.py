@@ -30,12 +30,16 @@ from shardwise.errors import (
 )
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.table import UnitRow, UnitTable
+from shardwise.planner.advice import Plan, plan
+from shardwise.planner.hardware import Hardware, Wire
+from shardwise.planner.search import Choices
 from shardwise.units.axes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from shardwise.units.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
     "CPUOffloadPolicy",
     "CheckpointError",
+    "Choices",
     "ConfigError",
     "DDPMeshInfo",
     "DamagedCheckpointError",
@@ -45,9 +49,11 @@ __all__ = [
     "FSDPModule",
     "GradientReductionHandle",
     "HSDPMeshInfo",
+    "Hardware",
     "LayoutError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Plan",
     "ReplicateModule",
     "ShardPlacementResult",
     "ShardedOptimizer",
@@ -57,6 +63,7 @@ __all__ = [
     "UnitRow",
     "UnitTable",
     "UnshardHandle",
+    "Wire",
     "ZeroRedundancyOptimizer",
     "clip_grad_norm_",
     "describe_units",
@@ -64,6 +71,7 @@ __all__ = [
     "get_cls_to_fsdp_cls",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "plan",
     "policy",
     "record",
     "register_fsdp_forward_method",

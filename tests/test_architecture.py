@@ -20,7 +20,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("units", "optim"),
     ("engine", "zero"),
     ("api",),
-    ("checkpoint",),
+    ("checkpoint", "planner"),
     ("recipes", "testing"),
     ("cli",),
 )

@@ -30,6 +30,10 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
             f"Use --nproc {torch.cuda.device_count()}, or --device cpu."
         )
     check_ranks(request.config, nproc)
+    if request.only_plans:
+        from shardwise.cli.plan_args import plan_training
+
+        return plan_training(request.config, nproc, device_type)
     check_start(request.start, request.config)
     if request.terms.min_nproc is not None and request.terms.min_nproc > nproc:
         raise ConfigError(

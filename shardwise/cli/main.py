@@ -12,6 +12,7 @@ from shardwise.cli.checkpoint_args import add_checkpoint_arguments
 from shardwise.cli.diagnose import add_diagnose_arguments, run_diagnose
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from shardwise.cli.extras import check_extras
+from shardwise.cli.plan_args import add_plan_arguments, run_plan
 from shardwise.cli.train_args import add_train_arguments, read_train_request
 from shardwise.errors import ShardwiseError
 
@@ -24,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_bench_arguments(commands)
     add_checkpoint_arguments(commands)
     add_diagnose_arguments(commands)
+    add_plan_arguments(commands)
     return parser
 
 
@@ -52,6 +54,8 @@ def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         return run_bench(read_bench_request(arguments, *count_host()), words)
     if arguments.command == "diagnose":
         return run_diagnose(arguments)
+    if arguments.command == "plan":
+        return run_plan(arguments)
     if arguments.command == "checkpoint":
         check_extras(("rich",), "checkpoint")
         from shardwise.cli.checkpoint import run_checkpoint

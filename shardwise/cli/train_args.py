@@ -19,14 +19,14 @@ from shardwise.recipes.run_folder import Start, merge_resumed, read_run_config, 
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[kKmMgG]?)(?:i?[bB])?")
 DEVICES = ("auto", "cpu", "cuda")
-_NOT_CONFIG = frozenset({"command", "preset", "nproc", "device", "out", "resume", "max_restarts", "min_nproc"})
+_NOT_CONFIG = frozenset({"command", "preset", "nproc", "device", "out", "resume", "max_restarts", "min_nproc", "plan"})
 
 
 @dataclass(frozen=True, slots=True)
 class TrainRequest:
     """What was asked for.  ``nproc`` None means: choose; ``launched_ranks`` is set when a launcher started us.
 
-    ``terms``: of restarts by our own launcher.
+    ``terms``: of restarts by our own launcher.  ``only_plans``: say what the run would hold and take, and stop.
     """
 
     config: TrainConfig
@@ -35,6 +35,7 @@ class TrainRequest:
     device: str
     launched_ranks: int | None
     terms: Terms
+    only_plans: bool = False
 
 
 def add_train_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -144,6 +145,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="restart on the ranks that are left after some were killed, if M are (default: always on as many as before)",
     )
+    group.add_argument("--plan", action="store_true", help="say what the run would hold and take, and stop")
     group.add_argument("--device", choices=DEVICES, help="where to compute (default: auto = GPUs if there are any)")
 
 
@@ -159,7 +161,8 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
     assert nproc is None or isinstance(nproc, int)
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc is {nproc}, expected at least 1.")
-    return TrainRequest(config, start, nproc, str(given.get("device", "auto")), launched_ranks, terms)
+    device, only_plans = str(given.get("device", "auto")), bool(given.get("plan", False))
+    return TrainRequest(config, start, nproc, device, launched_ranks, terms, only_plans)
 
 
 def _read_terms(given: Mapping[str, object], environment: Mapping[str, str]) -> Terms:

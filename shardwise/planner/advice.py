@@ -63,11 +63,15 @@ class Plan:
         if self.best is None:
             return self._why_nothing_fits()
         best, faster = self.best, [each for each in self.candidates if not each.fits]
-        words = f"Take {best.setting.label}: {_seconds(best.time.step_s)} a step, {_gb(best.peak.total)} at most on a rank"
+        words = (
+            f"Take {best.setting.label}: {_seconds(best.time.step_s)} a step, {_gb(best.peak.total)} at most on a rank"
+        )
         tight = [each for each in faster if each.time.step_s < best.time.step_s]
         if tight:
             first = min(tight, key=lambda each: each.time.step_s)
-            words += f"; {first.setting.label} would take {_seconds(first.time.step_s)} but needs {_gb(first.peak.total)}"
+            words += (
+                f"; {first.setting.label} would take {_seconds(first.time.step_s)} but needs {_gb(first.peak.total)}"
+            )
         waits = ", ".join(f"{unit} {_seconds(seconds)}" for unit, seconds in best.time.waits[:3])
         return f"{words}. " + (f"Waits that nothing hides: {waits}." if waits else "Nothing waits for other ranks.")
 
@@ -222,9 +226,11 @@ def _build(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     with torch.device("meta"):
-        made: object = model()
-    if not isinstance(made, nn.Module):
-        raise ConfigError(f"plan takes a module or a function that makes one; the function returned {type(made).__name__}")
+        made = model()
+    if not isinstance(made, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  from user code
+        raise ConfigError(
+            f"plan takes a module or a function that makes one; the function returned {type(made).__name__}"
+        )
     return made
 
 

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import torch_private
@@ -42,14 +41,19 @@ def default_loss(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     """Return next-token cross entropy in fp32 for integer inputs (batch, time), else the mean of the output."""
     output: object = model(*inputs)
     found = getattr(output, "logits", output)
-    logits = found if isinstance(found, torch.Tensor) else cast(torch.Tensor, tree_leaves(found)[0])
+    logits = found if isinstance(found, torch.Tensor) else cast(torch.Tensor, torch_private.leaves_of(found)[0])
     if inputs and not inputs[0].is_floating_point() and logits.shape[:-1] == inputs[0].shape:
         return F.cross_entropy(logits.float().flatten(0, -2), inputs[0].flatten().long())
     return logits.float().mean()
 
 
 def dry_run(
-    model: nn.Module, inputs: Sequence[object], loss: Loss = default_loss, *, precision: str = "fp32", recompute: bool = False
+    model: nn.Module,
+    inputs: Sequence[object],
+    loss: Loss = default_loss,
+    *,
+    precision: str = "fp32",
+    recompute: bool = False,
 ) -> DryRun:
     """Run ``loss(model, *inputs).backward()`` on fake tensors and return what it does.
 
@@ -64,7 +68,10 @@ def dry_run(
     Cost: about 0.2 ms for each operation of the model; nothing that grows with its sizes.
     """
     families = tuple(families_of(model, frozenset()))
-    blocks = ("", *sorted_blocks(model, [path for each in families for group in group_blocks(each, 0) for path in group]))
+    blocks = (
+        "",
+        *sorted_blocks(model, [path for each in families for group in group_blocks(each, 0) for path in group]),
+    )
     with torch_private.fake_mode(), torch.enable_grad():
         fakes = {id(param): _fake_parameter(name, param, precision) for name, param in model.named_parameters()}
         buffers = {id(each): _fake(each) for each in model.buffers()}
@@ -74,7 +81,7 @@ def dry_run(
         steps = _Steps(model, blocks, watch, precision)
         with _standing_in(model, fakes, buffers), steps.hooked(fakes, recompute):
             autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
-            with watch:
+            with torch_private.watching(watch.after):
                 with autocast:
                     value = loss(model, *given)
                 value.backward()
@@ -127,7 +134,10 @@ def _standing_in(
     """Let modules hold fakes in place of their parameters and buffers."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in model.modules():
-        for held, stand_ins in ((torch_private.parameters_of(module), fakes), (torch_private.buffers_of(module), buffers)):
+        for held, stand_ins in (
+            (torch_private.parameters_of(module), fakes),
+            (torch_private.buffers_of(module), buffers),
+        ):
             tensors = cast("dict[str, Any]", held)
             before.append((tensors, dict(tensors)))
             for name, tensor in tensors.items():
@@ -186,7 +196,7 @@ class _Steps:
         def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._watch.mark(Mark(Edge.ENTER_FORWARD, number))
             self._entered[number] = self._watch.live_bytes
-            return tree_map_only(torch.Tensor, self._cast, (args, kwargs)) if self._casts else (args, kwargs)
+            return torch_private.map_tensors(self._cast, (args, kwargs)) if self._casts else (args, kwargs)
 
         return enter
 
@@ -206,7 +216,7 @@ class _Steps:
                     is_marked = True
                     self._watch.mark(Mark(Edge.ENTER_BACKWARD, number))
 
-            for each in tree_leaves(output):
+            for each in torch_private.leaves_of(output):
                 if isinstance(each, torch.Tensor) and each.requires_grad:
                     each.register_hook(enter_backward)
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from shardwise import torch_private
 from shardwise.planner.profile import Mark, Stretch, Work
 
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -36,7 +35,7 @@ class OpCall:
     kwargs: dict[str, object]
 
 
-class OpWatch(TorchDispatchMode):
+class OpWatch:
     """Follows the bytes that operations have made and that are still there, and counts work, from mark to mark.
 
     Attributes:
@@ -47,7 +46,6 @@ class OpWatch(TorchDispatchMode):
 
     def __init__(self, given: Iterable[torch.Tensor]) -> None:
         """``given``: tensors whose memory does not count."""
-        super().__init__()
         self.stretches: list[Stretch] = []
         self.live_bytes = 0
         self.calls: dict[str, OpCall] = {}
@@ -77,13 +75,12 @@ class OpWatch(TorchDispatchMode):
         self._flops = self._traffic = 0.0
         self._ops: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+    def after(self, func: Any, given: tuple[Any, Any], out: object) -> None:
+        """Take note of an operation that has just run."""
         if func.namespace == "prim":
-            return out
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        outputs = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+            return
+        inputs = [each for each in torch_private.leaves_of(given) if isinstance(each, torch.Tensor)]
+        outputs = [each for each in torch_private.leaves_of(out) if isinstance(each, torch.Tensor)]
         made = 0
         for tensor in outputs:
             storage = tensor.untyped_storage()
@@ -91,9 +88,8 @@ class OpWatch(TorchDispatchMode):
                 self._follow(storage, storage.nbytes())
                 made += 1
         self._peak = max(self._peak, self.live_bytes)
-        if made or func._schema.is_mutable:
-            self._count(func, (args, kwargs), [*inputs, *outputs], out)
-        return out
+        if made or torch_private.is_mutating(func):
+            self._count(func, given, [*inputs, *outputs], out)
 
     def _follow(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         key = id(storage)  # a storage keeps its Python object for as long as it lives
@@ -107,11 +103,11 @@ class OpWatch(TorchDispatchMode):
 
     def _count(self, func: Any, given: tuple[Any, Any], tensors: Sequence[torch.Tensor], out: object) -> None:
         args, kwargs = given
-        name = f"{func}({', '.join([_shape_of(each) for each in tree_leaves(given)])})"
+        name = f"{func}({', '.join([_shape_of(each) for each in torch_private.leaves_of(given)])})"
         number = self._numbers.get(name)
         if number is None:
             number = self._numbers[name] = len(self._numbers)
-            specs = tree_map_only(torch.Tensor, lambda t: TensorSpec(tuple(t.shape), t.stride(), t.dtype), given)
+            specs = torch_private.map_tensors(_spec_of, given)
             self.calls[name] = OpCall(func, specs[0], specs[1])
         self._ops[number] = self._ops.get(number, 0) + 1
         flops = flops_of(func, args, kwargs, out)
@@ -119,6 +115,10 @@ class OpWatch(TorchDispatchMode):
             self._flops += flops
         else:
             self._traffic += sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
+
+
+def _spec_of(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _shape_of(value: object) -> str:

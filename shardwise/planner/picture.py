@@ -28,7 +28,9 @@ def draw_memory(memory: RankMemory, title: str, room: float, path: Path) -> None
     shown = [number for number, row in enumerate(rows) if any(row)]
     places = range(len(moments))
     colours = [_COLOURS[number] for number in shown]
-    axes.stackplot(places, *[rows[number] for number in shown], labels=[KINDS[number] for number in shown], colors=colours)
+    axes.stackplot(
+        places, *[rows[number] for number in shown], labels=[KINDS[number] for number in shown], colors=colours
+    )
     at = moments.index(peak)
     axes.annotate(
         f"{peak.total / 1e9:.3g} GB: {peak.place}",

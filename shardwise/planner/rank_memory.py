@@ -164,7 +164,9 @@ class _Rank:
         unit, held = self.units[number], self.held
         while self.reducing:
             self.give_back("scatter", self.reducing.pop(0))
-        summed = unit.reduced_bytes if self.waiting[number] else 0  # what waited, and the new ones, stay beside their sum
+        summed = (
+            unit.reduced_bytes if self.waiting[number] else 0
+        )  # what waited, and the new ones, stay beside their sum
         held["full gradients"] += summed
         stays = self.setting.num_shards == 1 and self.on_cpu  # an all-reduce happens in the gradients themselves
         if not stays:

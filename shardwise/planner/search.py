@@ -171,7 +171,9 @@ class Search:
 
     def _settings(self) -> Iterator[Setting]:
         choices = self.choices
-        profile = self.profile_of(_computes_in(choices.precision), False in choices.recompute and not choices.recompute[0])
+        profile = self.profile_of(
+            _computes_in(choices.precision), False in choices.recompute and not choices.recompute[0]
+        )
         for door in choices.doors:
             base = Setting(
                 ranks=self.ranks,
@@ -238,11 +240,13 @@ class Search:
         while batch > 1:
             batch //= 2
             tried = [
-                evaluate(self.profile_of(s.computes_in, s.recompute).for_batch(batch), s, self.hardware) for s in settings
+                evaluate(self.profile_of(s.computes_in, s.recompute).for_batch(batch), s, self.hardware)
+                for s in settings
             ]
             best = self._fastest(tried)
             if best is not None:
-                words = f"a batch of {batch} in place of {whole} on every rank, {-(-whole // batch)} microbatches for the same step"
+                more = -(-whole // batch)
+                words = f"a batch of {batch} in place of {whole} on every rank: {more} microbatches make the same step"
                 yield Change(words, best)
                 return
 
@@ -258,7 +262,9 @@ class Search:
     def _larger_memory(self, candidates: list[Candidate]) -> Iterator[Change]:
         least = min(candidates, key=lambda each: each.peak.total)
         needed = least.peak.total / self.hardware.usable
-        yield Change(f"devices with {needed / 1e9:.4g} GB, in place of {self.hardware.memory_bytes / 1e9:.4g} GB", least)
+        yield Change(
+            f"devices with {needed / 1e9:.4g} GB, in place of {self.hardware.memory_bytes / 1e9:.4g} GB", least
+        )
 
 
 def _computes_in(precision: str) -> str:

@@ -10,7 +10,9 @@ from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 
 DOORS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")  # as ``shardwise train --shard`` calls them
-UNIT_DOORS = frozenset({"full", "hybrid", "replicate"})  # units move; the others keep parameters whole, under DDP or alone
+UNIT_DOORS = frozenset(
+    {"full", "hybrid", "replicate"}
+)  # units move; the others keep parameters whole, under DDP or alone
 ONE_UNIT = 1 << 62  # a unit size that no block has: all parameters are one unit
 
 # Bytes of state per parameter of element-wise optimizers, in fp32.
@@ -76,7 +78,9 @@ class Setting:
         """The setting in few words."""
         words = [self.door if self.door != "hybrid" else f"hybrid {self.replicas}x{self.num_shards}"]
         if self.door in UNIT_DOORS:
-            words.append("one unit" if self.min_unit_bytes >= ONE_UNIT else f"units >= {self.min_unit_bytes / 2**20:g} MiB")
+            words.append(
+                "one unit" if self.min_unit_bytes >= ONE_UNIT else f"units >= {self.min_unit_bytes / 2**20:g} MiB"
+            )
         words += [word for word, is_on in (("recompute", self.recompute), ("offload", self.offload)) if is_on]
         if self.accumulate > 1:
             words.append(f"{self.accumulate} microbatches")

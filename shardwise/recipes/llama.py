@@ -49,7 +49,8 @@ class _Attention(nn.Module):
         """Shape: ``x`` (batch, time, width), ``turns`` (time, head_width) -> (batch, time, width)."""
         batch, time, _ = x.shape
         query, key, value = (
-            layer(x).view(batch, time, -1, self.head_width).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(x).view(batch, time, -1, self.head_width).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(
             _turned(query, turns), _turned(key, turns), value, is_causal=True, enable_gqa=True
