@@ -13,7 +13,7 @@ import shardwise
 
 ROOT = Path(shardwise.__file__).parent
 LINES: tuple[tuple[str, ...], ...] = (
-    ("black_box",),
+    ("black_box", "spans"),
     ("events", "errors", "torch_private", "one_host"),
     ("layout", "doctor"),
     ("plan", "comm"),
@@ -26,7 +26,7 @@ LINES: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {name: level for level, names in enumerate(LINES) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
-PURE = ("layout", "plan", "events", "errors", "black_box")
+PURE = ("layout", "plan", "events", "errors", "black_box", "spans")
 
 
 def owner(path: Path) -> str:
