@@ -14,7 +14,6 @@ import json
 import statistics
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,11 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise import shard_model, torch_private
 from shardwise.planner.dry_run import DryRun, dry_run
+from shardwise.planner.hardware import HARDWARE, Wire
+from shardwise.planner.measure import measured
 from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of
 from shardwise.planner.rank_units import rank_units
+from shardwise.planner.search import evaluate
 from shardwise.planner.setting import ONE_UNIT, Setting
 from shardwise.planner.step_order import steps_of
 from shardwise.recipes.config import ModelShape, TrainConfig
@@ -228,19 +230,59 @@ def compare_memory(case: Case, pool: WorkerPool) -> dict[str, Any]:
     }
 
 
-def main(compare: Callable[[Case, WorkerPool], dict[str, Any]] = compare_memory) -> None:
+def figures_on_rank(case: Case) -> tuple[dict[str, float], float, Wire]:
+    """Return seconds of operations, bytes per second of memory and the link, measured on all ranks at the same time."""
+    dist.barrier()
+    found = measured(HARDWARE["cpu"], [profile_of(case)])
+    seconds: dict[int, float] = {}
+    for numel in (1 << 8, 1 << 21):
+        shard, full = torch.zeros(numel), torch.zeros(numel * dist.get_world_size())
+        times: list[float] = []
+        for _ in range(12):
+            begin = time.perf_counter()
+            dist.all_gather_into_tensor(full, shard)
+            times.append(time.perf_counter() - begin)
+        seconds[numel] = statistics.median(times[2:])
+    small, large = seconds.values()
+    ranks = dist.get_world_size()
+    rate = 4 * (1 << 21) * (ranks - 1) / max(large - small, 1e-9)
+    return dict(found.op_seconds), found.memory_bytes_per_s, Wire(rate, small / (ranks - 1))
+
+
+def compare_time(case: Case, pool: WorkerPool) -> dict[str, Any]:
+    ranks = case.setting.ranks
+    ops, memory, wire = pool.run(figures_on_rank, num_ranks=ranks, timeout_s=300, case=case)[0]
+    hardware = replace(
+        HARDWARE["cpu"], op_seconds=ops, memory_bytes_per_s=memory, inside=wire, between=wire, ranks_per_host=ranks
+    )
+    planned = evaluate(profile_of(case).profile, case.setting, hardware).time
+    seconds = max(pool.run(timed_on_rank, num_ranks=ranks, timeout_s=300, case=case, steps=WARM_STEPS + 8))
+    return {
+        "name": case.name,
+        "measured": seconds,
+        "planned": planned.step_s,
+        "error": planned.step_s / seconds - 1,
+        "at": f"compute {planned.compute_s:.3f} s",
+        "place": f"exposed {planned.exposed_s:.3f} s",
+    }
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--time", action="store_true", help="seconds in place of bytes")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     chosen = [case for case in CASES if not options.only or case.name in options.only]
     rows: list[dict[str, Any]] = []
     with WorkerPool(max_ranks=4) as pool:
         for case in chosen:
-            rows.append(compare(case, pool))
+            rows.append(compare_time(case, pool) if options.time else compare_memory(case, pool))
             row = rows[-1]
+            scale, unit = (1e-3, "ms") if options.time else (1e6, "MB")
             print(
-                f"{row['name']:30} measured {row['measured'] / 1e6:8.2f} MB  planned {row['planned'] / 1e6:8.2f} MB  "
+                f"{row['name']:30} measured {row['measured'] / scale:8.2f} {unit}  "
+                f"planned {row['planned'] / scale:8.2f} {unit}  "
                 f"{100 * row['error']:+.2f} %  ({row['at']} | {row['place']})",
                 flush=True,
             )

@@ -34,6 +34,7 @@ _LANES = {
     "wait": "waits",
     "wait for gradients": "waits",
 }
+_WITH_BYTES = frozenset({"unshard", "wait", "reduce", "reduction", "all-gather", "exchange"})
 _BLOCKING = frozenset({"wait", "wait for gradients", "exchange", "all-reduce"})
 # What launches a collective: what ends it, and its lane.
 _LAUNCHES = {
@@ -86,7 +87,8 @@ class Trace:
     Attributes:
         spans: everything that took time, in the order of its end.
         calls: what the engine did, in order, as plans predict it.
-        planned: the calls of the step that the engine planned last; empty without an engine.
+        planned: the calls of a step as the engine had planned them when the trace began, or, in the first step, when it
+            ended; empty without an engine.
         track: of the engine that alone is recorded; None: all are.
     """
 
@@ -168,7 +170,7 @@ class Trace:
             cells = [sum(each.seconds for each in mine if each.what in _BLOCKING)]
             cells += [sum(each.seconds for each in mine if each.what == what) for what in ("forward", "backward")]
             cells += [sum(each.seconds for each in mine if each.lane == lane) for lane in _LANE_NAMES[3:]]
-            sent = sum(each.num_bytes for each in mine if each.what in ("unshard", "reduce", "reduction", "exchange"))
+            sent = sum(each.num_bytes for each in mine if each.what in _WITH_BYTES)
             rows.append([unit or "(root)", *[f"{1e3 * seconds:.2f} ms" for seconds in cells], f"{sent / 1e6:.2f} MB"])
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -240,10 +242,15 @@ def trace(model: nn.Module | None = None) -> Generator[Trace, None, None]:
     with ExitStack() as stack:
         if engine is not None:
             _hear(engine, recorded, stack)
+            recorded.planned = _planned(engine)
         stack.enter_context(listening(recorded))
         yield recorded
-        if engine is not None and engine.journal.plan is not None:
-            recorded.planned = engine.journal.plan.calls
+        if engine is not None and not recorded.planned:
+            recorded.planned = _planned(engine)
+
+
+def _planned(engine: Engine) -> tuple[Call, ...]:
+    return () if engine.journal.plan is None else engine.journal.plan.calls
 
 
 def _hear(engine: Engine, recorded: Trace, stack: ExitStack) -> None:
