@@ -2,7 +2,8 @@
 
 Memory is counted where torch allocates tensors, at every operation of the third step, the largest of all ranks: what
 ``torch.cuda.max_memory_allocated`` says of a GPU.  Buffers inside gloo are not torch's and do not count.  Time is the
-median of steps with ``plan --measure``'s figures of this machine.
+median of steps beside a plan with this machine's own figures, by the clock and without waits: time of the thread that
+makes the step, which other processes on the same cores do not change.
 
 Run: python benchmarks/plan_accuracy.py [--only NAME ...] [--time] [--out results.json]
 """
@@ -190,17 +191,18 @@ def held_on_rank(case: Case) -> dict[str, Any]:
         return {"peak": meter.peak, "at": meter.at, "between": meter.live}
 
 
-def timed_on_rank(case: Case, steps: int) -> float:
-    """Return the median seconds of a step on this rank."""
+def timed_on_rank(case: Case, steps: int) -> tuple[float, float]:
+    """Return the median seconds of a step on this rank, by the clock and of the thread that makes it."""
     job = Job(case)
     inputs = case.inputs()
-    seconds: list[float] = []
+    seconds: list[tuple[float, float]] = []
     for _ in range(steps):
         dist.barrier()
-        begin = time.perf_counter()
+        begin = time.perf_counter(), time.thread_time()
         job.step(*inputs)
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[WARM_STEPS:])
+        seconds.append((time.perf_counter() - begin[0], time.thread_time() - begin[1]))
+    clock, own = zip(*seconds[WARM_STEPS:], strict=True)
+    return statistics.median(clock), statistics.median(own)
 
 
 def profile_of(case: Case) -> DryRun:
@@ -256,14 +258,18 @@ def compare_time(case: Case, pool: WorkerPool) -> dict[str, Any]:
         HARDWARE["cpu"], op_seconds=ops, memory_bytes_per_s=memory, inside=wire, between=wire, ranks_per_host=ranks
     )
     planned = evaluate(profile_of(case).profile, case.setting, hardware).time
-    seconds = max(pool.run(timed_on_rank, num_ranks=ranks, timeout_s=300, case=case, steps=WARM_STEPS + 8))
+    found = pool.run(timed_on_rank, num_ranks=ranks, timeout_s=300, case=case, steps=WARM_STEPS + 8)
+    seconds, own = max(clock for clock, _ in found), max(own for _, own in found)
+    work = planned.step_s - planned.exposed_s
     return {
         "name": case.name,
         "measured": seconds,
         "planned": planned.step_s,
         "error": planned.step_s / seconds - 1,
-        "at": f"compute {planned.compute_s:.3f} s",
-        "place": f"exposed {planned.exposed_s:.3f} s",
+        "own": own,
+        "own_planned": work,
+        "at": f"without waits: {1e3 * own:.2f} ms of the thread",
+        "place": f"planned {1e3 * work:.2f} ms, {100 * (work / own - 1):+.1f} %",
     }
 
 

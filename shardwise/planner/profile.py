@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.plan.grouping import Child
@@ -142,7 +141,9 @@ def _scaled(stretch: Stretch, factor: float) -> Stretch:
     return Stretch(stretch.mark, int(stretch.peak_bytes * factor), int(stretch.left_bytes * factor), work)
 
 
-def params_of_blocks(profile: Profile, blocks: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers of the parameters of ``blocks``, in the order of the model."""
-    wanted = set(blocks)
-    return tuple(number for number, param in enumerate(profile.params) if param.block in wanted)
+def params_by_block(profile: Profile) -> tuple[tuple[int, ...], ...]:
+    """Return, for each block, the numbers of its parameters, in the order of the model."""
+    found: list[list[int]] = [[] for _ in profile.blocks]
+    for number, param in enumerate(profile.params):
+        found[param.block].append(number)
+    return tuple(tuple(numbers) for numbers in found)

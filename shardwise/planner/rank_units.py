@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.layout.bucket import Bucket, build_bucket, by_size
 from shardwise.layout.shard import ChunkShard
@@ -11,7 +11,7 @@ from shardwise.plan.grouping import group_blocks
 from shardwise.plan.naming import compress_paths
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.prefetch import UnitFacts
-from shardwise.planner.profile import ROOT, ParamFacts, Profile, params_of_blocks
+from shardwise.planner.profile import ROOT, ParamFacts, Profile, params_by_block
 from shardwise.planner.setting import ONE_UNIT, Setting
 
 _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share, as in units/shards.py
@@ -76,6 +76,8 @@ class _Sizes:
         self._on_cpu = device == "cpu"
         self._is_cut = setting.num_shards > 1
         self._buckets: dict[tuple[object, ...], Bucket] = {}
+        self._params = params_by_block(profile)
+        self._alike: dict[tuple[object, ...], RankUnit] = {}
 
     def _alignment(self, itemsize: int) -> int:
         return 1 if self._on_cpu else max(16 // itemsize, 1)
@@ -94,7 +96,18 @@ class _Sizes:
 
     def unit(self, blocks: tuple[int, ...]) -> RankUnit:
         """Return the unit of ``blocks``."""
-        numbers = params_of_blocks(self._profile, blocks)
+        numbers = tuple(sorted([number for block in blocks for number in self._params[block]]))
+        params = [self._profile.params[number] for number in numbers]
+        key = (ROOT in blocks, *[(param.shape, param.dtype, param.is_trainable) for param in params])
+        alike = self._alike.get(key)
+        if alike is None:
+            alike = self._alike[key] = self._made(blocks, numbers)
+        return replace(alike, facts=replace(alike.facts, name=self._name(blocks)), blocks=blocks, params=numbers)
+
+    def _name(self, blocks: tuple[int, ...]) -> str:
+        return "" if ROOT in blocks else compress_paths([self._profile.blocks[block] for block in blocks])
+
+    def _made(self, blocks: tuple[int, ...], numbers: tuple[int, ...]) -> RankUnit:
         params = [self._profile.params[number] for number in numbers]
         kept: dict[tuple[str, int], list[ParamFacts]] = {}
         for param in params:
@@ -127,11 +140,9 @@ class _Sizes:
             bucket = self._bucket(members, self._alignment(itemsize), 1)
             section_bytes += bucket.section_numel * itemsize
             scattered += bucket.section_numel * itemsize * setting.num_shards
-        paths = tuple(self._profile.blocks[block] for block in blocks)
-        name = "" if ROOT in blocks else compress_paths(paths)
         keeps = ROOT in blocks or setting.door == "replicate"
         facts = UnitFacts(
-            name=name,
+            name="",
             policy=UnitPolicy(reshard_after_forward=not keeps),
             gather_bytes=moved.packed if self._is_cut else 0,
             full_bytes=moved.full_bytes,
