@@ -173,6 +173,16 @@ def test_what_fits_nowhere_gets_the_smallest_change_that_makes_it_fit() -> None:
     assert found.changes[0].best.fits
 
 
+def test_state_that_is_too_large_needs_more_ranks() -> None:
+    profile = a_profile(8, recompute=True)
+    choices = Choices(doors=("full",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
+    tight = replace(HARDWARE["h100"], memory_bytes=60 * MB, usable=1.0)
+    found = Search(lambda *_: profile, 2, tight, choices).run()
+    more = next(change for change in found.changes if "ranks in place of 2" in change.words)
+    assert more.best.fits
+    assert not evaluate(profile, replace(more.best.setting, ranks=more.best.setting.ranks // 2), tight).fits
+
+
 def test_of_what_fits_the_fastest_is_first() -> None:
     profiles = {False: a_profile(8), True: a_profile(8, recompute=True)}
     found = Search(lambda _, recompute: profiles[recompute], 8, HARDWARE["h100"], Choices(precision="fp32")).run()
