@@ -15,6 +15,7 @@ from shardwise.api.replicate import ReplicateModule, replicate
 from shardwise.api.shard_model import shard_model
 from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.api.temporary import policy
+from shardwise.api.trace import Span, Trace, trace
 from shardwise.api.transaction import transaction
 from shardwise.api.zero import ZeroRedundancyOptimizer
 from shardwise.comm.cables import set_host_timeout
@@ -34,6 +35,9 @@ from shardwise.errors import (
 )
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.table import UnitRow, UnitTable
+from shardwise.planner.advice import Plan, plan
+from shardwise.planner.hardware import Hardware, Wire
+from shardwise.planner.search import Choices
 from shardwise.units.axes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from shardwise.units.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.version import __version__ as __version__
@@ -41,6 +45,7 @@ from shardwise.version import __version__ as __version__
 __all__ = [
     "CPUOffloadPolicy",
     "CheckpointError",
+    "Choices",
     "ConfigError",
     "DDPMeshInfo",
     "DamagedCheckpointError",
@@ -50,20 +55,25 @@ __all__ = [
     "FSDPModule",
     "GradientReductionHandle",
     "HSDPMeshInfo",
+    "Hardware",
     "LayoutError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "RejectedStep",
+    "Plan",
     "ReplicateModule",
     "ShardPlacementResult",
     "ShardedOptimizer",
     "ShardwiseError",
+    "Span",
     "StateError",
     "StepError",
+    "Trace",
     "TransportError",
     "UnitRow",
     "UnitTable",
     "UnshardHandle",
+    "Wire",
     "ZeroRedundancyOptimizer",
     "clip_grad_norm_",
     "describe_units",
@@ -71,6 +81,7 @@ __all__ = [
     "get_cls_to_fsdp_cls",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "plan",
     "policy",
     "record",
     "register_fsdp_forward_method",
@@ -80,4 +91,5 @@ __all__ = [
     "shard_model",
     "share_comm_ctx",
     "transaction",
+    "trace",
 ]

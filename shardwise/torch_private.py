@@ -7,8 +7,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -99,6 +99,32 @@ def same_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the live dict of a module's own parameters: an assignment to it skips ``__setattr__`` (2 us each)."""
     return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the live dict of a module's own buffers."""
+    return module._buffers
+
+
+def leaves_of(tree: object) -> list[Any]:
+    """Return what lists, tuples and dicts in ``tree`` hold, in order."""
+    from torch.utils._pytree import tree_leaves
+
+    return tree_leaves(tree)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Return ``tree`` with ``function(tensor)`` in place of every tensor in its lists, tuples and dicts."""
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, function, tree)
+
+
+def fake_mode() -> AbstractContextManager[object]:
+    """Return a mode in which tensors have sizes and no memory, and operations cost no arithmetic."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
 
 
 def post_accumulate_hooks(
@@ -290,6 +316,27 @@ def accelerator_type() -> str:
     return device.type
 
 
+@contextmanager
+def watching(watch: Callable[[Any, Any, Any], None]) -> Generator[None, None, None]:
+    """Call ``watch(op, (args, kwargs), out)`` after every operation of this thread that torch dispatches."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given = kwargs or {}
+            out = func(*args, **given)
+            watch(func, (args, given), out)
+            return out
+
+    with Watching():
+        yield
+
+
+def is_mutating(op: Any) -> bool:
+    """Return True if ``op``, an overload of an operator, writes to an argument."""
+    return bool(op._schema.is_mutable)
+
+
 def has_dispatch_mode() -> bool:
     """Return True while a ``TorchDispatchMode`` (CommDebugMode, a FLOP counter, ...) sees every operation of this thread."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -476,8 +523,3 @@ def reset_reducer(ddp: nn.parallel.DistributedDataParallel) -> None:
     """Let DDP forget a backward that has not ended; its next step shows the order of its buckets again."""
     ddp.reducer._reset_state()
     ddp._has_rebuilt_buckets = False
-
-
-def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the live dict of a module's own buffers."""
-    return module._buffers

@@ -13,7 +13,7 @@ import shardwise
 
 ROOT = Path(shardwise.__file__).parent
 LINES: tuple[tuple[str, ...], ...] = (
-    ("black_box",),
+    ("black_box", "spans"),
     ("events", "errors", "torch_private", "one_host", "version"),
     ("layout", "doctor"),
     ("plan", "comm"),
@@ -21,14 +21,14 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("engine", "zero"),
     ("transaction",),
     ("api",),
-    ("checkpoint",),
+    ("checkpoint", "planner"),
     ("recipes", "testing"),
     ("cli",),
     ("__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(LINES) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
-PURE = ("layout", "plan", "events", "errors", "black_box")
+PURE = ("layout", "plan", "events", "errors", "black_box", "spans")
 
 
 def owner(path: Path) -> str:

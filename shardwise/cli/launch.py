@@ -41,6 +41,11 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
             f"--nproc {nproc}: this host has {torch.cuda.device_count()} GPU(s), and every rank needs one of its own. "
             f"Use --nproc {torch.cuda.device_count()}, or --device cpu."
         )
+    if request.only_plans:
+        from shardwise.cli.plan_args import plan_training
+
+        check_ranks(request.config, nproc)
+        return plan_training(request.config, nproc, device_type)
     _check_room(request, device_type, nproc, nproc)
     check_start(request.start, request.config)
     if request.terms.min_nproc is not None and request.terms.min_nproc > nproc:

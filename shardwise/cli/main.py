@@ -13,6 +13,7 @@ from shardwise.cli.diagnose import add_diagnose_arguments, run_diagnose
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from shardwise.cli.extras import check_extras
 from shardwise.cli.info_args import add_info_arguments
+from shardwise.cli.plan_args import add_plan_arguments, run_plan
 from shardwise.cli.train_args import add_train_arguments, read_train_request
 from shardwise.errors import ShardwiseError
 from shardwise.version import __version__
@@ -28,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_checkpoint_arguments(commands)
     add_diagnose_arguments(commands)
     add_info_arguments(commands)
+    add_plan_arguments(commands)
     return parser
 
 
@@ -60,6 +62,8 @@ def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         from shardwise.cli.info import run_info
 
         return run_info(arguments)
+    if arguments.command == "plan":
+        return run_plan(arguments)
     if arguments.command == "checkpoint":
         check_extras(("rich",), "checkpoint")
         from shardwise.cli.checkpoint import run_checkpoint

@@ -20,14 +20,16 @@ from shardwise.recipes.run_folder import Start, merge_resumed, read_run_config, 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[kKmMgG]?)(?:i?[bB])?")
 _SIZES = {"preset": "model", "layers": "layers", "width": "width", "heads": "heads"}
 DEVICES = ("auto", "cpu", "cuda")
-_NOT_CONFIG = frozenset({"command", "preset", "nproc", "device", "out", "resume", "max_restarts", "min_nproc"})
+_NOT_CONFIG = frozenset(
+    {"command", "preset", "nproc", "device", "out", "resume", "max_restarts", "min_nproc", "plan", "trace"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainRequest:
     """What was asked for.  ``nproc`` None means: choose; ``launched_ranks`` is set when a launcher started us.
 
-    ``terms``: of restarts by our own launcher.
+    ``terms``: of restarts by our own launcher.  ``only_plans``: say what the run would hold and take, and stop.
     """
 
     config: TrainConfig
@@ -36,6 +38,7 @@ class TrainRequest:
     device: str
     launched_ranks: int | None
     terms: Terms
+    only_plans: bool = False
 
 
 def add_train_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -167,6 +170,10 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="restart on the ranks that are left after some were killed, if M are (default: always on as many as before)",
     )
+    group.add_argument(
+        "--trace", type=int, metavar="STEPS", help="record every call of STEPS steps after the first, one file per rank"
+    )
+    group.add_argument("--plan", action="store_true", help="say what the run would hold and take, and stop")
     group.add_argument("--device", choices=DEVICES, help="where to compute (default: auto = GPUs if there are any)")
 
 
@@ -175,7 +182,8 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
     given: dict[str, object] = dict(vars(arguments))
     launched_ranks = _launched_ranks(environment)
     terms = _read_terms(given, environment)
-    start = _restarted(Start(_path(given.get("out")), _path(given.get("resume"))), environment)
+    start = Start(_path(given.get("out")), _path(given.get("resume")), trace_steps=_trace_steps(given.get("trace")))
+    start = _restarted(start, environment)
     config = _read_config(given, start)
     sizes = [f"--{_SIZES[name]}" for name in _SIZES if name in given]
     if config.model_from is not None and sizes:
@@ -187,7 +195,8 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
     assert nproc is None or isinstance(nproc, int)
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc is {nproc}, expected at least 1.")
-    return TrainRequest(config, start, nproc, str(given.get("device", "auto")), launched_ranks, terms)
+    device, only_plans = str(given.get("device", "auto")), bool(given.get("plan", False))
+    return TrainRequest(config, start, nproc, device, launched_ranks, terms, only_plans)
 
 
 def _read_terms(given: Mapping[str, object], environment: Mapping[str, str]) -> Terms:
@@ -222,6 +231,15 @@ def _restarted(start: Start, environment: Mapping[str, str]) -> Start:
     number = int(environment["TORCHELASTIC_RESTART_COUNT"])
     cause = "torchrun has started all ranks again"
     return replace(start, job=job, restart=Restart(number, cause) if number else None)
+
+
+def _trace_steps(value: object) -> int:
+    if value is None:
+        return 0
+    assert isinstance(value, int)
+    if value < 1:
+        raise ConfigError(f"--trace is {value}, expected at least 1 step.")
+    return value
 
 
 def _path(value: object) -> Path | None:

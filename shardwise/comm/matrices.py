@@ -16,6 +16,7 @@ from torch.distributed.tensor import DeviceMesh
 
 from shardwise.black_box import note
 from shardwise.comm.groups import group_of
+from shardwise.spans import span
 
 _ALIGNMENT = 16  # bytes: views of any dtype may start at a multiple of it
 
@@ -92,7 +93,8 @@ def exchange(
             offset += _aligned(tensor.numel() * tensor.dtype.itemsize)
         start += num_bytes
     received = torch.empty(sum(in_sizes), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(received, packed, in_sizes, out_sizes, group=ranks.group)
+    with span("", "exchange", "matrices", sum(out_sizes)):
+        dist.all_to_all_single(received, packed, in_sizes, out_sizes, group=ranks.group)
     found: list[list[torch.Tensor]] = []
     start = 0
     for items, num_bytes in zip(expected, in_sizes, strict=True):
@@ -130,7 +132,8 @@ def sum_bytes(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
 def sum_of(value: torch.Tensor, group: dist.ProcessGroup, is_max: bool) -> torch.Tensor:
     """Return the sum (or maximum) of ``value`` over the ranks of ``group``."""
     if group.size() > 1:
-        dist.all_reduce(value, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        with span("", "all-reduce", "sum", value.numel() * value.element_size()):
+            dist.all_reduce(value, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
     return value
 
 

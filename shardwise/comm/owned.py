@@ -20,6 +20,7 @@ from shardwise.comm.board import Board
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.carve import are_neighbours, join
 from shardwise.errors import DesyncError
+from shardwise.spans import span
 
 PACK_BELOW_BYTES = 256 * 1024  # smaller tensors share a message: a gloo broadcast costs as much as copying this
 PACK_UPTO_BYTES = 8 * 1024 * 1024
@@ -106,6 +107,12 @@ def launch_broadcasts(calls: Sequence[Broadcast], board: Board, what: str) -> li
     """
     if board.size == 1 or board.track.note("all-gather", what, [call.tensors for call in calls]):
         return []
+    num_bytes = sum(tensor.numel() * tensor.element_size() for call in calls for tensor in call.tensors)
+    with span(board.track.name, "all-gather", what, num_bytes):
+        return _launch_all(calls, board, what)
+
+
+def _launch_all(calls: Sequence[Broadcast], board: Board, what: str) -> list[PendingBroadcast]:
     launched: list[PendingBroadcast] = []
     for call in calls:
         first = call.tensors[0]
@@ -161,6 +168,12 @@ def reduce_to_owners(owned: Sequence[Owned], board: Board, what: str, pool: Buff
     Bytes: every rank sends all but its own share once (one unit of volume; an all-reduce is two).  Extra memory, of
     ``pool``: the tensors once on the way out and once on the way in, until ``wait``.
     """
+    num_bytes = sum(item.tensor.numel() * item.tensor.element_size() for item in owned)
+    with span(board.track.name, "reduction", what, num_bytes):
+        return _launch_reduce(owned, board, what, pool)
+
+
+def _launch_reduce(owned: Sequence[Owned], board: Board, what: str, pool: BufferPool) -> PendingReduce:
     per_owner: list[list[torch.Tensor]] = [[] for _ in range(board.size)]
     for item in owned:
         per_owner[item.owner].append(item.tensor)
@@ -190,6 +203,11 @@ def wait_for(work: dist.Work, board: Board, what: str, device: torch.device) -> 
     Raises: DesyncError with the ranks and the cause where the collective cannot finish.
     """
     note(EVERYBODY, what)
+    with span(board.track.name, "wait", what):
+        _wait(work, board, what, device)
+
+
+def _wait(work: dist.Work, board: Board, what: str, device: torch.device) -> None:
     if device.type != "cpu":
         work.wait()
         return

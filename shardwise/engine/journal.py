@@ -12,6 +12,7 @@ from shardwise.events import EventLog, Op, OrderChanged
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.prefetch import StepPlan, UnitFacts, plan_step
 from shardwise.plan.visits import Edge, Order, Visit
+from shardwise.spans import begin, end, listeners
 from shardwise.units.param import UnitParam
 from shardwise.units.unit import Unit
 
@@ -88,6 +89,8 @@ class Journal:
         remember((now(), thread(), track.name, track.count, edge.value, unit.name))
         if hearers:
             tell(edge.value, unit.name)
+        if listeners:
+            _tell_computation(track.name, unit.name, edge)
         position = len(self._visits)
         self._visits.append(Visit(number, edge))
         if not self._follows_plan or self.plan is None:
@@ -161,6 +164,16 @@ class Journal:
             forward_prefetch=_numbers_of(unit.forward_prefetch, self._numbers),
             backward_prefetch=_numbers_of(unit.backward_prefetch, self._numbers),
         )
+
+
+def _tell_computation(track: str, unit: str, edge: Edge) -> None:
+    word = {Edge.ENTER_FORWARD: "forward", Edge.ENTER_BACKWARD: "backward", Edge.ENTER_RECOMPUTE: "recompute"}.get(edge)
+    if word is not None:
+        begin(track, word, unit)
+    elif edge is Edge.EXIT_FORWARD:
+        end("forward", unit)
+    else:
+        end("recompute" if edge is Edge.EXIT_RECOMPUTE else "backward", unit)
 
 
 def _fact_of(param: UnitParam) -> str:

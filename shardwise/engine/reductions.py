@@ -8,6 +8,7 @@ from shardwise.engine.journal import Journal
 from shardwise.engine.means import Means
 from shardwise.errors import TransportError
 from shardwise.events import Op
+from shardwise.spans import begin, end, listeners
 from shardwise.units.gradients import Reduction, Terms, launch_reductions
 from shardwise.units.local_gradients import Gradients, add_gradients
 from shardwise.units.param import UnitParam
@@ -73,6 +74,8 @@ class Reductions:
         params = frozenset((*earlier.held, *fresh)) if earlier.held else frozenset(fresh)
         if params not in self._journal.agreed:
             self._journal.agree_on_gradients(unit, params)
+        if listeners:
+            begin(self._journal.log.track.name, "reduce", unit.name)
         launch = _Launch(unit, *(earlier.take(fresh) if earlier.held or earlier.partial else ({}, {})))
         self._launched.append(launch)
         gradients = add_gradients(launch.held, fresh) if launch.held else fresh
@@ -88,6 +91,8 @@ class Reductions:
                 raise self._journal.explain(error, f"gradients of unit '{unit.name}'") from error
         unit.note(Op.REDUCE, lambda: (sum(r.num_bytes for r in launch.reductions if r.is_collective), False))
         self._in_flight += launch.reductions
+        if listeners:
+            end("reduce", unit.name, sum(each.num_bytes for each in launch.reductions if each.is_collective))
 
     def _absorb(self, launch: _Launch, gradients: Gradients) -> Gradients:
         """Return the partial sums to add to ``gradients``: the unit's, and those that deferred backwards have left."""
@@ -109,16 +114,29 @@ class Reductions:
         return sum([reduction.holds_input for reduction in self._in_flight])
 
     def _advance(self, reduction: Reduction) -> None:
+        name = self._unit_of(reduction) if listeners else ""
+        if listeners:
+            begin(self._journal.log.track.name, "wait for gradients", name)
         try:
             reduction.advance()
         except RuntimeError as error:
             raise self._journal.explain(error, f"gradients of {reduction.label}") from error
+        if listeners:
+            end("wait for gradients", name)
+
+    def _unit_of(self, reduction: Reduction) -> str:
+        launches = (*self._launched, *self._deferred)
+        return next((launch.unit.name for launch in launches if reduction in launch.reductions), "")
 
     def _finish(self, unit: Unit, reduction: Reduction) -> None:
+        if listeners:
+            begin(self._journal.log.track.name, "wait for gradients", unit.name)
         try:
             reduction.finish()
         except RuntimeError as error:
             raise self._journal.explain(error, f"gradients of unit '{unit.name}'") from error
+        if listeners:
+            end("wait for gradients", unit.name)
 
     # ---- the end of a backward: before, and after, the ranks may change what others read ----
 

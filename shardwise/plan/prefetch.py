@@ -45,12 +45,14 @@ class StepPlan:
         calls: what the engine will do, in order.
         ahead: for each visit, the units to unshard right after it.
         routes: how the parameters of each unit travel: (unit, "shared memory" | "send/recv" | "collectives").
+        starts: for each visit, how many calls come before those that it makes; last, how many come before the commits.
     """
 
     order: Order
     calls: tuple[Call, ...]
     ahead: tuple[tuple[int, ...], ...]
     routes: tuple[tuple[str, str], ...] = ()
+    starts: tuple[int, ...] = ()
 
 
 class _Simulation:
@@ -62,6 +64,7 @@ class _Simulation:
         self.depth = depth
         self.calls: list[Call] = []
         self.ahead: list[tuple[int, ...]] = []
+        self.starts: list[int] = []
         self.is_gathering: set[int] = set()
         self.is_full: set[int] = set()
         self.holders = [0] * len(units)
@@ -116,7 +119,9 @@ class _Simulation:
     def run(self) -> None:
         self.ahead = [()] * len(self.order.visits)
         for position, visit in enumerate(self.order.visits):
+            self.starts.append(len(self.calls))
             self.visit(position, visit.unit, visit.edge)
+        self.starts.append(len(self.calls))
         for unit in self.reduced:
             self.call(Op.COMMIT, unit)
 
@@ -177,4 +182,4 @@ def plan_step(order: Order, units: Sequence[UnitFacts], depth: int = 1) -> StepP
     simulation = _Simulation(order, units, depth)
     simulation.run()
     routes = tuple((facts.name, facts.route) for facts in units if facts.route)
-    return StepPlan(order, tuple(simulation.calls), tuple(simulation.ahead), routes)
+    return StepPlan(order, tuple(simulation.calls), tuple(simulation.ahead), routes, tuple(simulation.starts))

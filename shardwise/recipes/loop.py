@@ -21,6 +21,7 @@ from shardwise.recipes.parallel import build_meshes, compile_blocks, split_heads
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Run
 from shardwise.recipes.run_log import RunLog, TrainedStep
+from shardwise.recipes.step_watch import StepWatch, unwatched
 from shardwise.recipes.stop import Asked, DivergedError, Verdict
 from shardwise.recipes.text import Windows, microbatch_numbers, open_windows, validation_part, windows_of
 
@@ -155,7 +156,7 @@ class _Figures:
         self._began = self._last = time.perf_counter()
 
 
-def train_steps(trainer: Trainer, journal: RunLog, asked: Asked) -> Finished | Stopped:
+def train_steps(trainer: Trainer, journal: RunLog, asked: Asked, watch: StepWatch = unwatched) -> Finished | Stopped:
     """Train to the last step, or until a rank is asked to stop, with validation, checkpoints and figures at intervals.
 
     Raises: DivergedError on every rank when loss, gradients or parameters are not finite; no checkpoint has them.
@@ -168,7 +169,8 @@ def train_steps(trainer: Trainer, journal: RunLog, asked: Asked) -> Finished | S
     held = HeldBytes(0, 0, 0)
     for number in range(start, config.steps):
         done = number + 1
-        step = _train_step(trainer, number, measure=done == config.steps)
+        with watch(number - start):
+            step = _train_step(trainer, number, measure=done == config.steps)
         held = step.held
         verdict = _judge(trainer, step, asked)
         if verdict.is_broken:

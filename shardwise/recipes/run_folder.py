@@ -62,6 +62,7 @@ class Start:
         job: a name of the process that would start the run again; None if none would.
         restart: set if it has done so: ``out`` is resumed if this very job has begun it with the same config.
         step_file: where rank 0 says how many steps are done, for that process.
+        trace_steps: how many steps after the first are traced.
     """
 
     out: Path | None = None
@@ -69,6 +70,7 @@ class Start:
     job: str | None = None
     restart: Restart | None = None
     step_file: Path | None = None
+    trace_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise import __version__, describe_units, record
+from shardwise import Trace, __version__, describe_units, record
 from shardwise.doctor.recorder import BLACK_BOX
 from shardwise.errors import ConfigError
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks
@@ -30,6 +30,7 @@ from shardwise.recipes.run_folder import (
     write_config,
 )
 from shardwise.recipes.run_log import RunJournal, RunLog, SilentJournal, open_lines
+from shardwise.recipes.step_watch import StepWatch, traced_steps, unwatched
 from shardwise.recipes.stop import Listening, listen_to_nobody
 from shardwise.recipes.text import Baseline
 from shardwise.recipes.tokens import open_vocabulary
@@ -70,7 +71,8 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
         if start.resume is not None and run.done is None:
             journal.say("this run has ended before its first checkpoint: it begins again")
         with listening() as asked:
-            finished = train_steps(trainer, journal, asked)
+            watch = tracing(trainer, start.trace_steps, journal) if start.trace_steps else unwatched
+            finished = train_steps(trainer, journal, asked, watch)
         if isinstance(finished, Stopped):
             journal.say(
                 f"stopped and saved after step {finished.step}; go on with: shardwise train --resume {run.folder}"
@@ -80,6 +82,22 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
     if ranks.is_first:
         _conclude(trainer, finished, sample)
     return 0
+
+
+def tracing(trainer: Trainer, steps: int, journal: RunLog) -> StepWatch:
+    """Return what records ``steps`` steps after the first and writes them to the run's folder, one file for each rank."""
+    steps = min(steps, trainer.config.steps - trainer.run.start_step - 1)
+    if steps < 1:
+        journal.say("no trace: it begins with the second step, and this run has but one")
+        return unwatched
+    path = trainer.run.folder / f"trace-rank{trainer.ranks.rank}.json"
+    model = trainer.model if trainer.config.shard in ENGINE_SHARDS else None
+
+    def write(recorded: Trace) -> None:
+        recorded.save(path)
+        journal.say(f"trace of {steps} step(s), rank {trainer.ranks.rank}: {path}\n{recorded.table()}")
+
+    return traced_steps(model, steps, write)
 
 
 def _say_restart(restart: Restart, trainer: Trainer, journal: RunLog) -> None:

@@ -15,6 +15,7 @@ from shardwise.comm.links.link import Transport
 from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.events import Call, EventLog, Op
 from shardwise.plan.policy import UnitPolicy
+from shardwise.spans import begin, end, listeners
 from shardwise.units.backward import UnitBackward
 from shardwise.units.earlier_gradients import EarlierGradients
 from shardwise.units.gradients import planned_scatter_bytes
@@ -213,12 +214,16 @@ class Unit:
                 host.before_gather()
         if isinstance(state, Subsharded):
             self._check_sub()
+        if listeners:
+            begin(self.log.track.name, "unshard", self.name)
         try:
             launched = [group.gather(from_sub) for group in self.groups]
         except TransportError as error:
             raise self._explained(error) from error
         self._enter(Gathering(Source(version, span), tuple(launched)))
         self.note(Op.UNSHARD, lambda: self.gather_staging)
+        if listeners:
+            end("unshard", self.name, self.gather_staging[0])
 
     def wait(self, span: int | None = None) -> None:
         """Register the full parameters once the all-gather has delivered them; launches it if nobody has."""
@@ -227,6 +232,8 @@ class Unit:
         self.unshard(span)
         state = self.state
         assert isinstance(state, Gathering)
+        if listeners:
+            begin(self.log.track.name, "wait", self.name)
         try:
             for pending in state.pending:
                 if pending is not None:
@@ -243,6 +250,8 @@ class Unit:
             self.backward.expect(num_trainable, num_params)
         self._enter(Unsharded(Source(state.source.version, span)))
         self.note(Op.WAIT, lambda: (self.full_bytes, False))
+        if listeners:
+            end("wait", self.name, self.full_bytes)
 
     def reshard(self, in_span: bool = False) -> bool:
         """Give the full parameters back and register the shards; what was written to the full ones goes there.
@@ -259,6 +268,8 @@ class Unit:
             written = self._written()
             if written and in_span:
                 return False
+            if listeners:
+                begin(self.log.track.name, "reshard", self.name)
             if written:
                 self._write_back(written)
         for group in self.groups:
@@ -266,6 +277,8 @@ class Unit:
         self._enter(Sharded())
         if was_full:
             self.note(Op.RESHARD, lambda: (self.full_bytes, False))
+            if listeners:
+                end("reshard", self.name, self.full_bytes)
         return True
 
     def discard(self) -> None:

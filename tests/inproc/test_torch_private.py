@@ -508,3 +508,42 @@ def test_the_buffers_of_a_module_are_a_live_dict() -> None:
     private.buffers_of(module)["running_mean"] = torch.ones(2)
     assert module.running_mean is not None
     assert module.running_mean.tolist() == [1.0, 1.0]
+
+
+def test_fake_tensors_have_sizes_and_no_memory() -> None:
+    with private.fake_mode():
+        huge = torch.empty(1 << 50, dtype=torch.uint8)
+        assert huge.untyped_storage().nbytes() == 1 << 50
+        assert (huge + 1).shape == huge.shape
+
+
+def test_a_storage_keeps_its_python_object_while_it_lives() -> None:
+    ended: list[bool] = []
+    tensor = torch.zeros(4)
+    weakref.finalize(tensor.untyped_storage(), ended.append, True)
+    view = tensor[:2]
+    del tensor
+    gc.collect()
+    assert not ended
+    del view
+    assert ended
+
+
+def test_watching_hears_of_every_operation() -> None:
+    heard: list[str] = []
+    with private.watching(lambda op, given, out: heard.append(f"{op} {private.is_mutating(op)} {len(given[0])}")):
+        torch.ones(2).add_(1)
+    assert heard == ["aten.ones.default False 1", "aten.add_.Tensor True 2"]
+
+
+def test_trees_are_read_and_changed_in_order() -> None:
+    tree = {"a": [torch.ones(1), 2], "b": (torch.zeros(1),)}
+    assert [float(each) for each in private.leaves_of(tree)] == [1.0, 2.0, 0.0]
+    assert private.map_tensors(float, tree) == {"a": [1.0, 2], "b": (0.0,)}
+
+
+def test_the_dict_of_buffers_is_the_modules_own() -> None:
+    module = nn.BatchNorm1d(2)
+    private.buffers_of(module)["running_mean"] = torch.full((2,), 7.0)
+    assert module.running_mean is not None
+    assert module.running_mean.tolist() == [7.0, 7.0]

@@ -1,0 +1,300 @@
+"""What ``shardwise plan`` says beside what a rank really holds and how long its step really takes, on this machine.
+
+Memory is counted where torch allocates tensors, at every operation of the third step, the largest of all ranks: what
+``torch.cuda.max_memory_allocated`` says of a GPU.  Buffers inside gloo are not torch's and do not count.  Time is the
+median of steps beside a plan with this machine's own figures, by the clock and without waits: time of the thread that
+makes the step, which other processes on the same cores do not change.
+
+Run: python benchmarks/plan_accuracy.py [--only NAME ...] [--time] [--out results.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import weakref
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise import shard_model, torch_private
+from shardwise.planner.dry_run import DryRun, dry_run
+from shardwise.planner.hardware import HARDWARE, Wire
+from shardwise.planner.measure import measured
+from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of
+from shardwise.planner.rank_units import rank_units
+from shardwise.planner.search import evaluate
+from shardwise.planner.setting import ONE_UNIT, Setting
+from shardwise.planner.step_order import steps_of
+from shardwise.recipes.config import ModelShape, TrainConfig
+from shardwise.recipes.doors import DOORS
+from shardwise.recipes.gpt import GPT
+from shardwise.testing import WorkerPool
+from shardwise.testing.models import TiedModel
+
+WARM_STEPS = 2
+EVEN, UNEVEN = ModelShape(4, 384, 6, 256), ModelShape(3, 330, 5, 200)
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes of storages that operations inside have made or touched and that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.at = ""
+        self.seen: dict[int, Any] = {}
+        self.ranges: dict[int, tuple[int, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, out)):
+            if isinstance(tensor, DTensor):
+                tensor = torch_private.local_of(tensor)
+            if type(tensor) in (torch.Tensor, nn.Parameter):
+                self.follow(tensor.untyped_storage())
+        if self.live > self.peak:
+            self.peak, self.at = self.live, str(func)
+        return out
+
+    def follow(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self.seen:
+            return
+        start, size = storage.data_ptr(), storage.nbytes()
+        if any(low <= start and start + size <= high for low, high in self.ranges.values()):
+            size = 0  # a part of memory that counts already
+
+        def forget(_: object) -> None:
+            self.live -= size
+            self.seen.pop(key, None)
+            self.ranges.pop(key, None)
+
+        self.seen[key] = weakref.ref(storage, forget)
+        if size:
+            self.ranges[key] = (start, start + size)
+        self.live += size
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration: a model, a batch per rank, and how it is trained."""
+
+    name: str
+    setting: Setting
+    model: str = "gpt"
+    batch: int = 4
+    transport: str = "collective"
+
+    @property
+    def config(self) -> TrainConfig:
+        setting = self.setting
+        return TrainConfig(
+            model=EVEN if self.model == "gpt" else UNEVEN,
+            shard=setting.door,
+            replicas=setting.replicas,
+            dtype=setting.precision,
+            recompute=setting.recompute,
+            accumulate=setting.accumulate,
+            min_unit_bytes=setting.min_unit_bytes,
+            transport=self.transport,
+        )
+
+    def build(self) -> nn.Module:
+        if self.model == "tied":
+            return TiedModel(width=320, vocabulary=3000, num_blocks=4)
+        return GPT(self.config.model, recompute=self.setting.recompute)
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.model == "tied":
+            return torch.zeros(self.batch * 64, dtype=torch.int64), torch.zeros(self.batch * 64, dtype=torch.int64)
+        shape = (self.batch, self.config.model.context)
+        return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+
+
+FULL = Setting(door="full", ranks=2)
+CASES = (
+    Case("full", FULL),
+    Case("full, one unit", replace(FULL, min_unit_bytes=ONE_UNIT)),
+    Case("full, merged units", replace(FULL, min_unit_bytes=10 << 20)),
+    Case("full, recompute", replace(FULL, recompute=True)),
+    Case("full, bf16", replace(FULL, precision="bf16")),
+    Case("full, bf16, recompute", replace(FULL, precision="bf16", recompute=True)),
+    Case("full, 2 microbatches", replace(FULL, accumulate=2)),
+    Case("full, 3 microbatches, bf16", replace(FULL, accumulate=3, precision="bf16")),
+    Case("full, uneven", FULL, model="uneven"),
+    Case("full, tied", FULL, model="tied"),
+    Case("full, 4 ranks", replace(FULL, ranks=4), batch=2),
+    Case("hybrid 2x2", Setting(door="hybrid", ranks=4, replicas=2), batch=2),
+    Case("replicate", Setting(door="replicate", ranks=2)),
+    Case("replicate, bf16", Setting(door="replicate", ranks=2, precision="bf16")),
+    Case("ZeRO-2", Setting(door="gradients", ranks=2)),
+    Case("ZeRO-1 under DDP", Setting(door="optimizer", ranks=2)),
+    Case("DDP, bf16, recompute", Setting(door="none", ranks=2, precision="bf16", recompute=True)),
+)
+
+
+def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logits = model(inputs)
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+
+def shard_tied(case: Case, model: nn.Module, mesh: Any) -> nn.Module:
+    sharded: Any = shard_model(model, min_unit_bytes=case.setting.min_unit_bytes, mesh=mesh)
+    sharded.set_transport(case.transport)
+    return sharded
+
+
+class Job:
+    """Model and optimizer behind the door of a case."""
+
+    def __init__(self, case: Case) -> None:
+        setting = case.setting
+        sizes = (setting.replicas, setting.num_shards) if setting.door == "hybrid" else (setting.ranks,)
+        names = ("replicate", "shard") if setting.door == "hybrid" else ("dp",)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        self.config, self.door, self.accumulate = case.config, DOORS[setting.door], setting.accumulate
+        plain = case.build()
+        self.model = shard_tied(case, plain, mesh) if case.model == "tied" else self.door.wrap(plain, self.config, mesh)
+        self.optimizer = self.door.build_optimizer(self.model, self.config)
+
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        for microbatch in range(self.accumulate):
+            with self.door.sync(self.model, microbatch == self.accumulate - 1):
+                with self.door.precision(self.config, torch.device("cpu")):
+                    loss = loss_of(self.model, inputs, targets)
+                loss.backward()
+        self.door.reduce(self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def held_on_rank(case: Case) -> dict[str, Any]:
+    """Return the peak of the third step on this rank."""
+    with Meter() as meter:
+        job = Job(case)
+        inputs = case.inputs()
+        for _ in range(WARM_STEPS):
+            job.step(*inputs)
+        meter.peak = 0
+        job.step(*inputs)
+        return {"peak": meter.peak, "at": meter.at, "between": meter.live}
+
+
+def timed_on_rank(case: Case, steps: int) -> tuple[float, float]:
+    """Return the median seconds of a step on this rank, by the clock and of the thread that makes it."""
+    job = Job(case)
+    inputs = case.inputs()
+    seconds: list[tuple[float, float]] = []
+    for _ in range(steps):
+        dist.barrier()
+        begin = time.perf_counter(), time.thread_time()
+        job.step(*inputs)
+        seconds.append((time.perf_counter() - begin[0], time.thread_time() - begin[1]))
+    clock, own = zip(*seconds[WARM_STEPS:], strict=True)
+    return statistics.median(clock), statistics.median(own)
+
+
+def profile_of(case: Case) -> DryRun:
+    with torch.device("meta"):
+        model = case.build()
+    return dry_run(model, case.inputs(), loss_of, precision=case.setting.computes_in)
+
+
+def predict(case: Case, run: DryRun) -> RankMemory:
+    units = rank_units(run.profile, case.setting, "cpu")
+    return memory_of(run.profile, units, steps_of(run.profile, units, 1), case.setting, "cpu")
+
+
+def compare_memory(case: Case, pool: WorkerPool) -> dict[str, Any]:
+    found = pool.run(held_on_rank, num_ranks=case.setting.ranks, timeout_s=300, case=case)
+    measured = max(found, key=lambda each: each["peak"])
+    peak = predict(case, profile_of(case)).peak
+    return {
+        "name": case.name,
+        "measured": measured["peak"],
+        "planned": peak.total,
+        "error": peak.total / measured["peak"] - 1,
+        "at": measured["at"],
+        "between": measured["between"],
+        "place": peak.place,
+        "held": dict(zip(KINDS, peak.held, strict=True)),
+    }
+
+
+def figures_on_rank(case: Case) -> tuple[dict[str, float], float, Wire]:
+    """Return seconds of operations, bytes per second of memory and the link, measured on all ranks at the same time."""
+    dist.barrier()
+    found = measured(HARDWARE["cpu"], [profile_of(case)])
+    seconds: dict[int, float] = {}
+    for numel in (1 << 8, 1 << 21):
+        shard, full = torch.zeros(numel), torch.zeros(numel * dist.get_world_size())
+        times: list[float] = []
+        for _ in range(12):
+            begin = time.perf_counter()
+            dist.all_gather_into_tensor(full, shard)
+            times.append(time.perf_counter() - begin)
+        seconds[numel] = statistics.median(times[2:])
+    small, large = seconds.values()
+    ranks = dist.get_world_size()
+    rate = 4 * (1 << 21) * (ranks - 1) / max(large - small, 1e-9)
+    return dict(found.op_seconds), found.memory_bytes_per_s, Wire(rate, small / (ranks - 1))
+
+
+def compare_time(case: Case, pool: WorkerPool) -> dict[str, Any]:
+    ranks = case.setting.ranks
+    ops, memory, wire = pool.run(figures_on_rank, num_ranks=ranks, timeout_s=300, case=case)[0]
+    hardware = replace(
+        HARDWARE["cpu"], op_seconds=ops, memory_bytes_per_s=memory, inside=wire, between=wire, ranks_per_host=ranks
+    )
+    planned = evaluate(profile_of(case).profile, case.setting, hardware).time
+    found = pool.run(timed_on_rank, num_ranks=ranks, timeout_s=300, case=case, steps=WARM_STEPS + 8)
+    seconds, own = max(clock for clock, _ in found), max(own for _, own in found)
+    work = planned.step_s - planned.exposed_s
+    return {
+        "name": case.name,
+        "measured": seconds,
+        "planned": planned.step_s,
+        "error": planned.step_s / seconds - 1,
+        "own": own,
+        "own_planned": work,
+        "at": f"without waits: {1e3 * own:.2f} ms of the thread",
+        "place": f"planned {1e3 * work:.2f} ms, {100 * (work / own - 1):+.1f} %",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--time", action="store_true", help="seconds in place of bytes")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    chosen = [case for case in CASES if not options.only or case.name in options.only]
+    rows: list[dict[str, Any]] = []
+    with WorkerPool(max_ranks=4) as pool:
+        for case in chosen:
+            rows.append(compare_time(case, pool) if options.time else compare_memory(case, pool))
+            row = rows[-1]
+            scale, unit = (1e-3, "ms") if options.time else (1e6, "MB")
+            print(
+                f"{row['name']:30} measured {row['measured'] / scale:8.2f} {unit}  "
+                f"planned {row['planned'] / scale:8.2f} {unit}  "
+                f"{100 * row['error']:+.2f} %  ({row['at']} | {row['place']})",
+                flush=True,
+            )
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""``shardwise plan``: its options, and what it does."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from torch import nn
+
+from shardwise.cli.extras import check_extras
+from shardwise.errors import ConfigError
+from shardwise.planner.advice import Plan, plan, with_hosts
+from shardwise.planner.hardware import HARDWARE, read_hardware
+from shardwise.planner.search import Choices
+from shardwise.planner.setting import DOORS, OPTIMIZERS
+from shardwise.recipes.config import PRESETS, TrainConfig
+from shardwise.recipes.gpt import GPT
+from shardwise.recipes.llama import LLAMAS, Llama
+
+_GPT = "gpt-"
+_PRESETS = (*LLAMAS, *(_GPT + name for name in PRESETS))
+
+
+def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add ``plan``."""
+    parser = commands.add_parser(
+        "plan",
+        help="say what training a model on many ranks would hold and take, before it runs",
+        description="Compare doors, meshes, sizes of units, recomputation and offload for a model on any number of ranks. "
+        "Needs no GPU, no other process and no memory for the model.",
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--preset", choices=_PRESETS, help="a model of known shape")
+    model.add_argument(
+        "--model-from",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that makes the model; it is called on the meta device",
+    )
+    for name, default, meaning in (
+        ("ranks", 8, "data-parallel ranks"),
+        ("batch", 1, "sequences of a microbatch, on each rank"),
+        ("seq", 2048, "tokens of a sequence"),
+        ("accumulate", 1, "microbatches of a step"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default: {default})")
+    parser.add_argument(
+        "--hosts", type=int, metavar="N", help="hosts that the ranks are on (default: as the hardware says)"
+    )
+    parser.add_argument(
+        "--hardware",
+        default="h100",
+        metavar="NAME",
+        help=f"{', '.join(HARDWARE)}, or a JSON file (default: h100)",
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="time this machine's operations first, with --hardware cpu"
+    )
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="bf16", help="of the computation (default: bf16)"
+    )
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)")
+    parser.add_argument("--doors", nargs="+", choices=DOORS, help="ways to consider (default: all but DDP)")
+    parser.add_argument("--out", metavar="FOLDER", help="write plan.json, train.py and memory.png there")
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Print the plan, and write it down if asked to; return 0.  Raises: ConfigError."""
+    if arguments.out is not None:
+        check_extras(("matplotlib",), "plan")
+    hardware = read_hardware(arguments.hardware)
+    if arguments.hosts is not None:
+        hardware = with_hosts(hardware, arguments.ranks, arguments.hosts)
+    choices = Choices(
+        precision=arguments.precision,
+        accumulate=arguments.accumulate,
+        optimizer=arguments.optimizer,
+        measures=arguments.measure,
+    )
+    if arguments.doors is not None:
+        choices = replace(choices, doors=tuple(arguments.doors))
+    inputs = (arguments.batch, arguments.seq)
+    show(plan(_model_of(arguments), inputs, arguments.ranks, hardware=hardware, choices=choices), arguments.out)
+    return 0
+
+
+def show(found: Plan, out: str | None) -> None:
+    """Print a plan and its code; write both, and the picture, to the folder ``out``."""
+    print(found.table())
+    print(f"\n{found.code()}", end="")
+    if out is None:
+        return
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(found.to_json())
+    (folder / "train.py").write_text(found.code())
+    found.picture(folder / "memory.png")
+    print(f"written: {folder}/plan.json, train.py, memory.png")
+
+
+def plan_training(config: TrainConfig, ranks: int, device: str) -> int:
+    """Print what the run of ``config`` on ``ranks`` ranks would hold and take; return 0."""
+    choices = Choices(
+        doors=(config.shard,),
+        unit_bytes=(config.min_unit_bytes,),
+        recompute=(config.recompute,),
+        offload=(config.offload,),
+        precision=config.dtype,
+        accumulate=config.accumulate,
+    )
+    batch = max(config.batch // (ranks * config.accumulate), 1)
+    hardware = "cpu" if device == "cpu" else "h100"
+    found = plan(lambda: GPT(config.model), (batch, config.model.context), ranks, hardware=hardware, choices=choices)
+    print(found.table())
+    return 0
+
+
+def _model_of(arguments: argparse.Namespace) -> Callable[[], nn.Module]:
+    if arguments.preset is not None:
+        name = str(arguments.preset)
+        if name in LLAMAS:
+            return lambda: Llama(LLAMAS[name])
+        shape = replace(PRESETS[name.removeprefix(_GPT)], context=arguments.seq)
+        return lambda: GPT(shape)
+    module, _, function = str(arguments.model_from).partition(":")
+    if not function:
+        raise ConfigError(f"--model-from is {arguments.model_from!r}, expected MODULE:FUNCTION, such as my_model:build")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        made: object = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--model-from {arguments.model_from}: {error}") from error
+    return cast("Callable[[], nn.Module]", made)

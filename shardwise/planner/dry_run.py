@@ -1,0 +1,238 @@
+"""One forward and backward of a model without memory and without arithmetic, written down as a profile.
+
+Tensors are fake: they have shapes, dtypes and storages of a size, so autograd keeps and frees what it would keep and free,
+recomputation included; what is alive at each moment is counted, not computed from a formula.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from shardwise import torch_private
+from shardwise.api.repeated_blocks import families_of
+from shardwise.errors import ConfigError
+from shardwise.plan.grouping import group_blocks
+from shardwise.plan.visits import Edge
+from shardwise.planner.op_watch import OpCall, OpWatch
+from shardwise.planner.profile import ROOT, Mark, ParamFacts, Profile
+
+Loss = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """A profile, and its operations by number, for whoever wants to time them."""
+
+    profile: Profile
+    calls: tuple[OpCall, ...]
+
+
+def default_loss(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    """Return next-token cross entropy in fp32 for integer inputs (batch, time), else the mean of the output."""
+    output: object = model(*inputs)
+    found = getattr(output, "logits", output)
+    logits = found if isinstance(found, torch.Tensor) else cast(torch.Tensor, torch_private.leaves_of(found)[0])
+    if inputs and not inputs[0].is_floating_point() and logits.shape[:-1] == inputs[0].shape:
+        return F.cross_entropy(logits.float().flatten(0, -2), inputs[0].flatten().long())
+    return logits.float().mean()
+
+
+def dry_run(
+    model: nn.Module,
+    inputs: Sequence[object],
+    loss: Loss = default_loss,
+    *,
+    precision: str = "fp32",
+    recompute: bool = False,
+) -> DryRun:
+    """Run ``loss(model, *inputs).backward()`` on fake tensors and return what it does.
+
+    Args:
+        model: on any device, the meta device too; it is as before when this returns.
+        inputs: of one microbatch of one rank; of tensors, shape and dtype count; dim 0 of the first is the batch.
+        loss: called with ``model`` and the inputs.
+        precision: "fp32": as the model is; "bf16": parameters are cast, as the engine does; "autocast": torch's.
+        recompute: keep only the inputs of repeated blocks, as ``torch.utils.checkpoint`` does.
+
+    Raises: ConfigError if parameters are sharded already.  Errors of the model pass through.
+    Cost: about 0.2 ms for each operation of the model; nothing that grows with its sizes.
+    """
+    families = tuple(families_of(model, frozenset()))
+    blocks = (
+        "",
+        *sorted_blocks(model, [path for each in families for group in group_blocks(each, 0) for path in group]),
+    )
+    with torch_private.fake_mode(), torch.enable_grad():
+        fakes = {id(param): _fake_parameter(name, param, precision) for name, param in model.named_parameters()}
+        buffers = {id(each): _fake(each) for each in model.buffers()}
+        given = [_fake(each) if isinstance(each, torch.Tensor) else each for each in inputs]
+        tensors = [each for each in given if isinstance(each, torch.Tensor)]
+        watch = OpWatch([*fakes.values(), *buffers.values(), *tensors])
+        steps = _Steps(model, blocks, watch, precision)
+        with _standing_in(model, fakes, buffers), steps.hooked(fakes, recompute):
+            autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
+            with torch_private.watching(watch.after):
+                with autocast:
+                    value = loss(model, *given)
+                value.backward()
+            watch.end()
+    profile = Profile(
+        model=type(model).__name__,
+        params=tuple(_facts(name, param, steps.block_of[id(param)]) for name, param in model.named_parameters()),
+        buffer_bytes=sum(each.numel() * each.element_size() for each in buffers.values()),
+        input_bytes=sum(each.numel() * each.element_size() for each in tensors),
+        blocks=blocks,
+        families=families,
+        stretches=tuple(watch.stretches),
+        saved_bytes=tuple(steps.saved_bytes),
+        op_names=tuple(watch.calls),
+        precision=precision,
+        recomputes=recompute,
+        batch=tensors[0].shape[0] if tensors and tensors[0].ndim else 1,
+    )
+    return DryRun(profile, tuple(watch.calls.values()))
+
+
+def sorted_blocks(model: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Return ``paths`` in the order of the modules of ``model``."""
+    wanted = set(paths)
+    return [path for path, _ in model.named_modules() if path in wanted]
+
+
+def _facts(name: str, param: nn.Parameter, block: int) -> ParamFacts:
+    dtype = str(param.dtype).removeprefix("torch.")
+    return ParamFacts(
+        name, tuple(param.shape), dtype, param.element_size(), param.is_floating_point(), param.requires_grad, block
+    )
+
+
+def _fake(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
+
+
+def _fake_parameter(name: str, param: nn.Parameter, precision: str) -> nn.Parameter:
+    if isinstance(param, DTensor):
+        raise ConfigError(f"{name} is a DTensor: plan the model before fully_shard, or any other door, is called on it")
+    dtype = torch.bfloat16 if precision == "bf16" and param.is_floating_point() else None
+    return nn.Parameter(_fake(param, dtype), requires_grad=param.requires_grad)
+
+
+@contextmanager
+def _standing_in(
+    model: nn.Module, fakes: dict[int, nn.Parameter], buffers: dict[int, torch.Tensor]
+) -> Generator[None, None, None]:
+    """Let modules hold fakes in place of their parameters and buffers."""
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in model.modules():
+        for held, stand_ins in (
+            (torch_private.parameters_of(module), fakes),
+            (torch_private.buffers_of(module), buffers),
+        ):
+            tensors = cast("dict[str, Any]", held)
+            before.append((tensors, dict(tensors)))
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = stand_ins[id(tensor)]
+    try:
+        yield
+    finally:
+        for held, tensors in before:
+            held.clear()
+            held.update(tensors)
+
+
+class _Steps:
+    """Marks the edges of blocks and the arrival of gradients while a model runs.
+
+    Attributes:
+        block_of: number of the block of each parameter, by its id.
+        saved_bytes: of each block.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str], watch: OpWatch, precision: str) -> None:
+        self._watch = watch
+        self._casts = precision == "bf16"
+        self._modules = [model.get_submodule(path) for path in blocks]
+        self.block_of = {id(param): ROOT for param in model.parameters()}
+        for number in range(len(blocks) - 1, ROOT, -1):  # a tied parameter is the first block's
+            self.block_of |= {id(param): number for param in self._modules[number].parameters()}
+        self._order = {id(param): number for number, param in enumerate(model.parameters())}
+        self.saved_bytes = [0] * len(blocks)
+        self._entered = [0] * len(blocks)
+
+    @contextmanager
+    def hooked(self, fakes: dict[int, nn.Parameter], recompute: bool) -> Generator[None, None, None]:
+        """Watch the modules, which compute again in backward if ``recompute``."""
+        handles: list[Any] = []
+        replaced: list[nn.Module] = []
+        for number, module in enumerate(self._modules):
+            handles.append(module.register_forward_pre_hook(self._entering(number), with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(self._leaving(number), always_call=False))
+            if recompute and number != ROOT and "forward" not in vars(module):
+                module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+                replaced.append(module)
+        for key, fake in fakes.items():
+            if fake.requires_grad:
+                handles.append(fake.register_post_accumulate_grad_hook(self._arriving(self._order[key])))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module in replaced:
+                del module.forward
+
+    def _entering(self, number: int) -> Callable[..., Any]:
+        def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._watch.mark(Mark(Edge.ENTER_FORWARD, number))
+            self._entered[number] = self._watch.live_bytes
+            return torch_private.map_tensors(self._cast, (args, kwargs)) if self._casts else (args, kwargs)
+
+        return enter
+
+    @staticmethod
+    def _cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+
+    def _leaving(self, number: int) -> Callable[..., None]:
+        def leave(_module: nn.Module, _args: Any, output: object) -> None:
+            self.saved_bytes[number] = max(self._watch.live_bytes - self._entered[number], 0)
+            self._watch.mark(Mark(Edge.EXIT_FORWARD, number))
+            is_marked = False
+
+            def enter_backward(_: torch.Tensor) -> None:
+                nonlocal is_marked
+                if not is_marked:
+                    is_marked = True
+                    self._watch.mark(Mark(Edge.ENTER_BACKWARD, number))
+
+            for each in torch_private.leaves_of(output):
+                if isinstance(each, torch.Tensor) and each.requires_grad:
+                    each.register_hook(enter_backward)
+
+        return leave
+
+    def _arriving(self, number: int) -> Callable[[torch.Tensor], None]:
+        def arrive(param: torch.Tensor) -> None:
+            param.grad = None  # what gradients hold from here on depends on the door: the plan adds it
+            self._watch.mark(Mark(None, self.block_at(number), number))
+
+        return arrive
+
+    def block_at(self, number: int) -> int:
+        """Return the block of parameter ``number``."""
+        return self._blocks_by_order[number]
+
+    @functools.cached_property
+    def _blocks_by_order(self) -> dict[int, int]:
+        return {self._order[key]: block for key, block in self.block_of.items()}

@@ -1,0 +1,94 @@
+"""This machine's figures: the operations of a dry run timed one by one, its memory, and a link between two of its ranks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+
+from shardwise.planner.dry_run import DryRun
+from shardwise.planner.hardware import Hardware, Wire
+from shardwise.planner.op_watch import OpCall, TensorSpec, numel_of
+
+_LEAST_S, _MOST_CALLS, _LEAST_CALLS = 0.02, 50, 3
+_COPIED_BYTES = 32 << 20
+
+
+def measured(hardware: Hardware, runs: Iterable[DryRun]) -> Hardware:
+    """Return ``hardware`` with the seconds of the operations of ``runs``, memory and a host's links, measured here.
+
+    Operations run on random tensors of their shapes, on the CPU or the GPU that ``hardware`` names; one that cannot be
+    repeated by itself keeps its estimate.  Cost: some hundredths of a second for each distinct operation.
+    """
+    device = torch.device(hardware.device)
+    seconds = dict(hardware.op_seconds)
+    for run in runs:
+        for name, call in zip(run.profile.op_names, run.calls, strict=True):
+            if name not in seconds:
+                found = op_seconds(call, device)
+                if found is not None:
+                    seconds[name] = found
+    rate = _copy_rate(device)
+    inside = hardware.inside if device.type != "cpu" else Wire(rate / 4, hardware.inside.latency_s)
+    return replace(
+        hardware, name=f"{hardware.name} (measured)", op_seconds=seconds, memory_bytes_per_s=2 * rate, inside=inside
+    )
+
+
+def op_seconds(call: OpCall, device: torch.device) -> float | None:
+    """Return the median seconds of an operation on tensors like those it was called with; None if it cannot run so."""
+    try:
+        args, kwargs = _made((call.args, call.kwargs), device)
+        call.function(*args, **kwargs)
+        return _median_s(lambda: call.function(*args, **kwargs), device)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+
+
+def _made(tree: object, device: torch.device) -> tuple[tuple[object, ...], dict[str, object]]:
+    def make(value: object) -> object:
+        if isinstance(value, TensorSpec):
+            return _tensor(value, device)
+        if isinstance(value, (list, tuple)):
+            items = [make(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
+            return tuple(items) if isinstance(value, tuple) else items
+        if isinstance(value, dict):
+            return {str(key): make(each) for key, each in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return device if isinstance(value, torch.device) else value
+
+    args, kwargs = make(tree)  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
+    return args, kwargs  # pyright: ignore[reportUnknownVariableType]
+
+
+def _tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    numel = numel_of(spec)
+    if spec.dtype.is_floating_point:
+        flat = torch.randn(numel, device=device).mul_(0.1).to(spec.dtype)
+    else:
+        flat = torch.zeros(numel, dtype=spec.dtype, device=device)
+    return flat.as_strided(spec.shape, spec.stride)
+
+
+def _median_s(call: Callable[[], object], device: torch.device) -> float:
+    # With one thread its own time counts: that of other processes on the same cores is none of the operation's.
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time if is_alone else time.perf_counter
+    seconds: list[float] = []
+    begin = time.perf_counter()
+    while len(seconds) < _LEAST_CALLS or (time.perf_counter() - begin < _LEAST_S and len(seconds) < _MOST_CALLS):
+        before = clock()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(clock() - before)
+    return statistics.median(seconds)
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Return the bytes per second of a copy within memory, read and written at the same time."""
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return _COPIED_BYTES / _median_s(lambda: target.copy_(source), device)

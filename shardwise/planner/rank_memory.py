@@ -1,0 +1,329 @@
+"""What one rank holds over the visits of a step, by kind, in closed form: the rank that holds most stands for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from shardwise.events import Call, Op
+from shardwise.planner.profile import Profile
+from shardwise.planner.rank_units import KEPT_SECTION_BYTES, RankUnit
+from shardwise.planner.setting import UNIT_DOORS, Setting
+from shardwise.planner.step_order import Passage, Steps
+
+KINDS = (
+    "parameters",  # shards, and what is whole on every rank; buffers of the model
+    "optimizer",
+    "gradients",  # reduced, until the optimizer has used them
+    "full parameters",
+    "full gradients",  # as backward makes them, and as they wait for later microbatches
+    "staging",  # of collectives
+    "activations",  # and temporaries of operations
+    "idle buffers",  # of the pool, on CPU; elsewhere the device's allocator has them
+)
+_MESSAGE_BYTES = 4 * 1024 * 1024  # of ZeRO's reductions, as in zero/gradients.py
+_CLASSES_PER_DOUBLING_BITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment of a step: where it is, and the bytes of each of ``KINDS``."""
+
+    place: str
+    held: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The moments of a step in order, and the highest of them; ``host_bytes``: held in the host's memory (offload)."""
+
+    moments: tuple[Moment, ...]
+    host_bytes: int = 0
+
+    @property
+    def peak(self) -> Moment:
+        """The moment at which most is held."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+def pooled(num_bytes: int) -> int:
+    """Return the bytes of the storage that our pool lends for ``num_bytes``: as comm/buffers.py, in closed form."""
+    if num_bytes <= 512:
+        return 512 if num_bytes else 0
+    grain = 1 << max((num_bytes - 1).bit_length() - _CLASSES_PER_DOUBLING_BITS, 0)
+    return -(-num_bytes // grain) * grain
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Storages by class: on CPU those that come back are kept; ``idle`` counts them."""
+
+    keeps: bool
+    free: dict[int, int] = field(default_factory=dict[int, int])
+    idle: int = 0
+
+    def lend(self, num_bytes: int) -> int:
+        if not self.keeps:
+            return num_bytes
+        size = pooled(num_bytes)
+        if self.free.get(size, 0):
+            self.free[size] -= 1
+            self.idle -= size
+        return size
+
+    def take_back(self, size: int) -> None:
+        if self.keeps and size:
+            self.free[size] = self.free.get(size, 0) + 1
+            self.idle += size
+
+
+class _Rank:
+    """What is held now."""
+
+    def __init__(self, profile: Profile, units: Sequence[RankUnit], setting: Setting, device: str) -> None:
+        self.units = units
+        self.setting = setting
+        self.on_cpu = device == "cpu"
+        self.pool = _Pool(self.on_cpu)
+        self.held = dict.fromkeys(KINDS, 0)
+        self.moments: list[Moment] = []
+        self.is_on_host = setting.offload and not self.on_cpu
+        self.names = {unit.facts.name: number for number, unit in enumerate(units)}
+        shards = sum(unit.shard_bytes for unit in units)
+        state = sum(unit.state_numel for unit in units) * setting.state_bytes
+        self.held["parameters"] = profile.buffer_bytes + (0 if self.is_on_host else shards)
+        self.held["optimizer"] = 0 if self.is_on_host else state
+        self.host_bytes = shards + state + sum(u.section_bytes for u in units) if self.is_on_host else 0
+        self.loans: dict[tuple[str, int], int] = {}
+        self.reducing: list[int] = []  # units whose packed gradients are on loan
+        self.arrived = [0] * len(units)
+        self.waiting = [0] * len(units)  # held for later microbatches
+        self.kept = [0] * len(units)  # small sections that stay from step to step
+        self.is_committed = [False] * len(units)
+
+    def note(self, place: str, activations: int = -1) -> None:
+        """Write down what is held; ``activations``: at the highest point of what is computed here."""
+        held = self.held
+        if activations >= 0:
+            held["activations"] = activations
+        held["idle buffers"] = self.pool.idle
+        self.moments.append(Moment(place, tuple([held[kind] for kind in KINDS])))
+
+    def borrow(self, kind: str, unit: int, num_bytes: int) -> None:
+        size = self.pool.lend(num_bytes)
+        self.loans[kind, unit] = self.loans.get((kind, unit), 0) + size
+        self.held["full parameters" if kind == "full" else "staging"] += size
+
+    def give_back(self, kind: str, unit: int) -> None:
+        size = self.loans.pop((kind, unit), 0)
+        self.pool.take_back(size)
+        self.held["full parameters" if kind == "full" else "staging"] -= size
+
+    # ---- calls of the engine ----
+
+    def call(self, call: Call, is_last: bool) -> None:
+        number = self.names[call.unit]
+        unit, place = self.units[number], f"{call.op.value} {call.unit or '(root)'}"
+        if call.op is Op.UNSHARD:
+            self.held["staging"] += unit.cast_bytes
+            if unit.moved_bytes:
+                self.borrow("gather", number, unit.facts.gather_bytes)
+        elif call.op is Op.WAIT:
+            self.borrow("full", number, unit.facts.full_bytes)
+            self.note(place)
+            self.give_back("gather", number)
+            self.held["staging"] -= unit.cast_bytes
+        elif call.op is Op.RESHARD:
+            self.give_back("full", number)
+        elif call.op is Op.REDUCE:
+            self.reduce(number, place)
+        elif call.op is Op.HOLD:
+            self.hold(number, place)
+        elif call.op is Op.COMMIT and is_last:
+            self.give_back("scatter", number)
+            self.waits_no_more(number)
+
+    def gradient_comes(self, passage: Passage, num_bytes: int) -> None:
+        """Count a gradient, as backward has made it; at the last one all are cast to the dtype of the reduction."""
+        self.arrived[passage.unit] += num_bytes
+        self.held["full gradients"] += num_bytes
+        unit = self.units[passage.unit]
+        if passage.ends and unit.reduced_bytes != unit.gradient_bytes:
+            self.held["full gradients"] += unit.reduced_bytes - self.arrived[passage.unit]
+            self.arrived[passage.unit] = unit.reduced_bytes
+            self.held["full gradients"] += unit.largest_gradient_bytes
+            self.note(f"cast gradients of {unit.facts.name or '(root)'}")
+            self.held["full gradients"] -= unit.largest_gradient_bytes
+
+    def reduce(self, number: int, place: str) -> None:
+        unit, held = self.units[number], self.held
+        while self.reducing:
+            self.give_back("scatter", self.reducing.pop(0))
+        summed = (
+            unit.reduced_bytes if self.waiting[number] else 0
+        )  # what waited, and the new ones, stay beside their sum
+        held["full gradients"] += summed
+        stays = self.setting.num_shards == 1 and self.on_cpu  # an all-reduce happens in the gradients themselves
+        if not stays:
+            if unit.facts.reduce_bytes:
+                self.borrow("scatter", number, unit.facts.reduce_bytes)
+                self.reducing.append(number)
+            fresh = 0 if self.kept[number] or self.is_on_host else unit.section_bytes
+            self.kept[number] = unit.section_bytes if unit.section_bytes <= KEPT_SECTION_BYTES else 0
+            held["gradients"] += fresh
+        self.note(place)
+        held["full gradients"] -= summed + self.arrived[number]
+        if stays:
+            held["gradients"] += unit.reduced_bytes
+        self.arrived[number] = 0
+        self.note(place)
+
+    def hold(self, number: int, place: str) -> None:
+        self.note(place)
+        self.waiting[number] += self.arrived[number]
+        self.arrived[number] = 0
+
+    def waits_no_more(self, number: int) -> None:
+        self.held["full gradients"] -= self.waiting[number]
+        self.waiting[number] = 0
+
+    def add_waiting(self) -> None:
+        """End a microbatch that is not the last: what it has left is added to what waited."""
+        for number, unit in enumerate(self.units):
+            if self.waiting[number] > unit.reduced_bytes:
+                self.held["full gradients"] += unit.reduced_bytes
+                self.note(f"add gradients of {unit.facts.name or '(root)'}")
+                self.held["full gradients"] -= self.waiting[number]
+                self.waiting[number] = unit.reduced_bytes
+
+    def zero_gradients(self) -> None:
+        self.held["gradients"] = sum(self.kept)
+
+
+def memory_of(profile: Profile, units: Sequence[RankUnit], steps: Steps, setting: Setting, device: str) -> RankMemory:
+    """Return what one rank holds over a step, once warm.
+
+    Args:
+        profile: of the precision and recomputation of ``setting``.
+        units, steps: of ``setting``.
+        device: "cpu" or an accelerator: on CPU our own pool keeps buffers, there the device's allocator does.
+    """
+    rank = _Rank(profile, units, setting, device)
+    if setting.door not in UNIT_DOORS:
+        return _under_ddp(rank, profile, units, steps)
+    for _ in range(2 if rank.on_cpu else 1):  # the second time the pool is warm
+        rank.moments = []
+        for microbatch in range(setting.accumulate):
+            _microbatch(rank, profile, steps, is_last=microbatch == setting.accumulate - 1)
+        rank.note("optimizer step", 0)
+        rank.zero_gradients()
+    return RankMemory(tuple(rank.moments), rank.host_bytes)
+
+
+def _microbatch(rank: _Rank, profile: Profile, steps: Steps, is_last: bool) -> None:
+    for passage in steps.passages:
+        mark = passage.mark
+        if mark.edge is None:
+            rank.gradient_comes(passage, _gradient_bytes(profile, rank.setting, mark.param))
+        for call in passage.calls:
+            if call.op is Op.REDUCE and not is_last:
+                rank.call(Call(Op.HOLD, call.unit), is_last)
+            else:
+                rank.call(call, is_last)
+        _compute(rank, profile, passage)
+    if is_last:
+        for call in steps.commits:
+            rank.call(call, is_last)
+        rank.reducing.clear()
+    else:
+        rank.add_waiting()
+
+
+def _compute(rank: _Rank, profile: Profile, passage: Passage) -> None:
+    mark, stretch = passage.mark, passage.stretch
+    edge = "gradient of " + profile.params[mark.param].name if mark.edge is None else mark.edge.value
+    block = profile.blocks[mark.block] or "(root)"
+    rank.note(edge if mark.edge is None else f"{edge} {block}", profile.input_bytes + stretch.peak_bytes)
+    rank.held["activations"] = profile.input_bytes + stretch.left_bytes
+
+
+def _gradient_bytes(profile: Profile, setting: Setting, number: int) -> int:
+    param = profile.params[number]
+    return param.numel * (2 if profile.precision == "bf16" and param.is_floating else param.itemsize)
+
+
+def _under_ddp(rank: _Rank, profile: Profile, units: Sequence[RankUnit], steps: Steps) -> RankMemory:
+    """Parameters are whole on every rank; DDP ("none", "optimizer") or nobody ("gradients") has the gradients."""
+    setting, held = rank.setting, rank.held
+    whole = sum(param.num_bytes for param in profile.params)
+    trainable = [param for param in profile.params if param.is_trainable]
+    gradients = sum(param.num_bytes for param in trainable)
+    numel = sum(param.numel for param in trainable)
+    shared = setting.ranks if setting.door != "none" else 1
+    held["parameters"] = profile.buffer_bytes + whole
+    held["optimizer"] = -(-numel // shared) * setting.state_bytes
+    has_buckets = setting.door != "gradients"
+    held["gradients"] = gradients if has_buckets else 0
+    for microbatch in range(setting.accumulate):
+        for passage in steps.passages:
+            if passage.mark.edge is None and not has_buckets and not microbatch:
+                held["full gradients"] += profile.params[passage.mark.param].num_bytes
+            _compute(rank, profile, passage)
+    held["activations"] = 0
+    if not has_buckets:
+        _reduce_to_owners(rank, [param.num_bytes for param in trainable])
+    rank.note("optimizer step")
+    return RankMemory(tuple(rank.moments))
+
+
+def _reduce_to_owners(rank: _Rank, gradients: Sequence[int]) -> None:
+    """Send gradients of these bytes to their owners, message by message, as the first rank: it owns the first part."""
+    held, ranks = rank.held, rank.setting.ranks
+    owned = -(-sum(gradients) // ranks)
+    before = len(rank.moments)
+    on_the_way: list[tuple[int, ...]] = []
+    sent = 0
+    for message in _messages(gradients):
+        mine = max(min(sent + message, owned) - sent, 0)
+        sent += message
+        on_the_way.append((rank.pool.lend(message), rank.pool.lend(mine * ranks), mine, message))
+        held["staging"] += sum(on_the_way[-1][:2])
+        rank.note("reduce gradients to owners")
+        held["full gradients"] -= message
+        if len(on_the_way) > 1:
+            _arrive(rank, on_the_way.pop(0))
+    for message in on_the_way:
+        _arrive(rank, message)
+    rank.moments[:before] = [_with_idle(moment, rank.pool.idle) for moment in rank.moments[:before]]
+
+
+def _arrive(rank: _Rank, message: Sequence[int]) -> None:
+    out, received, mine, _ = message
+    rank.held["gradients"] += mine
+    rank.note("reduce gradients to owners")
+    for size in (out, received):
+        rank.pool.take_back(size)
+        rank.held["staging"] -= size
+
+
+def _messages(gradients: Sequence[int]) -> Iterator[int]:
+    """Yield the bytes of each message, as zero/gradients.py cuts them."""
+    size = 0
+    for num_bytes in gradients:
+        size += num_bytes
+        if size >= _MESSAGE_BYTES:
+            yield size
+            size = 0
+    if size:
+        yield size
+
+
+def _with_idle(moment: Moment, num_bytes: int) -> Moment:
+    place = KINDS.index("idle buffers")
+    held = tuple(value + num_bytes if index == place else value for index, value in enumerate(moment.held))
+    return Moment(moment.place, held)

@@ -1,0 +1,171 @@
+"""How long a step takes on one rank: computation, communication that nothing hides, and the host that launches both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardwise.events import Call, Op
+from shardwise.planner.hardware import Hardware
+from shardwise.planner.profile import Profile, Stretch
+from shardwise.planner.rank_units import RankUnit
+from shardwise.planner.setting import UNIT_DOORS, Setting
+from shardwise.planner.step_order import Steps
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """A step of one rank, in seconds.
+
+    Attributes:
+        step_s: all of it.  compute_s: of operations.  exposed_s: waits for other ranks that nothing hides.
+        host_s: what the host needs to launch everything; a step is never shorter.
+        optimizer_s: of the update.
+        communication_s: of all collectives, hidden or not.
+        inside_bytes, between_bytes: that this rank sends within its host, and to other hosts.
+        waits: exposed seconds by unit, the longest first.
+    """
+
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    host_s: float
+    optimizer_s: float
+    communication_s: float
+    inside_bytes: int
+    between_bytes: int
+    waits: tuple[tuple[str, float], ...]
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Two lanes: computation, and collectives, one after another."""
+
+    setting: Setting
+    hardware: Hardware
+    now: float = 0.0
+    lane: float = 0.0
+    exposed: float = 0.0
+    moved_s: float = 0.0
+    inside: float = 0.0
+    between: float = 0.0
+    ends: dict[int, float] = field(default_factory=dict[int, float])
+    waits: dict[str, float] = field(default_factory=dict[str, float])
+
+    def launch(self, unit: str, num_bytes: float, ranks: int, is_within: bool) -> float:
+        """Start a ring collective over ``ranks`` for ``unit``; return when it ends."""
+        seconds = self.hardware.ring_s(num_bytes, ranks, is_within)
+        if ranks > 1:
+            sent = num_bytes * (ranks - 1) / ranks
+            self.inside += sent if is_within else 0
+            self.between += 0 if is_within else sent
+        self.moved_s += seconds
+        self.lane = max(self.lane, self.now) + seconds
+        if not self.hardware.overlaps:
+            self.lane = self.now + seconds
+            self.expose(unit, seconds)
+            self.now = self.lane
+        return self.lane
+
+    def expose(self, unit: str, seconds: float) -> None:
+        if seconds > 0:
+            self.exposed += seconds
+            self.waits[unit] = self.waits.get(unit, 0.0) + seconds
+
+    def wait(self, unit: str, end: float) -> None:
+        """Let computation go on at ``end`` at the earliest."""
+        self.expose(unit, end - self.now)
+        self.now = max(self.now, end)
+
+
+def seconds_of(work: Stretch, profile: Profile, hardware: Hardware) -> float:
+    """Return the seconds of what is computed after a mark."""
+    if hardware.op_seconds and work.work.ops:
+        known = [hardware.op_seconds.get(profile.op_names[number]) for number, _ in work.work.ops]
+        if all(each is not None for each in known):
+            counts = [count for _, count in work.work.ops]
+            return sum(each * count for each, count in zip(known, counts, strict=True) if each is not None)
+    return work.work.flops / hardware.rate(profile.precision) + work.work.traffic_bytes / hardware.memory_bytes_per_s
+
+
+def time_of(
+    profile: Profile, units: Sequence[RankUnit], steps: Steps, setting: Setting, hardware: Hardware
+) -> RankTime:
+    """Return the seconds of a step of ``setting``: all of its microbatches, and the update."""
+    clock = _Clock(setting, hardware)
+    numbers = {unit.facts.name: number for number, unit in enumerate(units)}
+    compute = 0.0
+    num_ops = 0
+    for microbatch in range(setting.accumulate):
+        is_last = microbatch == setting.accumulate - 1
+        for passage in steps.passages:
+            if setting.door in UNIT_DOORS:
+                for call in passage.calls:
+                    _carry_out(clock, call, units[numbers[call.unit]], numbers, is_last)
+            seconds = seconds_of(passage.stretch, profile, hardware)
+            compute += seconds
+            clock.now += seconds
+            num_ops += passage.stretch.work.num_ops
+    if setting.door in UNIT_DOORS:
+        clock.wait("end of backward", clock.lane)
+    else:
+        _without_units(clock, profile, compute)
+    update = _update_s(profile, units, setting, hardware)
+    host = num_ops * hardware.host_s_per_op if not hardware.op_seconds else 0.0
+    host += len(units) * setting.accumulate * hardware.host_s_per_unit if setting.door in UNIT_DOORS else 0.0
+    step = max(clock.now, host) if hardware.overlaps else clock.now + (host if hardware.op_seconds else 0.0)
+    waits = tuple(sorted(clock.waits.items(), key=lambda item: -item[1]))
+    return RankTime(
+        step + update, compute, clock.exposed, host, update, clock.moved_s, int(clock.inside), int(clock.between), waits
+    )
+
+
+def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, int], is_last: bool) -> None:
+    setting, hardware = clock.setting, clock.hardware
+    name, number = call.unit or "(root)", numbers[call.unit]
+    is_within = setting.num_shards <= hardware.ranks_per_host
+    copy_s = 2 / hardware.memory_bytes_per_s
+    if call.op is Op.UNSHARD:
+        end = clock.launch(name, unit.moved_bytes, setting.num_shards, is_within)
+        if setting.offload and hardware.device != "cpu":
+            end += unit.moved_bytes / setting.num_shards / hardware.host_memory.bytes_per_s
+        clock.ends[number] = end
+    elif call.op is Op.WAIT:
+        clock.wait(name, clock.ends.get(number, 0.0))
+        clock.now += unit.moved_bytes * copy_s
+    elif call.op is Op.REDUCE and is_last:
+        clock.now += unit.reduced_bytes * copy_s if setting.num_shards > 1 else 0.0
+        clock.launch(name, unit.scattered_bytes if setting.num_shards > 1 else 0, setting.num_shards, is_within)
+        if setting.num_replicas > 1:
+            is_near = setting.ranks <= hardware.ranks_per_host
+            clock.launch(name, 2 * unit.section_bytes, setting.num_replicas, is_near)
+        if setting.offload and hardware.device != "cpu":
+            clock.lane += unit.section_bytes / hardware.host_memory.bytes_per_s
+
+
+def _without_units(clock: _Clock, profile: Profile, compute: float) -> None:
+    """DDP reduces during the last backward, ZeRO-2 after it; ZeRO sends the updated parameters of each owner to all."""
+    setting, hardware = clock.setting, clock.hardware
+    is_within = setting.ranks <= hardware.ranks_per_host
+    num_bytes = sum(param.num_bytes for param in profile.params if param.is_trainable)
+    if setting.door == "gradients":
+        clock.wait("gradients", clock.launch("gradients", num_bytes, setting.ranks, is_within))
+    else:
+        hidden = compute / setting.accumulate * 2 / 3 if hardware.overlaps else 0.0
+        before = clock.now
+        end = clock.launch("gradients", 2 * num_bytes, setting.ranks, is_within)
+        clock.wait("gradients", max(before, end - hidden))
+    if setting.door != "none":
+        clock.wait("parameters", clock.launch("parameters", num_bytes, setting.ranks, is_within))
+
+
+def _update_s(profile: Profile, units: Sequence[RankUnit], setting: Setting, hardware: Hardware) -> float:
+    if setting.door in UNIT_DOORS:
+        numel = sum(unit.state_numel for unit in units)
+    else:
+        shared = setting.ranks if setting.door != "none" else 1
+        numel = -(-sum(param.numel for param in profile.params if param.is_trainable) // shared)
+    rate = hardware.memory_bytes_per_s
+    if setting.offload and hardware.device != "cpu":
+        rate = hardware.host_memory.bytes_per_s
+    return numel * (setting.state_bytes * 2 + 3 * 4) / rate

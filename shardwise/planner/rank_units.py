@@ -1,0 +1,179 @@
+"""The units of a model that one rank would hold, with sizes and padding exactly as the layout makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.layout.bucket import Bucket, build_bucket, by_size
+from shardwise.layout.shard import ChunkShard
+from shardwise.plan.grouping import group_blocks
+from shardwise.plan.naming import compress_paths
+from shardwise.plan.policy import UnitPolicy
+from shardwise.plan.prefetch import UnitFacts
+from shardwise.planner.profile import ROOT, ParamFacts, Profile, params_by_block
+from shardwise.planner.setting import ONE_UNIT, Setting
+
+_BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share, as in units/shards.py
+KEPT_SECTION_BYTES = 1 << 20  # reduced gradients up to this size stay for the next step, as in units/gradient_memory.py
+
+
+@dataclass(frozen=True, slots=True)
+class RankUnit:
+    """A unit as one rank holds it, the rank that holds most.
+
+    Attributes:
+        facts: what planning a step needs.
+        blocks: its blocks.  params: its parameters, by number.
+        shard_bytes: of its sections, padding included.
+        state_numel: elements that the optimizer updates here.
+        section_bytes: of its reduced gradients, as the reduction leaves them.
+        gradient_bytes: of the gradients of the whole unit, as backward makes them; ``reduced_bytes``: as they are reduced.
+        largest_gradient_bytes: of the largest parameter's, as backward makes it.
+        padding_ratio: elements that an all-gather moves divided by those there are.
+        moved_bytes: of an all-gather's result; scattered_bytes: of a reduce-scatter's input.
+        cast_bytes: of this rank's section in the dtype of the all-gather, where that is another than it is kept in.
+    """
+
+    facts: UnitFacts
+    blocks: tuple[int, ...]
+    params: tuple[int, ...]
+    shard_bytes: int
+    state_numel: int
+    section_bytes: int
+    gradient_bytes: int
+    reduced_bytes: int
+    largest_gradient_bytes: int
+    padding_ratio: float
+    moved_bytes: int
+    scattered_bytes: int
+    cast_bytes: int
+
+
+def rank_units(profile: Profile, setting: Setting, device: str) -> tuple[RankUnit, ...]:
+    """Return the units of ``setting``, the root's first; ``device``: "cpu" or an accelerator, which aligns tensors."""
+    groups = [tuple(profile.blocks.index(path) for path in paths) for paths in unit_paths(profile, setting)]
+    taken = {block for group in groups for block in group}
+    rest = tuple(block for block in range(len(profile.blocks)) if block not in taken)
+    sizes = _Sizes(profile, setting, device)
+    return tuple(sizes.unit(blocks) for blocks in (rest, *sorted(groups)))
+
+
+def unit_paths(profile: Profile, setting: Setting) -> list[tuple[str, ...]]:
+    """Return the paths of the blocks of each unit but the root's."""
+    if setting.min_unit_bytes >= ONE_UNIT:
+        return []
+    merged = setting.min_unit_bytes if setting.door != "replicate" else 0
+    return [paths for children in profile.families for paths in group_blocks(children, merged)]
+
+
+class _Sizes:
+    """Makes units; those of equal parameters are computed once."""
+
+    def __init__(self, profile: Profile, setting: Setting, device: str) -> None:
+        self._profile = profile
+        self._setting = setting
+        self._on_cpu = device == "cpu"
+        self._is_cut = setting.num_shards > 1
+        self._buckets: dict[tuple[object, ...], Bucket] = {}
+        self._params = params_by_block(profile)
+        self._alike: dict[tuple[object, ...], RankUnit] = {}
+
+    def _alignment(self, itemsize: int) -> int:
+        return 1 if self._on_cpu else max(16 // itemsize, 1)
+
+    def _full_itemsize(self, param: ParamFacts) -> int:
+        return 2 if self._setting.precision == "bf16" and param.is_floating else param.itemsize
+
+    def _bucket(self, params: Sequence[ParamFacts], alignment: int, full_alignment: int) -> Bucket:
+        key = (tuple(param.shape for param in params), alignment, full_alignment)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            cuts = [ChunkShard(param.shape, 0, self._setting.num_shards) for param in params]
+            shards = [cuts[index] for index in by_size(cuts)]
+            bucket = self._buckets[key] = build_bucket(shards, alignment, full_alignment)
+        return bucket
+
+    def unit(self, blocks: tuple[int, ...]) -> RankUnit:
+        """Return the unit of ``blocks``."""
+        numbers = tuple(sorted([number for block in blocks for number in self._params[block]]))
+        params = [self._profile.params[number] for number in numbers]
+        key = (ROOT in blocks, *[(param.shape, param.dtype, param.is_trainable) for param in params])
+        alike = self._alike.get(key)
+        if alike is None:
+            alike = self._alike[key] = self._made(blocks, numbers)
+        return replace(alike, facts=replace(alike.facts, name=self._name(blocks)), blocks=blocks, params=numbers)
+
+    def _name(self, blocks: tuple[int, ...]) -> str:
+        return "" if ROOT in blocks else compress_paths([self._profile.blocks[block] for block in blocks])
+
+    def _made(self, blocks: tuple[int, ...], numbers: tuple[int, ...]) -> RankUnit:
+        params = [self._profile.params[number] for number in numbers]
+        kept: dict[tuple[str, int], list[ParamFacts]] = {}
+        for param in params:
+            kept.setdefault((param.dtype, self._full_itemsize(param)), []).append(param)
+        shard_bytes = packed = full_bytes = section = cast = 0
+        for (_, full_itemsize), members in kept.items():
+            itemsize = members[0].itemsize
+            bucket = self._bucket(members, self._alignment(itemsize), self._alignment(full_itemsize))
+            shard_bytes += bucket.section_numel * itemsize
+            section = -(-(section + bucket.section_numel * full_itemsize) // _BYTE_ALIGNMENT) * _BYTE_ALIGNMENT
+            cast += bucket.section_numel * full_itemsize if itemsize != full_itemsize else 0
+            full_bytes += bucket.full_numel * full_itemsize if self._travels(itemsize, full_itemsize) else 0
+            packed = bucket.section_numel * full_itemsize * self._setting.num_shards
+        if len(kept) > 1:
+            packed, cast = section * self._setting.num_shards, section
+        return self._assembled(blocks, numbers, _Moved(shard_bytes, packed, full_bytes, cast))
+
+    def _travels(self, itemsize: int, full_itemsize: int) -> bool:
+        return self._is_cut or itemsize != full_itemsize or (self._setting.offload and not self._on_cpu)
+
+    def _assembled(self, blocks: tuple[int, ...], numbers: tuple[int, ...], moved: _Moved) -> RankUnit:
+        setting = self._setting
+        params = [self._profile.params[number] for number in numbers]
+        trainable = [param for param in params if param.is_trainable]
+        by_dtype: dict[int, list[ParamFacts]] = {}
+        for param in trainable:
+            by_dtype.setdefault(4 if setting.precision == "bf16" else param.itemsize, []).append(param)
+        section_bytes = scattered = 0
+        for itemsize, members in by_dtype.items():
+            bucket = self._bucket(members, self._alignment(itemsize), 1)
+            section_bytes += bucket.section_numel * itemsize
+            scattered += bucket.section_numel * itemsize * setting.num_shards
+        keeps = ROOT in blocks or setting.door == "replicate"
+        facts = UnitFacts(
+            name="",
+            policy=UnitPolicy(reshard_after_forward=not keeps),
+            gather_bytes=moved.packed if self._is_cut else 0,
+            full_bytes=moved.full_bytes,
+            reduce_bytes=scattered if self._is_cut else 0,
+        )
+        numel = sum(param.numel for param in params)
+        return RankUnit(
+            facts=facts,
+            blocks=blocks,
+            params=numbers,
+            shard_bytes=moved.shard_bytes,
+            state_numel=sum(ChunkShard(param.shape, 0, setting.num_shards).shard_numel(0) for param in trainable),
+            section_bytes=section_bytes,
+            gradient_bytes=sum(param.numel * self._full_itemsize(param) for param in trainable),
+            reduced_bytes=sum(param.numel * itemsize for itemsize, each in by_dtype.items() for param in each),
+            largest_gradient_bytes=max((param.numel * self._full_itemsize(param) for param in trainable), default=0),
+            padding_ratio=moved.padding(numel, params, setting.num_shards),
+            moved_bytes=moved.packed if self._is_cut else 0,
+            scattered_bytes=scattered,
+            cast_bytes=moved.cast_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    shard_bytes: int
+    packed: int
+    full_bytes: int
+    cast_bytes: int
+
+    def padding(self, numel: int, params: Sequence[ParamFacts], num_shards: int) -> float:
+        """Return the bytes of all sections divided by those of the parameters."""
+        num_bytes = sum(param.num_bytes for param in params)
+        return self.shard_bytes * num_shards / num_bytes if numel else 1.0

@@ -1,0 +1,125 @@
+"""What a trace says happened is what happened, and costs nothing while nobody traces."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+from helpers.ranks import on_ranks
+from torch import nn
+
+import shardwise
+from shardwise import ConfigError, ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard, replicate, spans
+from shardwise.events import Op
+from shardwise.testing.models import Block
+
+
+def sharded(door: object) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(16, 64) for _ in range(3)])
+    assert callable(door)
+    for block in model:
+        door(block)
+    door(model)
+    return model
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(4, 16)).sum().backward()
+
+
+@on_ranks(2)
+def test_the_trace_of_a_step_is_its_plan_with_times() -> None:
+    for door in (fully_shard, replicate):
+        model = sharded(door)
+        for _ in range(2):
+            step(model)
+        with shardwise.trace(model) as trace:
+            for _ in range(2):
+                step(model)
+        assert trace.calls == [*trace.planned, *trace.planned]
+        assert trace.departure is None
+        assert "2 steps" in trace.table()
+        assert "as planned" in trace.table()
+        counts = Counter(each.what for each in trace.spans)
+        planned = Counter(call.op for call in trace.planned)
+        assert counts["unshard"] == 2 * planned[Op.UNSHARD]
+        assert counts["wait"] == 2 * planned[Op.WAIT] == counts["all-gather on its way"]
+        assert counts["reduce"] == 2 * planned[Op.REDUCE] == counts["reduction on its way"]
+        assert counts["forward"] == counts["backward"] == 2 * 4
+        assert all(each.begin_s <= each.end_s for each in trace.spans)
+        found = json.loads(trace.to_json())["traceEvents"]
+        assert len([each for each in found if each["ph"] == "X"]) == len(trace.spans)
+        assert {each["args"]["unit"] for each in found if each["ph"] == "X"} == {"", "0", "1", "2"}
+
+
+@on_ranks(2)
+def test_waits_are_named_by_unit_and_computation_holds_them() -> None:
+    model = sharded(fully_shard)
+    step(model)
+    with shardwise.trace(model) as trace:
+        step(model)
+    assert set(trace.exposed_s()) == {"", "0", "1", "2"}
+    gathered = {each.unit: each.num_bytes for each in trace.spans if each.what == "wait"}
+    assert all(gathered[unit] > 0 for unit in ("0", "1", "2"))
+    root = next(each for each in trace.spans if each.what == "forward" and not each.unit)
+    inner = [each for each in trace.spans if each.what == "forward" and each.unit]
+    assert all(root.begin_s <= each.begin_s and each.end_s <= root.end_s for each in inner)
+
+
+@on_ranks(2)
+def test_a_step_that_leaves_its_plan_says_where() -> None:
+    model = sharded(fully_shard)
+    step(model)
+    with shardwise.trace(model) as trace:
+        model[1](torch.ones(4, 16)).sum().backward()
+    assert trace.departure is not None
+    assert trace.departure.startswith("call 0 of step 0: planned unshard of ''")
+
+
+@on_ranks(2)
+def test_collectives_of_optimizers_are_in_the_trace() -> None:
+    plain = nn.Linear(64, 64)
+    zero = ZeroRedundancyOptimizer(plain.parameters(), torch.optim.AdamW, partition="even", lr=0.1)
+    model = sharded(fully_shard)
+    whole = ShardedOptimizer(dict(model.named_parameters()), torch.optim.Adafactor, lr=0.1)
+    with shardwise.trace() as trace:
+        plain(torch.ones(1, 64)).sum().backward()
+        zero.reduce_gradients()
+        zero.step()
+        step(model)
+        whole.step()
+    of_zero = [each for each in trace.spans if "step" in each.unit]
+    counts = Counter((each.what, each.lane) for each in of_zero)
+    assert counts["reduction", "calls"] == counts["reduction on its way", "reductions"] == 1
+    assert counts["all-gather", "calls"] == counts["all-gather on its way", "all-gathers"] == 1
+    assert {each.num_bytes for each in of_zero if each.lane == "calls"} == {4 * (64 * 64 + 64)}
+    assert sum(each.what == "exchange" for each in trace.spans) >= 2
+
+
+@on_ranks(2)
+def test_nothing_is_said_while_nobody_listens() -> None:
+    model = sharded(fully_shard)
+    step(model)
+    with shardwise.trace(model):
+        pass
+    places = ("units.unit", "engine.reductions", "engine.journal")
+    with mock.patch.object(spans, "begin", side_effect=AssertionError):
+        for place in places:
+            module = __import__(f"shardwise.{place}", fromlist=["begin"])
+            assert module.listeners is spans.listeners
+            assert not module.listeners
+        patches = [mock.patch(f"shardwise.{place}.begin", side_effect=AssertionError) for place in places]
+        for patch in patches:
+            patch.start()
+        step(model)
+        for patch in patches:
+            patch.stop()
+
+
+def test_a_model_without_units_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is no unit"), shardwise.trace(nn.Linear(2, 2)):
+        pass

@@ -1,0 +1,141 @@
+"""A dry run writes down what a model does, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise
+from shardwise import ConfigError, fully_shard
+from shardwise.cli.main import main
+from shardwise.plan.visits import Edge
+from shardwise.planner.dry_run import dry_run
+from shardwise.planner.profile import Mark
+from shardwise.planner.setting import UNIT_DOORS, Setting
+from shardwise.recipes.config import PRESETS
+from shardwise.recipes.gpt import GPT
+from shardwise.testing.models import Block, build
+
+
+def blocks(width: int = 32) -> nn.Module:
+    return nn.Sequential(*[Block(width, 4 * width) for _ in range(3)])
+
+
+def test_what_is_kept_for_backward_is_what_autograd_keeps() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
+    profile = dry_run(model, [torch.empty(100, 64)], lambda m, x: m(x).sum()).profile
+    end = next(each for each in profile.stretches if each.mark == Mark(Edge.EXIT_FORWARD))
+    hidden, output = 4 * 6400, 4 * 6400  # of ReLU and what is before it one tensor stays
+    assert profile.stretches[profile.stretches.index(end) - 1].left_bytes == hidden + output
+
+
+def test_recomputation_keeps_the_inputs_of_blocks() -> None:
+    plain, again = (
+        dry_run(blocks(), [torch.empty(64, 32)], recompute=recompute).profile for recompute in (False, True)
+    )
+    assert again.saved_bytes[1:] == (64 * 32 * 4,) * 3
+    assert all(few < many / 8 for few, many in zip(again.saved_bytes[1:], plain.saved_bytes[1:], strict=True))
+    assert again.flops > plain.flops
+
+
+def test_gradients_come_once_for_each_parameter_and_blocks_in_reverse() -> None:
+    model = blocks()
+    profile = dry_run(model, [torch.empty(8, 32)]).profile
+    arrived = [each.mark.param for each in profile.stretches if each.mark.edge is None]
+    assert sorted(arrived) == list(range(len(list(model.parameters()))))
+    entered = [each.mark.block for each in profile.stretches if each.mark.edge is Edge.ENTER_BACKWARD]
+    assert [block for block in entered if block] == [3, 2, 1]
+
+
+def test_a_tied_parameter_counts_once() -> None:
+    profile = dry_run(build("tied"), [torch.zeros(4, dtype=torch.int64)]).profile
+    assert profile.numel == sum(param.numel() for param in build("tied").parameters())
+
+
+def test_the_model_is_as_it_was() -> None:
+    model = blocks()
+    before = {name: (id(param), param.clone()) for name, param in model.named_parameters()}
+    dry_run(model, [torch.empty(8, 32)], recompute=True)
+    for name, param in model.named_parameters():
+        assert id(param) == before[name][0]
+        assert torch.equal(param, before[name][1])
+        assert param.grad is None
+    for module in model.modules():
+        assert "forward" not in vars(module)
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_the_model_is_as_it_was_after_its_forward_has_raised() -> None:
+    model = blocks()
+    with pytest.raises(RuntimeError):
+        dry_run(model, [torch.empty(8, 31)])
+    assert all(type(param) is nn.Parameter and param.device.type == "cpu" for param in model.parameters())
+    assert model(torch.zeros(1, 32)).shape == (1, 32)
+
+
+def test_bytes_of_bf16_are_half() -> None:
+    single, half = (dry_run(blocks(), [torch.empty(64, 32)], precision=each).profile for each in ("fp32", "bf16"))
+    assert half.saved_bytes[2] < 0.6 * single.saved_bytes[2]
+
+
+def test_a_sharded_model_is_refused() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = fully_shard(blocks())
+        with pytest.raises(ConfigError, match="plan the model before fully_shard"):
+            dry_run(model, [torch.empty(8, 32)])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_plan_of_a_function_needs_no_memory_for_the_model() -> None:
+    found = shardwise.plan(
+        lambda: nn.Sequential(*[Block(8192, 65_536) for _ in range(16)]), (torch.empty(1, 8192),), 64
+    )
+    assert found.num_parameters > 16 * 2**30
+    assert found.best is not None
+
+
+@pytest.mark.parametrize("door", ["full", "hybrid", "replicate", "gradients", "optimizer", "none"])
+def test_the_code_of_a_plan_runs(door: str) -> None:
+    ranks = 4 if door in UNIT_DOORS else 1  # DDP and ZeRO talk to the others when they are made
+    choices = shardwise.Choices(doors=(door,), recompute=(True,), precision="fp32")
+    found = shardwise.plan(blocks, (torch.empty(4, 32),), ranks, hardware="cpu", choices=choices)
+    backend, store = ("fake", FakeStore()) if ranks > 1 else ("gloo", dist.HashStore())
+    dist.init_process_group(backend, store=store, rank=0, world_size=ranks)
+    try:
+        names: dict[str, object] = {"model": blocks()}
+        exec(compile(found.code(), "plan", "exec"), names)
+        model = names.get("ddp", names["model"])
+        assert callable(model)
+        model(torch.zeros(4, 32)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_table_names_the_way_to_take_and_why() -> None:
+    found = shardwise.plan(lambda: GPT(PRESETS["tiny"]), (2, 128), 8, hardware="h100")
+    assert found.best is not None
+    assert f"->  {found.best.setting.label}" in found.table()
+    assert found.why() in str(found)
+    assert f'"best": "{found.best.setting.label}"' in found.to_json()
+
+
+def test_the_command_plans_and_train_plans_before_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["plan", "--preset", "gpt-tiny", "--ranks", "16", "--seq", "64", "--hosts", "2", "--doors", "full"]) == 0
+    )
+    assert "optimizer = torch.optim.AdamW" in capsys.readouterr().out
+    assert main(["train", "--plan", "--nproc", "2", "--device", "cpu"]) == 0
+    assert "on 2 ranks" in capsys.readouterr().out
+    assert main(["plan", "--model-from", "nowhere", "--ranks", "2"]) == 2
+    assert "expected MODULE:FUNCTION" in capsys.readouterr().err
+
+
+def test_a_setting_says_what_it_is_in_few_words() -> None:
+    setting = Setting(door="hybrid", ranks=16, replicas=2, recompute=True, accumulate=2)
+    assert setting.label == "hybrid 2x8, units >= 1.5 MiB, recompute, 2 microbatches"

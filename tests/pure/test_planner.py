@@ -1,0 +1,236 @@
+"""The model of memory and time: values alone, closed form in ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise import ConfigError, Hardware
+from shardwise.comm.buffers import size_class
+from shardwise.layout.shard import ChunkShard
+from shardwise.plan.grouping import Child
+from shardwise.plan.visits import Edge
+from shardwise.planner.hardware import HARDWARE, hardware_json, read_hardware
+from shardwise.planner.profile import Mark, ParamFacts, Profile, Stretch, Work
+from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of, pooled
+from shardwise.planner.rank_time import time_of
+from shardwise.planner.rank_units import rank_units
+from shardwise.planner.search import Choices, Search, evaluate
+from shardwise.planner.setting import ONE_UNIT, Setting
+from shardwise.planner.step_order import steps_of
+
+MB = 1_000_000
+BLOCK, NORM = 4_096_000, 4096  # bytes of the parameters of a block, and of the root
+PARAMETERS, GRADIENTS, FULL = (KINDS.index(kind) for kind in ("parameters", "gradients", "full parameters"))
+
+
+def a_profile(num_blocks: int = 3, rows: int = 1000, width: int = 1024, recompute: bool = False) -> Profile:
+    """A root without parameters of its own but a norm, and blocks of one matrix that keep 8 MB each."""
+    params = [ParamFacts("norm", (width,), "float32", 4, True, True, 0)]
+    params += [
+        ParamFacts(f"blocks.{i}.weight", (rows, width), "float32", 4, True, True, i + 1) for i in range(num_blocks)
+    ]
+    work, kept = Work(1e12, 1e9, 10), 2 * MB if recompute else 8 * MB
+    steps = [(Mark(Edge.ENTER_FORWARD), 0)]
+    for block in range(1, num_blocks + 1):
+        steps += [
+            (Mark(Edge.ENTER_FORWARD, block), block * kept),
+            (Mark(Edge.EXIT_FORWARD, block), block * kept),
+        ]
+    steps += [(Mark(Edge.EXIT_FORWARD), num_blocks * kept), (Mark(Edge.ENTER_BACKWARD), num_blocks * kept)]
+    for block in range(num_blocks, 0, -1):
+        steps += [
+            (Mark(Edge.ENTER_BACKWARD, block), (block - 1) * kept),
+            (Mark(None, block, block), (block - 1) * kept),
+        ]
+    steps.append((Mark(None, 0, 0), 0))
+    stretches = tuple(Stretch(mark, left + MB, left, work) for mark, left in steps)
+    paths = tuple(f"blocks.{i}" for i in range(num_blocks))
+    family = tuple(Child(path, "block", num_bytes=4 * rows * width) for path in paths)
+    return Profile(
+        "Model",
+        tuple(params),
+        0,
+        0,
+        ("", *paths),
+        (family,),
+        stretches,
+        (0, *[kept] * num_blocks),
+        (),
+        "fp32",
+        recompute,
+        4,
+    )
+
+
+def held(profile: Profile, setting: Setting, device: str = "cuda") -> RankMemory:
+    units = rank_units(profile, setting, device)
+    return memory_of(profile, units, steps_of(profile, units, setting.depth), setting, device)
+
+
+@given(st.integers(0, 1 << 36))
+def test_the_pool_is_planned_in_its_own_sizes(num_bytes: int) -> None:
+    assert pooled(num_bytes) == (size_class(num_bytes) if num_bytes else 0)
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 20_000), st.integers(1, 40), st.sampled_from(["cpu", "cuda"]))
+def test_padding_is_what_the_layout_makes(ranks: int, rows: int, device: str) -> None:
+    profile, setting = a_profile(2, rows, 64), Setting(ranks=ranks, min_unit_bytes=0)
+    unit = rank_units(profile, setting, device)[1]
+    section = ChunkShard((rows, 64), 0, ranks).section_numel
+    assert unit.shard_bytes == 4 * section
+    assert unit.padding_ratio == pytest.approx(section * ranks / (rows * 64))
+
+
+def test_a_rank_holds_its_shards_and_two_units_at_a_time() -> None:
+    profile = a_profile()
+    memory = held(profile, Setting(ranks=4))
+    assert {moment.held[PARAMETERS] for moment in memory.moments} == {(3 * BLOCK + NORM) // 4}
+    assert max(moment.held[FULL] for moment in memory.moments) == BLOCK + NORM  # one is full, the next is on its way
+    assert memory.moments[-1].held[GRADIENTS] == (3 * BLOCK + NORM) // 4
+
+
+def test_more_ranks_hold_less_and_replicas_hold_more() -> None:
+    profile = a_profile()
+    peaks = [held(profile, Setting(ranks=ranks)).peak.total for ranks in (2, 8, 40, 1000)]
+    assert peaks == sorted(peaks, reverse=True)
+    whole = held(profile, Setting(door="hybrid", ranks=64, replicas=8)).peak.total
+    assert whole == held(profile, Setting(ranks=8)).peak.total
+
+
+def test_more_ranks_than_rows_gather_padding() -> None:
+    profile = a_profile()
+    few, many = (evaluate(profile, Setting(ranks=ranks), HARDWARE["h100"]) for ranks in (1000, 16_384))
+    assert few.padding_ratio < 1.01
+    assert many.padding_ratio == pytest.approx(16.384, rel=0.01)
+    assert many.peak.total > few.peak.total
+
+
+def test_gradients_that_wait_for_later_microbatches_stay_whole() -> None:
+    profile, waiting = a_profile(), KINDS.index("full gradients")
+    once, twice = (
+        max(moment.held[waiting] for moment in held(profile, Setting(ranks=4, accumulate=number)).moments)
+        for number in (1, 2)
+    )
+    assert once == BLOCK
+    assert twice == 3 * BLOCK + NORM + 2 * BLOCK  # all wait, one is new, and one is the sum of both
+
+
+def test_offload_leaves_the_device_what_is_computed_with() -> None:
+    profile, setting = a_profile(), Setting(ranks=4)
+    here, there = held(profile, setting), held(profile, replace(setting, offload=True))
+    assert {moment.held[PARAMETERS] for moment in there.moments} == {0}
+    assert there.host_bytes == 3 * BLOCK + NORM  # a quarter of parameters, gradients and two states
+    assert here.host_bytes == 0
+
+
+def test_a_step_takes_as_long_as_its_computation_and_what_nothing_hides() -> None:
+    profile, setting = a_profile(), Setting(ranks=8)
+    units = rank_units(profile, setting, "cuda")
+    steps = steps_of(profile, units, 1)
+    fast = replace(HARDWARE["h100"], host_s_per_op=0.0, host_s_per_unit=0.0)
+    time = time_of(profile, units, steps, setting, fast)
+    copies = time.step_s - time.compute_s - time.exposed_s - time.optimizer_s
+    assert 0 <= copies < 0.01 * time.step_s
+    slow = replace(fast, inside=replace(fast.inside, bytes_per_s=1e8))
+    waiting = time_of(profile, units, steps, setting, slow)
+    assert waiting.compute_s == time.compute_s
+    assert waiting.exposed_s > time.exposed_s
+    assert waiting.step_s > time.step_s
+
+
+def test_bytes_of_a_link_are_those_of_two_gathers_and_a_scatter() -> None:
+    profile, setting = a_profile(), Setting(ranks=8)
+    candidate = evaluate(profile, setting, HARDWARE["h100"])
+    sent = (BLOCK * 3 * 3 + NORM * 2) * 7 / 8  # the root is gathered once, it stays
+    assert candidate.time.inside_bytes == pytest.approx(sent)
+    assert candidate.time.between_bytes == 0
+
+
+def test_a_thousand_ranks_cost_no_more_planning_than_two() -> None:
+    profile = a_profile(2)
+    labels = []
+    for ranks in (16, 1 << 40):
+        search = Search(lambda *_: profile, ranks, HARDWARE["h100"], Choices(doors=("full",), recompute=(False,)))
+        labels.append([candidate.setting.label for candidate in search.run().candidates])
+    assert sorted(labels[0]) == sorted(labels[1])
+
+
+def test_what_fits_nowhere_gets_the_smallest_change_that_makes_it_fit() -> None:
+    profiles = {False: a_profile(8), True: a_profile(8, recompute=True)}
+    choices = Choices(doors=("full",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
+    tight = replace(HARDWARE["h100"], memory_bytes=50 * MB, usable=1.0)
+    found = Search(lambda _, recompute: profiles[recompute], 8, tight, choices).run()
+    assert not any(candidate.fits for candidate in found.candidates)
+    assert found.changes[0].words == "recompute blocks in backward"
+    assert found.changes[0].best.setting.recompute
+    assert found.changes[0].best.fits
+
+
+def test_state_that_is_too_large_needs_more_ranks() -> None:
+    profile = a_profile(8, recompute=True)
+    choices = Choices(doors=("full",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
+    tight = replace(HARDWARE["h100"], memory_bytes=60 * MB, usable=1.0)
+    found = Search(lambda *_: profile, 2, tight, choices).run()
+    more = next(change for change in found.changes if "ranks in place of 2" in change.words)
+    assert more.best.fits
+    assert not evaluate(profile, replace(more.best.setting, ranks=more.best.setting.ranks // 2), tight).fits
+
+
+def test_of_what_fits_the_fastest_is_first() -> None:
+    profiles = {False: a_profile(8), True: a_profile(8, recompute=True)}
+    found = Search(lambda _, recompute: profiles[recompute], 8, HARDWARE["h100"], Choices(precision="fp32")).run()
+    fitting = [candidate.time.step_s for candidate in found.candidates if candidate.fits]
+    assert fitting == sorted(fitting)
+    assert {candidate.setting.door for candidate in found.candidates} == set(Choices().doors)
+
+
+def test_one_unit_is_the_root() -> None:
+    units = rank_units(a_profile(), Setting(ranks=2, min_unit_bytes=ONE_UNIT), "cpu")
+    assert [unit.blocks for unit in units] == [(0, 1, 2, 3)]
+
+
+def test_hardware_written_is_hardware_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(hardware_json(HARDWARE["a100"]))
+    assert read_hardware(path) == HARDWARE["a100"]
+    path.write_text(
+        json.dumps({"like": "h100", "ranks_per_host": 4, "between": {"bytes_per_s": 1e9, "latency_s": 1e-5}})
+    )
+    found = read_hardware(path)
+    assert (found.ranks_per_host, found.between.bytes_per_s, found.inside) == (4, 1e9, HARDWARE["h100"].inside)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "expected a JSON object"),
+        ("[]", "found list"),
+        ('{"like": "h100", "speed": 1}', "unknown speed"),
+        ("{}", "like"),
+    ],
+)
+def test_hardware_that_cannot_be_says_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_hardware(path)
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    for wrong, message in (
+        ({"door": "sideways"}, "expected one of full"),
+        ({"ranks": 6, "replicas": 4}, "choose a divisor"),
+        ({"ranks": 0}, "at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Setting(**wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="expected one of adamw"):
+        Choices(optimizer="lion")
+    assert isinstance(HARDWARE["cpu"], Hardware)
