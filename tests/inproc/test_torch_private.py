@@ -429,3 +429,12 @@ def test_a_forgotten_mesh_is_freed(fake_ranks: object) -> None:
     private.forget_meshes()
     gc.collect()
     assert freed() is None
+
+
+def test_tools_of_torch_find_what_is_put_for_them() -> None:
+    from torch.distributed import fsdp
+
+    module, state = nn.Linear(2, 2), object()
+    assert private.class_that_tools_ask_for() is fsdp.FSDPModule
+    private.put_state_that_tools_ask_for(module, state)
+    assert fsdp.fully_shard.state(module) is state
