@@ -15,6 +15,7 @@ from shardwise.api.replicate import ReplicateModule, replicate
 from shardwise.api.shard_model import shard_model
 from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.api.temporary import policy
+from shardwise.api.use_in import use_in
 from shardwise.api.zero import ZeroRedundancyOptimizer
 from shardwise.comm.links.link import set_default_transport
 from shardwise.doctor.recorder import record
@@ -71,4 +72,5 @@ __all__ = [
     "set_default_transport",
     "shard_model",
     "share_comm_ctx",
+    "use_in",
 ]

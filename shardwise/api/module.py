@@ -319,8 +319,8 @@ class FSDPModule(_Base):
 
     def _get_fsdp_state(self) -> object:
         raise StateError(
-            f"{type(self).__name__}: a tool asks for the private state of torch's own FSDP2, as FSDPMemTracker does, and here is "
-            "none. shardwise.describe_units shows the bytes of every unit; torch's MemTracker works on any module"
+            f"{type(self).__name__}: a tool asks for the private state of torch's own FSDP2, as FSDPMemTracker does, and "
+            "here is none. shardwise.describe_units shows the bytes of every unit; torch's MemTracker works on any module"
         )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
