@@ -18,7 +18,7 @@ pytestmark = pytest.mark.clients
 
 # What docs/optimizers.md says of each.
 ELEMENTWISE = {"Adan": {}, "Lion": {}, "ScheduleFreeAdamW": {}, "AdEMAMix": {}, "AdaBelief": {}}
-WHOLE_MATRIX = {"Lamb": {}, "CAME": {}, "SOAP": {}, "ScalableShampoo": {}, "Kron": {}, "LARS": {}}
+WHOLE_MATRIX = {"Lamb": {}, "CAME": {}, "SOAP": {}, "ScalableShampoo": {}, "LARS": {}}
 
 
 def run(kind: Any, update: str, options: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ WIDTH = 128
 
 class QLoraLinear(nn.Module):
     def __init__(self) -> None:
-        from torchao.dtypes.nf4tensor import to_nf4
+        from torchao.quantization import to_nf4
 
         super().__init__()
         base = torch.randn(WIDTH, WIDTH) / WIDTH**0.5
@@ -31,7 +31,7 @@ class QLoraLinear(nn.Module):
         self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from torchao.dtypes.nf4tensor import linear_nf4
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
 
         return torch.relu(linear_nf4(x, self.weight) + self.up(self.down(x)))
 
@@ -76,7 +76,9 @@ def test_adapters_are_saved_and_loaded() -> None:
     found = [tempfile.mkdtemp()]
     dist.broadcast_object_list(found)
     folder = Path(found[0]) / "saved"
-    adapters = {name: value for name, value in model.state_dict().items() if not name.endswith("weight") or "." in name[2:]}
+    adapters = {
+        name: value for name, value in model.state_dict().items() if not name.endswith("weight") or "." in name[2:]
+    }
     checkpoint.save(folder, {"adapters": adapters})
     other = shard(make(), fully_shard)
     blank = {name: value for name, value in other.state_dict().items() if name in adapters}

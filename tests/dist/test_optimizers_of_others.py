@@ -19,7 +19,7 @@ class Small(torch.optim.Optimizer):
     """What the optimizers below have in common."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr, "is_training": True})
+        super().__init__(params, {"lr": lr, "is_training": not hasattr(self, "train")})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -33,6 +33,8 @@ class ScheduleFree(Small):
     """Trains at one point and evaluates at an average: ``eval`` and ``train`` write to parameters."""
 
     def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+        if not group["is_training"]:
+            raise RuntimeError("call train() before step()")
         state.setdefault("z", p.clone())
         state["z"].sub_(g, alpha=group["lr"])
         p.lerp_(state["z"], 0.3)
@@ -113,8 +115,11 @@ def test_one_line_runs_an_optimizer_over_shards_as_one_process_does() -> None:
     for kind, update in RULES.items():
         plain = build("plain")
         model = shard_units(copy.deepcopy(plain))
-        ours = ShardedOptimizer(dict(model.named_parameters()), kind, lr=0.02, update=update)
-        theirs = kind(plain.parameters(), lr=0.02)
+        ours: Any = ShardedOptimizer(dict(model.named_parameters()), kind, lr=0.02, update=update)
+        theirs: Any = kind(plain.parameters(), lr=0.02)
+        if kind is ScheduleFree:
+            for each in (ours, theirs):
+                each.train()
         for step in range(3):
             step_on_drawn_gradients(model, ours, step)
             step_on_drawn_gradients(plain, theirs, step)
@@ -128,6 +133,8 @@ def test_methods_of_the_inner_optimizer_write_to_the_parameters_that_are_used() 
     ours: Any = ShardedOptimizer(dict(model.named_parameters()), ScheduleFree, lr=0.02, update="elementwise")
     theirs = ScheduleFree(plain.parameters(), lr=0.02)
     x = batch_for("plain", 0, 8)
+    ours.train()
+    theirs.train()
     for step in range(2):
         assert torch.equal(model(x), plain(x))  # the root's parameters stay full
         step_on_drawn_gradients(model, ours, step)
