@@ -1,4 +1,4 @@
-# make demo | test | check | docs | guard | bench | gpu | fuzz | chaos: each sets everything up first (once; `make clean` forgets it).
+# make demo | test | check | docs | guard | bench | gpu | fuzz | chaos | clients: each sets everything up first (once; `make clean` forgets it).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ DEMO := runs/demo
 DOCS := .venv-docs
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check docs guard bench gpu fuzz chaos clean
+.PHONY: help demo test check docs guard bench gpu fuzz chaos clients clean
 help:
 	@echo "make demo   train a small GPT on this machine, about three minutes; results in $(DEMO)"
 	@echo "make test   every test that needs no GPU"
@@ -16,6 +16,7 @@ help:
 	@echo "make guard  the distributed tests under guarded memory, with every order of ends of messages; ONLY=fence|heap"
 	@echo "make bench  rewrite benchmarks/results"
 	@echo "make gpu    tests/gpu and a GPT beside FSDP2 on every GPU of this host, under ten minutes: benchmarks/results/gpu.md"
+	@echo "make clients  tests with packages that train on shardwise, in an environment of their own (.venv-clients)"
 	@echo "make chaos  break random jobs, MINUTES=30 SEED=0: every rank must end with a named error or the numbers of a whole run"
 	@echo "make fuzz   train random programs beside one process, MINUTES=10 RANKS=4 SEED=0 AREA=all; scripts of failures in found"
 
@@ -82,5 +83,18 @@ chaos: .stamp-dev
 	$(BIN)/python -m pytest -m chaos
 	$(BIN)/python -m shardwise.testing.chaos --minutes $(MINUTES) --seed $(SEED)
 
+# The constraint keeps every package from choosing another torch.
+CLIENTS := .venv-clients/bin
+.stamp-clients: requirements.txt requirements-clients.txt pyproject.toml
+	$(PYTHON) -m venv .venv-clients
+	$(CLIENTS)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements.txt)"
+	$(CLIENTS)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.txt \
+		-r requirements.txt -r requirements-clients.txt
+	$(CLIENTS)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+clients: .stamp-clients
+	$(CLIENTS)/python -m pytest -m clients tests/clients
+
 clean:
-	rm -rf $(VENV) $(DOCS) build/site .stamp-setup .stamp-dev .stamp-docs
+	rm -rf $(VENV) $(DOCS) .venv-clients build/site .stamp-setup .stamp-dev .stamp-docs .stamp-clients

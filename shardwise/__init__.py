@@ -17,6 +17,7 @@ from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.api.temporary import policy
 from shardwise.api.trace import Span, Trace, trace
 from shardwise.api.transaction import transaction
+from shardwise.api.use_in import use_in
 from shardwise.api.zero import ZeroRedundancyOptimizer
 from shardwise.comm.cables import set_host_timeout
 from shardwise.comm.links.link import set_default_transport
@@ -92,4 +93,5 @@ __all__ = [
     "share_comm_ctx",
     "transaction",
     "trace",
+    "use_in",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
+import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -353,6 +354,28 @@ def skip_frames(function: Callable[..., Any]) -> None:
 
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
+# --- torch's own tools (api/torch_tools.py) ---
+
+
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fully_shard"
+
+
+def class_that_tools_ask_for() -> type | None:
+    """Return the class by which torch's own tools know a sharded module, where something has imported it; else None.
+
+    It is looked up among the modules that Python has loaded, never imported: who uses a tool that asks has loaded it.
+    """
+    return getattr(sys.modules.get(_FULLY_SHARD), "FSDPModule", None)
+
+
+def put_state_that_tools_ask_for(module: nn.Module, state: object) -> None:
+    """Let ``fully_shard.state(module)`` of torch's own function, where something has imported it, return ``state``."""
+    door = getattr(sys.modules.get(_FULLY_SHARD), "fully_shard", None)
+    key = getattr(sys.modules.get("torch.distributed._composable.contract"), "STATE_KEY", None)
+    if door is not None and key is not None:
+        module.__dict__.setdefault(key, {})[door.__wrapped__] = state
 
 
 # --- ZeroRedundancyOptimizer (comm/board.py) ---

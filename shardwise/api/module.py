@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.api.explain import explained_methods
+from shardwise.api.torch_tools import show_to_tools, tool_classes
 from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
 from shardwise.comm.groups import group_of
 from shardwise.comm.links.link import Transport, check_transport
@@ -38,14 +39,17 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
 
 
 def mix_in(module: nn.Module, mixin: type, prefix: str) -> None:
-    """Put ``mixin`` first in the method resolution order of ``module``."""
+    """Put ``mixin`` first in the method resolution order of ``module``, and last what torch's own tools ask for."""
     original = type(module)
     mixed = _mixed_classes.get((original, mixin))
     if mixed is None:
         body: dict[str, Any] = {"_original_class": original, **explained_methods(original)}
-        mixed = type(f"{prefix}{original.__name__}", (mixin, original), body)
+        mixed = type(f"{prefix}{original.__name__}", (mixin, original, *tool_classes()), body)
         _mixed_classes[original, mixin] = mixed
     module.__class__ = mixed
+    attachment = attachment_of(module)
+    assert attachment is not None
+    show_to_tools(module, attachment)
 
 
 class UnshardHandle:
@@ -231,6 +235,9 @@ class FSDPModule(_Base):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Say whether backward reduces gradients; False holds them, unsharded, for a later backward."""
+        engine = engine_of(self._unit())
+        if engine is not None and not requires_gradient_sync:
+            engine.hold_assigned()
         self._replace_policies(recurse, sync=requires_gradient_sync, syncs_replicas=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -307,6 +314,12 @@ class FSDPModule(_Base):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next step's all-gathers wait for ``event`` (recorded after the optimizer) and nothing else; used once."""
         self._engine().post_optim_event = event
+
+    def _get_fsdp_state(self) -> object:
+        raise StateError(
+            f"{type(self).__name__}: a tool asks for the private state of torch's own FSDP2, as FSDPMemTracker does, and "
+            "here is none. shardwise.describe_units shows the bytes of every unit; torch's MemTracker works on any module"
+        )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept torch's switch: all-gathers are always asynchronous here, and their memory belongs to one lane."""

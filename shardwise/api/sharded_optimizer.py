@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -11,6 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.black_box import note
+from shardwise.engine.hooks import after_optimizer_step, before_optimizer_step
 from shardwise.errors import ConfigError
 from shardwise.optim.checkpointed import Checkpoint, only_saved
 from shardwise.optim.clip import Limit, Part, clip_parts, part_of
@@ -289,6 +292,38 @@ class ShardedOptimizer(Optimizer):
     def whole_state_names(self) -> frozenset[str] | None:
         """The parameters whose state this rank has whole; None unless a whole-matrix optimizer steps on sharded ones."""
         return frozenset(self._stepper.held_names) if isinstance(self._stepper, WholeMatrixStep) else None
+
+    # ---- what else the inner optimizer has ----
+
+    def __getattr__(self, name: str) -> Any:
+        """Return attribute ``name`` of the inner optimizer: a method so that what it writes is written to the parameters.
+
+        Raises: AttributeError if it has none, ConfigError for a method of a whole-matrix optimizer over shards, whose
+            parameters are whole in a step alone.
+        """
+        stepper: Stepper | None = self.__dict__.get("_stepper")
+        if stepper is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        found: Any = getattr(stepper.optimizer, name)
+        if not inspect.ismethod(found):
+            return found
+        if isinstance(stepper, WholeMatrixStep):
+            raise ConfigError(
+                f"{type(stepper.optimizer).__name__}.{name}() works on parameters, which a whole-matrix optimizer over shards "
+                "has whole in a step alone; say update='elementwise' if it updates every element by itself"
+            )
+
+        @functools.wraps(found)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            before_optimizer_step(self)
+            self._pull_options()
+            try:
+                return found(*args, **kwargs)
+            finally:
+                copy_options(stepper.optimizer.param_groups, self.param_groups)
+                after_optimizer_step(self)
+
+        return method
 
     # ---- inside ----
 

@@ -32,7 +32,7 @@ from shardwise.engine.wiring import may_share_memory
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.shard import ChunkShard
 from shardwise.plan.policy import UnitPolicy
-from shardwise.units.axes import MeshAxes, ShardPlacementResult, smaller_axes
+from shardwise.units.axes import MeshAxes, ShardPlacementResult, axes_from, smaller_axes
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import Slot, UnitParam
 from shardwise.units.place import Place
@@ -211,8 +211,9 @@ def _lend(lender: UnitParam, item: _Found, unit: Unit) -> bool:
 
 def _make_groups(found: list[_Found], preset: Preset, device: torch.device) -> list[ShardGroup]:
     by_mesh: dict[int, tuple[MeshAxes, list[UnitParam]]] = {}
+    infos: dict[int, tuple[object, MeshAxes]] = {}
     for item in found:
-        axes, shard = _resolve_placement(item, preset)
+        axes, shard = _resolve_placement(item, preset, infos)
         make = _shard_parameter if item.owned is None else _take_over
         by_mesh.setdefault(id(axes), (axes, []))[1].append(make(item, axes, shard, preset))
     _check_shared_groups([axes for axes, _ in by_mesh.values()])
@@ -228,18 +229,25 @@ def _make_groups(found: list[_Found], preset: Preset, device: torch.device) -> l
     return groups
 
 
-def _resolve_placement(item: _Found, preset: Preset) -> tuple[MeshAxes, Shard | None]:
-    wanted = preset.placement_fn(item.param) if preset.placement_fn is not None else None
+def _resolve_placement(
+    item: _Found, preset: Preset, infos: dict[int, tuple[object, MeshAxes]]
+) -> tuple[MeshAxes, Shard | None]:
+    """Return the mesh and the dim of a parameter; ``infos``: by id, objects given for meshes, kept alive, and what they say."""
+    wanted: object = preset.placement_fn(item.param) if preset.placement_fn is not None else None
     if wanted is None:
         return preset.axes, None
     if isinstance(wanted, Shard):
         return preset.axes, wanted
-    if isinstance(wanted, ShardPlacementResult):  # pyright: ignore[reportUnnecessaryIsInstance]  user code returns it
-        return wanted.mesh_info, wanted.placement
-    raise ConfigError(
-        f"Invalid shard_placement_fn result: {wanted} for parameter '{item.fqn}'; "
-        "return None, a Shard or a ShardPlacementResult"
-    )
+    # Ours or torch's: what it holds is what counts.
+    info, placement = getattr(wanted, "mesh_info", None), getattr(wanted, "placement", None)
+    axes = infos[id(info)][1] if id(info) in infos else axes_from(info)
+    if axes is None or not (placement is None or isinstance(placement, Shard)):
+        raise ConfigError(
+            f"Invalid shard_placement_fn result: {wanted} for parameter '{item.fqn}'; "
+            "return None, a Shard or a ShardPlacementResult"
+        )
+    infos[id(info)] = (info, axes)
+    return axes, placement
 
 
 def _check_shared_groups(all_axes: Sequence[MeshAxes]) -> None:

@@ -18,6 +18,8 @@ from shardwise.engine.manual import ManualFinalization
 from shardwise.engine.means import Means
 from shardwise.engine.notes import note
 from shardwise.engine.reductions import Reductions
+from shardwise.engine.staged import check_weights, hold_assigned
+from shardwise.errors import StateError
 from shardwise.events import Op
 from shardwise.plan.visits import Edge
 from shardwise.units.backward import Stage
@@ -219,6 +221,8 @@ class Engine:
                     unit.keep()
 
     def _reshard(self, unit: Unit, after_forward: bool = False) -> None:
+        if after_forward and unit.backward.owes_weights and not unit.policy.reshard_after_backward:
+            return  # their backward takes the parameters where they are registered
         is_done = unit.reshard_after_forward() if after_forward else unit.reshard(in_span=True)
         if not is_done:
             self._late.append(unit)
@@ -240,7 +244,7 @@ class Engine:
         if backward.stage is Stage.RUNNING and (unit.is_full or not unit.policy.unshard_in_backward):
             return
         ahead = self.journal.visit(unit, Edge.ENTER_BACKWARD)
-        backward.enter(torch_private.graph_task_id())
+        backward.enter(torch_private.graph_task_id(), unit.is_full)
         if unit.policy.unshard_in_backward:
             unit.wait_with_lenders(self.means.spans.number)
         self._run_ahead(ahead, unit.backward_prefetch)
@@ -373,6 +377,32 @@ class Engine:
         if not self.forwards:
             self.reset()
 
+    # ---- steps of many backwards, of which nobody knew the last (engine/staged.py) ----
+
+    def hold_assigned(self) -> None:
+        """Get ready for one more backward: see :func:`shardwise.engine.staged.hold_assigned`."""
+        if not self.is_in_step:
+            hold_assigned([unit for unit in self.units if unit not in self._plain])
+
+    def end_step(self) -> None:
+        """Reduce what backwards without sync have left, and set gradients.
+
+        Gradients count that backwards have accumulated, and those that somebody has assigned to full parameters.
+
+        Raises: StateError in a backward, or if some of the weights' gradients are lost.
+        """
+        if self.watch.is_running or is_in_backward():
+            raise StateError("a step cannot be ended during backward; end it after the last backward()")
+        if self.watch.has_raised:
+            self._abort_backward()
+        try:
+            self._reduce_rest()
+            params = self._commit()
+        except BaseException:
+            self._abort_backward()
+            raise
+        run_gradient_hooks(params)
+
     # ---- backward whose end the user says ----
 
     def set_manual(self, is_manual: bool) -> None:
@@ -394,18 +424,27 @@ class Engine:
         if not is_open:
             return None
         self.manual.hold_open()
-        for unit in self._plain:
-            unit.hide_gradients()
-        self._enter_span("backward")
         try:
-            for unit in reversed(self.units):
-                if self._is_due(unit):
-                    self.reductions.launch(unit, unit.take_gradients())
+            self._reduce_rest()
             self._defer()
         except BaseException:
             self._abort_backward()
             raise
         return self.manual.launch()
+
+    def _reduce_rest(self) -> None:
+        for unit in self._plain:
+            unit.hide_gradients()
+        self._enter_span("backward")
+        for unit in reversed(self.units):
+            check_weights(unit)
+            gradients = unit.take_gradients()
+            if unit.policy.sync and (gradients or self._is_due(unit)):
+                self.reductions.launch(unit, gradients)
+            elif gradients:
+                self.reductions.hold(unit, gradients)
+            if unit.policy.reshard_after_backward and unit.is_full:
+                self._reshard(unit)
 
     def complete(self, completion: object) -> None:
         """Wait for reductions and set gradients.  Raises: StateError if ``completion`` has been forgotten."""

@@ -204,11 +204,11 @@ _watches: list[RemovableHandle] = []  # two entries, made by watch_optimizers al
 def watch_optimizers() -> None:
     """Let all optimizers step on shards as they are, and count their steps as writes to these."""
     if not _watches:
-        _watches.append(register_optimizer_step_pre_hook(_reshard_stepped))
-        _watches.append(register_optimizer_step_post_hook(_count_writes))
+        _watches.append(register_optimizer_step_pre_hook(before_optimizer_step))
+        _watches.append(register_optimizer_step_post_hook(after_optimizer_step))
 
 
-def _reshard_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def before_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Before a step, let what has been written to full parameters that stay registered go to the shards, and free those.
 
     They would be older than the shards after the step, and gathered again in any case.
@@ -225,8 +225,8 @@ def _reshard_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 engine.reshard_stepped(stepped)
 
 
-def _count_writes(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    # torch's multi-tensor and fused steps do not bump the versions of DTensors.
+def after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """After a step, count it as a write to shards: torch's multi-tensor and fused steps do not."""
     written = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
     if written:
         torch.autograd.graph.increment_version(written)

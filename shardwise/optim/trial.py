@@ -57,11 +57,19 @@ def states_after_zeros(
     for tensor in (tensor for tensors in stand_ins for tensor in tensors):
         tensor.grad = torch.zeros_like(tensor)
     trial = make([{**options_of(g), "params": tensors} for g, tensors in zip(groups, stand_ins, strict=True)])
+    _begin_training(trial)
     if closure is None:
         torch_private.step_inside(trial)
     else:
         trial.step(closure)
     return [dict(trial.state.get(tensor, {})) for tensors in stand_ins for tensor in tensors]
+
+
+def _begin_training(optimizer: torch.optim.Optimizer) -> None:
+    """Call ``train()`` of optimizers that refuse to step before it, as schedule-free ones do."""
+    train: object = getattr(optimizer, "train", None)
+    if callable(train):
+        train()
 
 
 def why_not_elementwise(state: Mapping[str, Any], shape: torch.Size) -> str | None:
@@ -89,6 +97,7 @@ def _stepped(
 ) -> tuple[list[torch.Tensor], list[Mapping[str, Any]]]:
     tensors = [tensor.to(device, copy=True) for tensor in start]
     optimizer = make([{**options, "params": tensors}])
+    _begin_training(optimizer)
     for row in gradients:
         for tensor, gradient in zip(tensors, row, strict=True):
             tensor.grad = gradient.to(device, copy=True)

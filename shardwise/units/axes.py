@@ -84,6 +84,21 @@ class MeshAxes:
         return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
 
 
+def axes_from(info: object) -> MeshAxes | None:
+    """Return ``info``, or what torch's object of the same fields says; None if it has not these fields."""
+    if isinstance(info, MeshAxes):
+        return info
+    mesh, shards = getattr(info, "mesh", None), getattr(info, "shard_mesh_dim", None)
+    if not isinstance(mesh, DeviceMesh):
+        return None
+    replicas = getattr(info, "replicate_mesh_dim", None)
+    given = getattr(info, "dp_mesh_dims", None)
+    dims = None if given is None else DataParallelMeshDims(given.shard, given.replicate)
+    spmd_mesh = getattr(info, "spmd_mesh", None)
+    kind = DDPMeshInfo if shards is None else FSDPMeshInfo if replicas is None else HSDPMeshInfo
+    return kind(mesh, shards, replicas, dims, spmd_mesh)
+
+
 @dataclass(frozen=True, eq=False)
 class ShardPlacementResult:
     """Where ``shard_placement_fn`` wants one parameter.

@@ -52,6 +52,8 @@ class UnitBackward:
         counts: the last gradient ends it.  Where checkpoints run backwards of their own, which may use the parameters
             again, that is so once a first backward has shown that they do not.
         ended_late: the last one ended without some gradient, at the end of the whole backward.
+        owes_weights: one came without any: those of the weights may be computed apart, as stages of pipelines do.
+        has_lost_weights: one of these began before the parameters were full, so that nobody can know which they are.
     """
 
     def __init__(self) -> None:
@@ -65,6 +67,8 @@ class UnitBackward:
         self.is_nested = False
         self.counts = True
         self.ended_late = False
+        self.owes_weights = self.has_lost_weights = False
+        self._began_full = True
 
     @property
     def expects_any(self) -> bool:
@@ -81,10 +85,11 @@ class UnitBackward:
         self.counted = (num_trainable, num_params)
         self.has_frozen = num_trainable < num_params
 
-    def enter(self, task: int) -> None:
-        """The gradient of an output has come, in autograd's ``task``."""
+    def enter(self, task: int, is_full: bool = True) -> None:
+        """The gradient of an output has come, in autograd's ``task``; ``is_full``: its parameters are there."""
         if self.stage is not Stage.RUNNING:  # a second time where somebody has resharded the unit by hand
             self._step(Stage.RUNNING)
+            self._began_full = is_full
         self.task = task
 
     def hook(self, param: UnitParam) -> Callable[[torch.Tensor], None]:
@@ -121,11 +126,16 @@ class UnitBackward:
         is_there = len(self.arrived) >= self.counted[0] > 0
         return is_there and self.counts and not self.has_frozen and not self.is_nested
 
-    def leave(self, ended_late: bool = False) -> None:
-        """The unit's part of the backward is over, and its gradients are taken."""
+    def leave(self, ended_late: bool = False, is_kept: bool = False) -> None:
+        """The unit's part of the backward is over, and its gradients are taken; ``is_kept``: its parameters stay full."""
         if self.arrived:
             self.counts = not self.is_nested
         self.ended_late = self.ended_late or ended_late
+        if self.stage is Stage.RUNNING:
+            brought_none = self.expects_any and not self.arrived
+            self.owes_weights = self.owes_weights or brought_none
+            if brought_none and is_kept and not self._began_full:
+                self.has_lost_weights = True
         self.forget()
 
     def forget(self) -> None:

@@ -450,7 +450,7 @@ class Unit:
             if self.policy.reduces_unused:
                 self._add_zeros(group, gradients)
             taken.update(gradients)
-        self.backward.leave(is_late)
+        self.backward.leave(is_late, not self.policy.reshard_after_backward)
         return taken
 
     def _add_zeros(self, group: ShardGroup, gradients: Gradients) -> None:

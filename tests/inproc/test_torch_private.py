@@ -547,3 +547,12 @@ def test_the_dict_of_buffers_is_the_modules_own() -> None:
     private.buffers_of(module)["running_mean"] = torch.full((2,), 7.0)
     assert module.running_mean is not None
     assert module.running_mean.tolist() == [7.0, 7.0]
+
+
+def test_tools_of_torch_find_what_is_put_for_them() -> None:
+    from torch.distributed import fsdp
+
+    module, state = nn.Linear(2, 2), object()
+    assert private.class_that_tools_ask_for() is fsdp.FSDPModule
+    private.put_state_that_tools_ask_for(module, state)
+    assert fsdp.fully_shard.state(module) is state

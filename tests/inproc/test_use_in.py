@@ -1,0 +1,50 @@
+"""``use_in`` changes names in the modules that it is given, and nothing else."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.fsdp as torchs
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise
+from shardwise import ConfigError, use_in
+
+
+def trainer() -> types.ModuleType:
+    module = types.ModuleType("trainer")
+    module.shard, module.FSDPModule, module.other = torchs.fully_shard, torchs.FSDPModule, nn.Linear  # type: ignore[attr-defined]
+    return module
+
+
+def test_a_name_of_torchs_function_is_ours_within_the_context() -> None:
+    module = trainer()
+    with use_in(module) as used:
+        assert module.shard is shardwise.fully_shard
+        assert used.replaced == [(module, "shard")]
+        assert (module.FSDPModule, module.other) == (torchs.FSDPModule, nn.Linear)
+        assert torchs.fully_shard is not shardwise.fully_shard
+    assert module.shard is torchs.fully_shard
+
+
+def test_a_module_that_calls_nothing_of_torchs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="math has no name for torch's fully_shard"):
+        import math
+
+        use_in(math)
+
+
+def test_what_was_sharded_within_is_what_torchs_tools_know() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        with use_in(torchs):
+            model = torchs.fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,)))
+    finally:
+        dist.destroy_process_group()
+    assert isinstance(model, shardwise.FSDPModule)
+    assert isinstance(model, torchs.FSDPModule)
+    assert torchs.fully_shard.state(model) is not None  # type: ignore[attr-defined]
