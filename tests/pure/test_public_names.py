@@ -22,37 +22,50 @@ _MODULE = """finalize_backward release_memory reset_iter_state reshard set_all_r
 _OPTIMIZER = "add_param_group clip_grad_norm_ load_state_dict param_groups state state_dict step zero_grad"
 FOR_USERS = {
     "CPUOffloadPolicy": "pin_memory",
+    "Choices": "accumulate doors measures offload optimizer precision recompute unit_bytes",
     "DDPMeshInfo": _MESH,
     "DataParallelMeshDims": "replicate shard",
     "FSDPMeshInfo": _MESH,
     "FSDPModule": _MODULE,
     "GradientReductionHandle": "wait",
     "HSDPMeshInfo": _MESH,
+    "Hardware": """between device efficiency flops_per_s host_memory host_s_per_op host_s_per_unit inside memory_bytes
+        memory_bytes_per_s name op_seconds overlaps ranks_per_host usable""",
     "Loaded": "missing num_bytes_read path skipped step unexpected",
     "MixedPrecisionPolicy": "cast_forward_inputs output_dtype param_dtype param_dtype_override_fn reduce_dtype",
+    "Plan": """batch best candidates changes code found hardware memory model num_parameters picture ranks table
+        to_json why""",
     "RandomState": "load_state_dict state_dict",
     "ReplicateModule": _MODULE,
     "ShardPlacementResult": "mesh_info placement",
     "ShardedOptimizer": f"{_OPTIMIZER} full_state_dict named_params",
+    "Span": "begin_s end_s lane num_bytes seconds unit what",
+    "StepError": "kind place rank text",
+    "Trace": "calls departure exposed_s planned save spans table to_json",
     "UnitRow": "name num_bytes num_modules numel padding_ratio route",
     "UnitTable": "rows",
     "UnshardHandle": "wait",
+    "Wire": "bytes_per_s latency_s",
+    "use_in": "replaced",
     "ZeroRedundancyOptimizer": f"""{_OPTIMIZER} consolidate_state_dict initialized join_device join_hook join_process_group
         optim overlap_with_ddp parameters_as_bucket_view process_group reduce_gradients""",
 }
 # What other rooms of the package, or its tests, ask these classes for.  The list may only grow shorter.
 _AXES = "device dims num_replicas num_shards shard_rank spmd_mesh"
 FOR_OTHER_ROOMS = {
-    "CPUOffloadPolicy": "can_pin of",
+    "CPUOffloadPolicy": "of",
     "DDPMeshInfo": _AXES,
     "DataParallelMeshDims": "replicate_names shard_names",
     "FSDPMeshInfo": _AXES,
     "HSDPMeshInfo": _AXES,
+    "Hardware": "rate ring_s",
     "MixedPrecisionPolicy": "dtype_of_full dtype_of_reduction keeps_dtype of",
     "OffloadPolicy": "of",
     "PerRank": "inner",
+    "Plan": "profiles",
     "RandomState": "derive",
-    "ShardedOptimizer": "blank_state_dict room_for_state whole_state_names",
+    "ShardedOptimizer": "blank_state_dict room_for_state stepper whole_state_names",
+    "Trace": "begin end on_event track",
     "ZeroRedundancyOptimizer": """all_params board is_joining local_pieces num_steps partition pieces rank share sharded stepper
         world_size""",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed.fsdp as fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise
 from shardwise import (
     CheckpointError,
+    Choices,
     ConfigError,
     CPUOffloadPolicy,
     DamagedCheckpointError,
@@ -22,19 +24,26 @@ from shardwise import (
     FSDPMeshInfo,
     FSDPModule,
     GradientReductionHandle,
+    Hardware,
     HSDPMeshInfo,
     LayoutError,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    Plan,
+    RejectedStep,
     ReplicateModule,
     ShardedOptimizer,
     ShardPlacementResult,
     ShardwiseError,
+    Span,
     StateError,
+    StepError,
+    Trace,
     TransportError,
     UnitRow,
     UnitTable,
     UnshardHandle,
+    Wire,
     ZeroRedundancyOptimizer,
     clip_grad_norm_,
     describe_units,
@@ -42,13 +51,18 @@ from shardwise import (
     get_cls_to_fsdp_cls,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
+    plan,
     policy,
     record,
     register_fsdp_forward_method,
     replicate,
     set_default_transport,
+    set_host_timeout,
     shard_model,
     share_comm_ctx,
+    trace,
+    transaction,
+    use_in,
 )
 from shardwise.checkpoint import Loaded, PerRank, RandomState, finish, load, save
 from shardwise.checkpoint.dcp import DcpReader, DcpWriter, TorchDcpReader
@@ -96,6 +110,7 @@ def shards() -> FSDPModule:
     print(len(classes), shardwise.__version__.split("."))
     print(DataParallelMeshDims(shard="dp"), FSDPMeshInfo, HSDPMeshInfo, DDPMeshInfo, ShardPlacementResult)
     set_default_transport("auto")
+    set_host_timeout(5.0)
     return sharded
 
 
@@ -119,6 +134,8 @@ def configures(model: FSDPModule) -> None:
     model.release_memory()
     with policy(model, sync=False):
         pass
+    with use_in(fsdp):
+        pass
 
 
 def trains(model: Net, data: Tensor) -> None:
@@ -139,6 +156,32 @@ def trains(model: Net, data: Tensor) -> None:
     zero.consolidate_state_dict(to=0)
     ddp = DistributedDataParallel(model)
     print(hook_with_zero_step(None, ddp, zero), hook_with_zero_step_interleaved(None, ddp, zero, shard_buckets=True))
+
+
+def undoes(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor) -> str:
+    with transaction(model, optimizer, skip=(RejectedStep, MemoryError), also=["rng"], undoes_optimizer=True) as step:
+        if float(model(data).sum()) < 0:
+            step.reject("negative")
+        optimizer.step()
+    cause: StepError | None = step.cause
+    return (
+        step.outcome
+        if cause is None
+        else f"{cause.rank} {cause.kind} {cause.place} {cause.text} {step.num_bytes} {step.again}"
+    )
+
+
+def plans(model: FSDPModule) -> str:
+    wire = Wire(bytes_per_s=4e11, latency_s=1e-6)
+    machine = Hardware("mine", "cuda", 80 << 30, {"fp32": 6e13, "bf16": 1e15}, 3e12, wire, wire, wire)
+    found: Plan = plan(Net, (torch.empty(4, 8),), ranks=8, hardware=machine, choices=Choices(doors=("full",)))
+    found.picture("memory.png")
+    with trace(model) as trail:
+        pass
+    seen: Trace = trail
+    spans: list[Span] = seen.spans
+    seen.save("trace.json")
+    return f"{found.table()} {found.code()} {found.best} {seen.table()} {len(spans)}"
 
 
 def saves(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
