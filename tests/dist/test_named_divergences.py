@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
@@ -53,6 +54,29 @@ def test_a_rank_that_leaves_an_exchange_of_whole_matrices_is_named(num_ranks: in
             assert error is not None
             assert error[0] is TransportError
             assert "gone; rank" in error[1]
+
+
+def raises_in_an_exchange_and_lives_on() -> str:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    fully_shard(model)
+    optimizer = ShardedOptimizer(dict(model.named_parameters()), torch.optim.Muon)
+    model(torch.ones(2, 8)).square().sum().backward()
+    kind = KeyError if dist.get_rank() == 1 else TransportError
+    with faults.raise_at("exchange", rank=1, error=KeyError), pytest.raises(kind) as caught:
+        optimizer.step()
+    dist.distributed_c10d._get_default_store().add("caught", 1)
+    while dist.distributed_c10d._get_default_store().add("caught", 0) < dist.get_world_size():
+        time.sleep(0.01)  # nobody ends before the others have heard
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_nobody_waits_for_the_timeout_of_the_group_when_a_rank_raises_in_an_exchange(
+    pool: WorkerPool, num_ranks: int
+) -> None:
+    texts = pool.run(raises_in_an_exchange_and_lives_on, num_ranks=num_ranks, group_timeout_s=600, timeout_s=50)
+    assert "rank" in texts[0]
+    assert "did not all come, or left by an exception" in texts[0]
 
 
 def test_who_is_told_of_a_call_that_it_did_not_make_hears_which_rank_made_it(pool: WorkerPool) -> None:
