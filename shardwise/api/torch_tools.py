@@ -21,8 +21,11 @@ class StageState:
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
-        self._state_ctx = self
         self.all_states: tuple[object, ...] = ()
+
+    @property
+    def _state_ctx(self) -> StageState:
+        return self  # no attribute: a module is freed with its last name
 
     def _root_post_backward_final_callback(self) -> None:
         provisional_engine(self._attachment).end_step()

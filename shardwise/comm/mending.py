@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
+from shardwise.comm.sync import all_have_come
 from shardwise.errors import StateError
 
 _TAG = 0x5AFF  # of messages that nobody sends
@@ -59,3 +60,4 @@ def mend(group: dist.ProcessGroup) -> None:
         )
     _num_mended[group] = number + 1
     torch_private.replace_gloo(group, f"shardwise/mended/{number}", _FIRST_KIND + number)
+    all_have_come(group)  # one that breaks off at once would take those along that are still connecting

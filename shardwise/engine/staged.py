@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+from torch.distributed.tensor import DTensor
+
 from shardwise.errors import StateError
 from shardwise.units.unit import Unit
 
@@ -16,11 +19,23 @@ def hold_assigned(units: Iterable[Unit]) -> None:
     does so asks for their parameters first.
     """
     for unit in units:
-        if unit.is_full and (assigned := unit.take_gradients()):
+        if unit.is_full and _has_assigned(unit) and (assigned := unit.take_gradients()):
             unit.earlier.hold(assigned)
         if unit.backward.owes_weights:
             unit.wait_with_lenders(None)
             unit.keep()
+
+
+def _has_assigned(unit: Unit) -> bool:
+    # Between steps a full parameter that stays shows the gradient of its shard, too: that one has been reduced.
+    fulls = (param.full for param in unit.params)
+    return any(full is not None and full.grad is not None and _lies_as(full, full.grad) for full in fulls)
+
+
+def _lies_as(full: torch.Tensor, gradient: torch.Tensor) -> bool:
+    if not isinstance(gradient, DTensor):
+        return not isinstance(full, DTensor)
+    return isinstance(full, DTensor) and gradient.device_mesh == full.device_mesh
 
 
 def check_weights(unit: Unit) -> None:
