@@ -15,7 +15,7 @@ class BlockCode:
 
     ``int8``: blocks of ``block`` elements; each becomes a float32 scale (its largest magnitude / 127) and codes from -127 to
     127, rounded half to even.  An element is off by at most half the scale, or 1.5e-36.  A block with an inf or nan decodes
-    to nan: what looks for overflow still finds it.  ``bf16``: rounded to nearest, off by at most 2**-8 of the element, relative.
+    to nan: what looks for overflow still finds it.  ``bf16``: rounded to nearest, off by at most 1/256 of itself.
 
     Source of the blocks: ZeRO++, arXiv 2306.10209.
     """

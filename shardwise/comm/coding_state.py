@@ -54,7 +54,8 @@ class Meter:
         first = params[0].fqn if params else "?"
         warnings.warn(
             f"compression: coding has changed a {self.what} of the unit of '{first}' by {self.worst.item():.3g} of its 2-norm, "
-            f"above warn_above={self.bound}. Take smaller blocks, 'bf16', or name what is so uneven in CompressionPolicy(exact=...)",
+            f"above warn_above={self.bound}. Take smaller blocks or 'bf16', or name what is so uneven in "
+            "CompressionPolicy(exact=...)",
             stacklevel=2,
         )
 
