@@ -65,8 +65,8 @@ __all__ = [
     "LayoutError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
-    "RejectedStep",
     "Plan",
+    "RejectedStep",
     "ReplicateModule",
     "ShardPlacementResult",
     "ShardedOptimizer",
@@ -97,7 +97,7 @@ __all__ = [
     "set_host_timeout",
     "shard_model",
     "share_comm_ctx",
-    "transaction",
     "trace",
+    "transaction",
     "use_in",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -51,6 +52,14 @@ class UnitCompression:
     reductions: CodedTraffic
 
 
+class _Coded(NamedTuple):
+    """A group with a policy, and the path of its unit's first module."""
+
+    path: str
+    group: ShardGroup
+    compression: Compression
+
+
 def report_of(model: nn.Module) -> tuple[UnitCompression, ...]:
     """Return what compression did in each unit of ``model`` that has any, on this rank; on an accelerator it waits for it."""
     found: list[UnitCompression] = []
@@ -66,7 +75,7 @@ def _traffic(meter: Meter) -> CodedTraffic:
     return CodedTraffic(meter.num_calls, last, worst, meter.sent_bytes, meter.plain_bytes)
 
 
-def _compressed(model: nn.Module) -> Iterator[tuple[str, ShardGroup, Compression]]:
+def _compressed(model: nn.Module) -> Iterator[_Coded]:
     seen: set[int] = set()
     for path, module in model.named_modules():
         attachment = attachment_of(module)
@@ -75,7 +84,7 @@ def _compressed(model: nn.Module) -> Iterator[tuple[str, ShardGroup, Compression
         seen.add(id(attachment.unit))
         for group in attachment.unit.groups:
             if group.compression is not None:
-                yield path, group, group.compression
+                yield _Coded(path, group, group.compression)
 
 
 class CompressionState:
@@ -134,10 +143,10 @@ class CompressionState:
                 total[: local.numel()].copy_(local.reshape(-1))
                 _place(group, compression, param, total)
 
-    def _with_feedback(self) -> Iterator[tuple[str, ShardGroup, Compression]]:
-        for path, group, compression in _compressed(self._model):
-            if compression.policy.error_feedback and group.reduce_coding is not None:
-                yield path, group, compression
+    def _with_feedback(self) -> Iterator[_Coded]:
+        for found in _compressed(self._model):
+            if found.compression.policy.error_feedback and found.group.reduce_coding is not None:
+                yield found
 
 
 def _named(model: nn.Module, path: str, group: ShardGroup) -> Iterator[tuple[str, UnitParam]]:

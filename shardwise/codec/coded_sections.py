@@ -15,9 +15,9 @@ _ALIGNMENT = 16  # bytes
 
 
 class Run(NamedTuple):
-    """Elements of a section that are coded: ``index`` of the tensor, where they start there and among what is coded."""
+    """Elements of a section that are coded: number of the ``tensor``, where they start in the section and among what is coded."""
 
-    index: int
+    tensor: int
     start: int
     numel: int
     coded_start: int

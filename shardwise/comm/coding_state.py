@@ -40,10 +40,11 @@ class Meter:
     def see(self, true: torch.Tensor, lost: torch.Tensor, params: Sequence[NamedTensor]) -> None:
         """Note that coding has lost ``lost`` of ``true``, once for each collective; on an accelerator nobody waits for it."""
         tiny = torch.finfo(torch.float32).tiny
-        self.last = torch.linalg.vector_norm(lost) / torch.linalg.vector_norm(true).clamp_min(tiny)
-        self.worst = self.last if self.worst is None else torch.fmax(self.worst, self.last)
+        last = torch.linalg.vector_norm(lost) / torch.linalg.vector_norm(true).clamp_min(tiny)
+        self.worst = last if self.worst is None else torch.fmax(self.worst, last)
+        self.last = last
         self.num_calls += 1
-        if self.last.device.type == "cpu":
+        if last.device.type == "cpu":
             self.warn(params)
 
     def warn(self, params: Sequence[NamedTensor]) -> None:
@@ -106,8 +107,8 @@ class Compression:
     def add_residuals(self, rows: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> None:
         """Add what earlier gradients of ``params`` have lost to ``rows`` (R, coded elements or more)."""
         if self.policy.error_feedback:
-            for index, _, numel, start in section.runs:
-                residual = self.residuals.get(params[index])
+            for tensor, _, numel, start in section.runs:
+                residual = self.residuals.get(params[tensor])
                 if residual is not None and residual.shape == (rows.shape[0], numel):
                     rows.narrow(1, start, numel).add_(residual)
 
@@ -115,11 +116,11 @@ class Compression:
         """Keep ``lost`` (as ``rows`` of :meth:`add_residuals`) for the next gradients; what is not finite is not kept."""
         if not self.policy.error_feedback:
             return
-        for index, _, numel, start in section.runs:
+        for tensor, _, numel, start in section.runs:
             shape = (lost.shape[0], numel)
-            residual = self.residuals.get(params[index])
+            residual = self.residuals.get(params[tensor])
             if residual is None or residual.shape != shape:
-                residual = self.residuals[params[index]] = torch.empty(shape, dtype=torch.float32, device=lost.device)
+                residual = self.residuals[params[tensor]] = torch.empty(shape, dtype=torch.float32, device=lost.device)
             residual.copy_(lost.narrow(1, start, numel)).nan_to_num_(0.0, 0.0, 0.0)
 
     def round_trip(self, shard: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

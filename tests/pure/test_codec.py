@@ -88,8 +88,15 @@ def test_norms_biases_small_and_named_tensors_stay_exact() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"gather": "int4"}, {"reduce": "fp8"}, {"block": 4}, {"block": 64.0}, {"min_bytes": -1}, {"exact": "embed"}]
-    + [{"warn_above": 0.0}],
+    [
+        {"gather": "int4"},
+        {"reduce": "fp8"},
+        {"block": 4},
+        {"block": 64.0},
+        {"min_bytes": -1},
+        {"exact": "embed"},
+        {"warn_above": 0.0},
+    ],
 )
 def test_a_bad_policy_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
