@@ -1,7 +1,8 @@
 """What 8 bits cost in loss: the demo model trained to the end of a run in float32 and with int8, in turns.
 
 ``python benchmarks/compression.py [--ranks 4] [--steps 400] [--out FILE]`` trains a small byte-level GPT of
-``shardwise train`` on the standard library's text over gloo, with the same batches, and prints validation loss, bytes and the largest errors.
+``shardwise train`` on the standard library's text over gloo, with the same batches, and prints
+validation loss, bytes and the largest errors.
 """
 
 from __future__ import annotations

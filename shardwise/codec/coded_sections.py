@@ -15,7 +15,11 @@ _ALIGNMENT = 16  # bytes
 
 
 class Run(NamedTuple):
-    """Elements of a section that are coded: number of the ``tensor``, where they start in the section and among what is coded."""
+    """Elements of a section that are coded.
+
+    Attributes:
+        tensor: its number.  start, numel: its elements in the section.  coded_start: where they start among what is coded.
+    """
 
     tensor: int
     start: int
