@@ -1,5 +1,6 @@
 """Sharded data parallelism for PyTorch, as a library you call from your own training loop."""
 
+from shardwise.api.compression_report import CodedTraffic, CompressionState, UnitCompression
 from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from shardwise.api.describe import describe_units
 from shardwise.api.fully_shard import fully_shard
@@ -19,6 +20,7 @@ from shardwise.api.trace import Span, Trace, trace
 from shardwise.api.transaction import transaction
 from shardwise.api.use_in import use_in
 from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.comm.cables import set_host_timeout
 from shardwise.comm.links.link import set_default_transport
 from shardwise.doctor.recorder import record
@@ -47,6 +49,9 @@ __all__ = [
     "CPUOffloadPolicy",
     "CheckpointError",
     "Choices",
+    "CodedTraffic",
+    "CompressionPolicy",
+    "CompressionState",
     "ConfigError",
     "DDPMeshInfo",
     "DamagedCheckpointError",
@@ -71,6 +76,7 @@ __all__ = [
     "StepError",
     "Trace",
     "TransportError",
+    "UnitCompression",
     "UnitRow",
     "UnitTable",
     "UnshardHandle",

@@ -16,6 +16,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("black_box", "spans"),
     ("events", "errors", "torch_private", "one_host", "version"),
     ("layout", "doctor"),
+    ("codec",),
     ("plan", "comm"),
     ("units", "optim"),
     ("engine", "zero"),

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DeviceMesh
 
 from shardwise.api.mesh import axes_of, default_mesh, resolve_reshard
 from shardwise.api.module import FSDPModule, mix_in
+from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.engine.attachment import Attachment, attachment_of
 from shardwise.engine.build import Preset, ShardPlacementFn, build_unit
 from shardwise.errors import ConfigError
-from shardwise.units.axes import DataParallelMeshDims
+from shardwise.units.axes import DataParallelMeshDims, MeshAxes
 from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy
 
 
@@ -32,6 +33,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    compression: CompressionPolicy | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -46,6 +48,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    compression: CompressionPolicy | None = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -59,6 +62,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    compression: CompressionPolicy | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard the parameters of ``module`` that no earlier call on a submodule has sharded.
 
@@ -78,6 +82,7 @@ def fully_shard(
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in host memory.
         ignored_params: parameters that are neither sharded nor moved.
         dp_mesh_dims: names the data-parallel axes of ``mesh`` when that is a full SPMD mesh with DTensor parameters on it.
+        compression: what of the unit travels in fewer bits; between replicas alone on a mesh that has them.  None: nothing.
 
     Returns: ``module``, its class mixed with :class:`FSDPModule`.
 
@@ -104,7 +109,8 @@ def fully_shard(
         reshard = None if reshard_after_forward is None else resolve_reshard(reshard_after_forward, axes.num_shards)
     ignored = frozenset(id(param) for param in ignored_params or ())
     precision, offload = MixedPrecisionPolicy.of(mp_policy), OffloadPolicy.of(offload_policy)
-    preset = Preset(axes, reshard, precision, offload, shard_placement_fn, ignored)
+    preset = Preset(axes, reshard, precision, offload, shard_placement_fn, ignored, False, compression)
+    check_compression(compression, axes, "fully_shard")
     attachment = build_unit(modules, preset)
     for each in attachment.unit.modules:
         mix_in(each, FSDPModule, "FSDP")
@@ -148,6 +154,17 @@ def check_modules(modules: Sequence[nn.Module], door: str) -> None:
                 "Each distinct composable distributed API can only be applied to a module once. "
                 f"{type(module).__name__} was given to {door} before."
             )
+
+
+def check_compression(policy: object, axes: MeshAxes, door: str) -> None:
+    """Raise ConfigError unless ``policy`` is a CompressionPolicy, or None, for parameters on ``axes``."""
+    if policy is not None and not isinstance(policy, CompressionPolicy):
+        raise ConfigError(f"{door}: compression is {policy!r}, expected a CompressionPolicy or None")
+    if policy is not None and policy.gather is not None and axes.replicate_mesh_dim is not None:
+        raise ConfigError(
+            f"{door}: CompressionPolicy(gather={policy.gather!r}) on a mesh with replicas, between which parameters are not "
+            "gathered; leave gather=None: reduce is for what goes between replicas"
+        )
 
 
 def _state(module: nn.Module) -> Attachment | None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.api.compression_report import CompressionState, UnitCompression, report_of
 from shardwise.api.explain import explained_methods
 from shardwise.api.torch_tools import show_to_tools, tool_classes
 from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
@@ -170,6 +171,19 @@ class FSDPModule(_Base):
         engine = engine_of(self._attachment().unit)
         if engine is not None:
             engine.means.pool.trim()
+
+    # ---- compression ----
+
+    def compression_report(self) -> tuple[UnitCompression, ...]:
+        """Return, for every unit here with a :class:`CompressionPolicy`, how far off coding was and what it has saved.
+
+        Of this rank; without communication.  Units without compression are not in it.
+        """
+        return report_of(cast(nn.Module, self))
+
+    def compression_state(self) -> CompressionState:
+        """Return what error feedback keeps from one step to the next, as something with a state dict, for checkpoints."""
+        return CompressionState(cast(nn.Module, self))
 
     # ---- behaviour ----
 

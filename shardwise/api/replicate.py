@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise import torch_private
-from shardwise.api.fully_shard import check_modules, modules_in
+from shardwise.api.fully_shard import check_compression, check_modules, modules_in
 from shardwise.api.mesh import DDPMeshInfo, axes_of, default_mesh
 from shardwise.api.module import FSDPModule, mix_in
+from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.comm.sync import broadcast_from_first
 from shardwise.engine.attachment import Attachment, attachment_of
 from shardwise.engine.build import Preset, build_unit
@@ -37,6 +38,7 @@ def replicate(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    compression: CompressionPolicy | None = ...,
     **ddp: Any,
 ) -> ReplicateModule: ...
 
@@ -51,6 +53,7 @@ def replicate(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    compression: CompressionPolicy | None = ...,
     **ddp: Any,
 ) -> list[ReplicateModule]: ...
 
@@ -64,6 +67,7 @@ def replicate(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    compression: CompressionPolicy | None = None,
     **ddp: Any,
 ) -> ReplicateModule | list[ReplicateModule]:
     """Average gradients over ranks that all hold the whole parameters.
@@ -79,6 +83,7 @@ def replicate(
         mesh: the 1-D mesh of replicas; None: all ranks, its axis called "replicate".
         mp_policy, offload_policy, ignored_params: as for :func:`shardwise.fully_shard`.
         dp_mesh_dims: names the replicate axes of a full SPMD mesh; shard axes are refused.
+        compression: how gradients travel in fewer bits; ``gather`` must be None.
         ddp: the older way's ``process_group``, ``device_ids``, ``device_id``, ``broadcast_buffers`` (default True); the
             tuning arguments of DDP (bucket sizes, ``static_graph``, ``find_unused_parameters``, ``gradient_as_bucket_view``)
             have nothing to tune here and are taken as they are.
@@ -102,7 +107,8 @@ def replicate(
     ignored = {id(param) for param in ignored_params or ()}
     ignored |= {id(param) for each in ignored_modules or () for param in each.parameters()}
     precision, offload = MixedPrecisionPolicy.of(mp_policy), OffloadPolicy.of(offload_policy)
-    preset = Preset(axes, False, precision, offload, None, frozenset(ignored), keeps_plain=is_plain)
+    preset = Preset(axes, False, precision, offload, None, frozenset(ignored), is_plain, compression)
+    check_compression(compression, axes, "replicate")
     if is_plain:
         tensors = [t for each in modules for t in (*each.parameters(), *each.buffers()) if id(t) not in ignored]
         plain = [tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)]

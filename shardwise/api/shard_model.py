@@ -14,6 +14,7 @@ from shardwise.api.fully_shard import check_modules, fully_shard
 from shardwise.api.mesh import default_mesh
 from shardwise.api.module import FSDPModule
 from shardwise.api.repeated_blocks import families_of
+from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.engine.attachment import attachment_of
 from shardwise.engine.build import ShardPlacementFn
 from shardwise.engine.notes import say
@@ -34,6 +35,7 @@ def shard_model(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    compression: CompressionPolicy | None = None,
 ) -> FSDPModule:
     """Call :func:`fully_shard` on the repeated blocks of ``model``, several small ones in one unit, and on ``model``.
 
@@ -58,8 +60,8 @@ def shard_model(
             ``ignored_params``; a tied parameter counts in its first block.  0 never merges.  The default, 1.5 MiB, is where
             merging stopped paying: for 64 blocks of 0.2 MB (two CPU ranks) eight in a unit were best, while blocks of 12.6
             MB hide the start of a collective by themselves.  Raise it for slow links; about two units are whole at once.
-        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params, dp_mesh_dims: as for
-            :func:`fully_shard`; they hold for all units made here.
+        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params, dp_mesh_dims,
+            compression: as for :func:`fully_shard`; they hold for all units made here.
 
     Returns: ``model``, its class mixed with :class:`FSDPModule`.
 
@@ -88,6 +90,7 @@ def shard_model(
             offload_policy=offload_policy,
             ignored_params=ignored_params,
             dp_mesh_dims=dp_mesh_dims,
+            compression=compression,
         )
 
     ignored = frozenset(id(param) for param in ignored_params or ())

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardwise import torch_private
 from shardwise.black_box import EVERYBODY, now, remember, thread
 from shardwise.comm.buffers import BufferPool, Lease
-from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds
+from shardwise.comm.communicator import Contents, GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.lanes import Lane
 
 
@@ -88,7 +88,14 @@ def reduce_scatter_single(
     return function(output, packed, group=group, op=op, async_op=async_op)
 
 
-class _Launched:
+def all_to_all_rows(
+    received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """Launch: row r of ``sent`` goes to rank r, whose row comes to ``received``; both (ranks, bytes) and contiguous."""
+    return dist.all_to_all_single(received, sent, group=group, async_op=async_op)
+
+
+class Launched:
     """A collective on the host whose end runs once: wait for the work, deliver, give the buffers back."""
 
     __slots__ = ("_end", "_forget", "_work")
@@ -121,7 +128,7 @@ class _Launched:
             self._forget()
 
 
-class _OnLane:
+class OnLane:
     """A collective that a lane has been given with all that it needs: whoever waits for it comes after the lane.
 
     ``end`` delivers and gives buffers back.  ``forget`` gives them back alone.  ``fetch``: the lane that has allocated
@@ -164,7 +171,7 @@ class _OnLane:
         self._keeps = None
 
 
-class _OnLaneInPlace:
+class OnLaneInPlace:
     """An all-reduce that a lane has been given: there is nothing to deliver, and nothing to give back."""
 
     __slots__ = ("_lane",)
@@ -191,7 +198,7 @@ def fetch_alone(fetch: Lane, pieces: GatherEnds) -> Pending:
         pieces.deliver(shard)
         fetch.wait_current()  # it allocated what the current stream has read
 
-    return _OnLane(fetch, end, lambda: None, None)
+    return OnLane(fetch, end, lambda: None, None)
 
 
 class C10dCommunicator:
@@ -241,7 +248,7 @@ class C10dCommunicator:
             if lease is not None:
                 lease.release()
 
-        return _Launched(work, end, forget)
+        return Launched(work, end, forget)
 
     def _all_gather_on_lane(self, pieces: GatherEnds) -> Pending:
         lane, fetch = self.lane, self.fetch
@@ -265,7 +272,7 @@ class C10dCommunicator:
             if lease is not None:
                 lease.release()
 
-        return _OnLane(lane, end, forget, (packed, shard), fetch)
+        return OnLane(lane, end, forget, (packed, shard), fetch)
 
     def _start_gather(self, packed: torch.Tensor, shard: torch.Tensor, async_op: bool) -> dist.Work | None:
         if self.custom.all_gather is None:
@@ -293,7 +300,7 @@ class C10dCommunicator:
             if lease is not None:
                 lease.release()
 
-        return _Launched(work, end, forget)
+        return Launched(work, end, forget)
 
     def _reduce_scatter_on_lane(
         self, pieces: ScatterEnds, by: Arithmetic, packed: torch.Tensor, lease: Lease | None
@@ -313,7 +320,7 @@ class C10dCommunicator:
             if lease is not None:
                 lease.release()
 
-        return _OnLane(lane, end, end, packed)
+        return OnLane(lane, end, end, packed)
 
     def _start_scatter(
         self, pieces: ScatterEnds, by: Arithmetic, packed: torch.Tensor, async_op: bool
@@ -329,18 +336,14 @@ class C10dCommunicator:
             return output, reduce_scatter_single(output, packed, self.group, by.op, async_op)
         return output, custom(output, packed, self.group, by.op, async_op=async_op)
 
-    def all_reduce(self, tensor: torch.Tensor, scale: Scale) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: Contents | None = None) -> Pending:
         """Reduce ``tensor`` over the group, in place; on a lane, after what the current stream has been given."""
-        by = resolve_scale(scale, self._size)
         if self.lane.is_concurrent:
             self.lane.wait_current()
             with self.lane.run():
-                if by.before is not None:
-                    tensor.div_(by.before)
-                dist.all_reduce(tensor, op=by.op, group=self.group)
-                if by.after is not None:
-                    tensor.div_(by.after)
-            return _OnLaneInPlace(self.lane)
+                self.all_reduce_here(tensor, scale)
+            return OnLaneInPlace(self.lane)
+        by = resolve_scale(scale, self._size)
         if by.before is not None:
             tensor.div_(by.before)
         work = dist.all_reduce(tensor, op=by.op, group=self.group, async_op=True)
@@ -349,7 +352,16 @@ class C10dCommunicator:
             if by.after is not None:
                 tensor.div_(by.after)
 
-        return _Launched(work, end, lambda: None)
+        return Launched(work, end, lambda: None)
+
+    def all_reduce_here(self, tensor: torch.Tensor, scale: Scale) -> None:
+        """Reduce ``tensor`` over the group, in place, on the current stream; on the host it is waited for."""
+        by = resolve_scale(scale, self._size)
+        if by.before is not None:
+            tensor.div_(by.before)
+        dist.all_reduce(tensor, op=by.op, group=self.group)
+        if by.after is not None:
+            tensor.div_(by.after)
 
     def _buffer(
         self, numel: int, like: torch.Tensor, custom: AllGatherFunction | ReduceScatterFunction | None

@@ -41,6 +41,26 @@ class Pending(Protocol):
         ...
 
 
+class NamedTensor(Protocol):
+    """A tensor that travels, by identity.  ``fqn``: its name in its unit."""
+
+    fqn: str
+
+
+class Contents(Protocol):
+    """What lies in a section."""
+
+    @property
+    def layout(self) -> Bucket:
+        """Where the part of every tensor lies."""
+        ...
+
+    @property
+    def params(self) -> Sequence[NamedTensor]:
+        """Whose parts these are, in the order of the layout."""
+        ...
+
+
 class BucketEnds(Protocol):
     """One bucket of an all-gather, for transports that move parts.
 
@@ -52,6 +72,11 @@ class BucketEnds(Protocol):
     layout: Bucket
     dtype: torch.dtype
     full_dtype: torch.dtype
+
+    @property
+    def params(self) -> Sequence[NamedTensor]:
+        """Whose parts these are, in the order of the layout."""
+        ...
 
     @property
     def number(self) -> int | None:
@@ -93,6 +118,11 @@ class ScatterEnds(Protocol):
     @property
     def layout(self) -> Bucket:
         """Where the parts of every gradient lie in a section."""
+        ...
+
+    @property
+    def params(self) -> Sequence[NamedTensor]:
+        """Whose gradients these are, in the order of the layout."""
         ...
 
     @property
@@ -168,6 +198,6 @@ class Communicator(Protocol):
         """Launch; the result is delivered by ``wait``."""
         ...
 
-    def all_reduce(self, tensor: torch.Tensor, scale: Scale) -> Pending:
-        """Launch, in place."""
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: Contents | None = None) -> Pending:
+        """Launch, in place.  ``contents``: of the 1-D ``tensor``."""
         ...

@@ -14,7 +14,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
 from shardwise.black_box import note
+from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.comm.alive import announce
+from shardwise.comm.coding_state import Compression
 from shardwise.engine.attachment import ATTACHMENT, Attachment, attachment_of
 from shardwise.engine.hooks import Hooks, watch_optimizers
 from shardwise.engine.take_over import (
@@ -60,6 +62,7 @@ class Preset:
     placement_fn: ShardPlacementFn | None = None
     ignored: frozenset[int] = frozenset()
     keeps_plain: bool = False
+    compression: CompressionPolicy | None = None
 
 
 @dataclass(slots=True)
@@ -220,6 +223,8 @@ def _make_groups(found: list[_Found], preset: Preset, device: torch.device) -> l
     groups: list[ShardGroup] = []
     for axes, params in by_mesh.values():
         group = ShardGroup(params, axes, preset.precision, Place(device, preset.offload), preset.keeps_plain)
+        if preset.compression is not None:
+            group.compression = Compression(preset.compression)
         group.place = replace(group.place, is_shared=may_share_memory(group))
         size = preset.reshard_after_forward
         if isinstance(size, int) and not isinstance(size, bool):

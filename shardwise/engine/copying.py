@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.comm.coding_state import Compression
 from shardwise.engine.attachment import PENDING, Attachment
 from shardwise.engine.hooks import wrap_forward_method
 from shardwise.engine.take_over import remember
@@ -84,6 +85,10 @@ def _copy_group(group: ShardGroup, memo: dict[Any, Any]) -> ShardGroup:
     result = ShardGroup(params, group.axes, group.dtypes.precision, group.place, group.keeps_plain)
     result.sub_axes = group.sub_axes
     result.custom = replace(group.custom)
+    if group.compression is not None:
+        known = group.compression.residuals
+        pairs = [(new, known[old]) for old, new in zip(group.params, params, strict=True) if old in known]
+        result.compression = Compression(group.compression.policy, {new: each.clone() for new, each in pairs})
     result.ensure_packed()
     return result
 

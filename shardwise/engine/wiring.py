@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from shardwise import torch_private
 from shardwise.comm.bulletin import Bulletin, Position
-from shardwise.comm.c10d import C10dCommunicator, CustomCollectives
+from shardwise.comm.c10d import C10dCommunicator
+from shardwise.comm.coding_state import Compression
 from shardwise.comm.lanes import Lane
+from shardwise.comm.links.compressed import CompressedCommunicator
 from shardwise.comm.links.link import Transport, default_transport
 from shardwise.comm.links.routes import RoutedCommunicator
 from shardwise.comm.posts import number_posts
@@ -74,23 +76,28 @@ def communicators(group: ShardGroup, means: Means) -> GroupComm:
     axes, lanes = group.axes, means.lanes
 
     def over(
-        process_group: dist.ProcessGroup, lane: Lane, custom: CustomCollectives, fetch: Lane | None = None
+        process_group: dist.ProcessGroup, lane: Lane, coded: Compression | None = None, fetch: Lane | None = None
     ) -> RoutedCommunicator:
-        packed = C10dCommunicator(process_group, lane, means.pool, custom, fetch)
+        packed = C10dCommunicator(process_group, lane, means.pool, group.custom, fetch)
+        if coded is not None:
+            return CompressedCommunicator(packed, means.spans, coded)
         return RoutedCommunicator(packed, means.spans)
 
     custom = group.custom
+    reduced = group.compression if group.reduce_coding is not None else None
+    has_replicas = axes.replicate_mesh_dim is not None and axes.num_replicas > 1
     shards = reduce = replicas = sub = None
     if group.is_collective and axes.shard_mesh_dim is not None:
         process_group = axes.mesh.get_group(axes.shard_mesh_dim)
-        shards = over(process_group, lanes.gather, custom, lanes.fetch if group.place.is_offloaded else None)
-        reduce = over(custom.reduce_group or process_group, lanes.reduce, custom)
-    if axes.replicate_mesh_dim is not None and axes.num_replicas > 1:
-        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), lanes.replicas, custom)
+        gathered = group.compression if group.gather_coding is not None else None
+        shards = over(process_group, lanes.gather, gathered, lanes.fetch if group.place.is_offloaded else None)
+        reduce = over(custom.reduce_group or process_group, lanes.reduce, None if has_replicas else reduced)
+    if axes.replicate_mesh_dim is not None and has_replicas:
+        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), lanes.replicas, reduced)
     if group.sub_axes is not None and group.sub_axes.shard_mesh_dim is not None:
-        sub = over(
-            group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim), lanes.gather, replace(custom, all_gather=None)
-        )
+        process_group = group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim)
+        packed = C10dCommunicator(process_group, lanes.gather, means.pool, replace(custom, all_gather=None))
+        sub = RoutedCommunicator(packed, means.spans)
     return GroupComm(shards, reduce, replicas, sub, lanes if group.place.is_offloaded else None)
 
 
@@ -104,7 +111,8 @@ def bind_units(engine: Engine) -> None:
         comm = communicators(group, means)
         group.bind(means.pool, comm)
         for way, users in ((comm.shards, gathers), (comm.reduce, reduces)):
-            if way is not None and can_link(group, way.packed.group):
+            is_linked = way is not None and not isinstance(way, CompressedCommunicator)
+            if way is not None and is_linked and can_link(group, way.packed.group):
                 process_groups[way.packed.group.group_name] = way.packed.group
                 users.setdefault(way.packed.group.group_name, []).append(group)
     for name, process_group in process_groups.items():
@@ -121,4 +129,4 @@ def may_share_memory(group: ShardGroup) -> bool:
     dim = group.axes.shard_mesh_dim
     if dim is None or not group.is_collective or default_transport() != "auto":
         return False
-    return can_link(group, group.axes.mesh.get_group(dim))
+    return group.gather_coding is None and can_link(group, group.axes.mesh.get_group(dim))

@@ -63,6 +63,10 @@ class _Packing:
     def label(self) -> str:
         return self.reduced.names
 
+    @property
+    def params(self) -> Sequence[UnitParam]:
+        return self.reduced.params
+
     def fill(self, packed: torch.Tensor) -> None:
         self.reduced.pack(self.gradients, packed)
         self.gradients = []
@@ -226,7 +230,7 @@ class Reduction:
         replicas = self._comm.replicas
         if replicas is not None and not self.is_partial and self.has_elements:
             scale = self._scale if self._comm.reduce is None else _replica_scale(self._scale)
-            self._replicated = replicas.all_reduce(section, scale)
+            self._replicated = replicas.all_reduce(section, scale, self._packing)
         elif self._terms.hook is not None:
             self._terms.hook(section)
 

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
+from shardwise.codec.compression_policy import Coding
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import CustomCollectives, fetch_alone
+from shardwise.comm.coding_state import Compression
 from shardwise.comm.communicator import Pending
 from shardwise.comm.lanes import Lanes
 from shardwise.comm.links.link import Link
@@ -55,6 +57,7 @@ class ShardGroup:
         params: in the order of the modules.  by_size: the order in memory, large ones first.  members: the same as a set.
         place: where they live.  device: of the full parameters.
         dtypes: in which they are gathered and their gradients reduced.
+        compression: how parameters and gradients travel in fewer bits; None: they do not.
         custom: how users want the backend's collectives to be carried out.
         bound_comm: how the group talks, None before an engine is there; :attr:`comm` raises then.
         is_collective: gathering and reducing take a collective.
@@ -94,6 +97,7 @@ class ShardGroup:
         self._packing: Packing | None = None
         self._sub: Shards | None = None
         self.custom = CustomCollectives()
+        self.compression: Compression | None = None
         self.reduce_layouts: dict[tuple[object, ...], ReduceLayout] = {}
         self._pool: BufferPool | None = None
         self.bound_comm: GroupComm | None = None
@@ -125,10 +129,38 @@ class ShardGroup:
     @property
     def route(self) -> str:
         """How parameters travel, as far as it is known: the name of a link, "collectives", or "" for not at all."""
+        coded = [
+            f"{way} {coding}"
+            for way, coding in (("gather", self.gather_coding), ("reduce", self.reduce_coding))
+            if coding
+        ]
         if self._packing is None or not self.is_collective:
-            return ""
+            return ", ".join(coded)
         link = self._planned_link(self._packing)
-        return "collectives" if link is None else link.name
+        return ", ".join(["collectives" if link is None else link.name, *coded])
+
+    @property
+    def gather_coding(self) -> Coding | None:
+        """In what parameters are gathered; None: as they are."""
+        coding = self.compression.policy.gather if self.compression is not None and self.axes.num_shards > 1 else None
+        return coding if coding is not None and self._has_coded else None
+
+    @property
+    def reduce_coding(self) -> Coding | None:
+        """In what gradients are reduced over shards, or between replicas where there are any; None: as they are."""
+        coding = self.compression.policy.reduce if self.compression is not None else None
+        is_reduced = self.axes.num_shards > 1 or self.axes.num_replicas > 1
+        return coding if coding is not None and is_reduced and self._has_coded else None
+
+    @property
+    def _has_coded(self) -> bool:
+        return any(self.is_coded(param) for param in self.params)
+
+    def is_coded(self, param: UnitParam) -> bool:
+        """True if ``param`` is one of those that travel coded, where anything does."""
+        if self.compression is None:
+            return False
+        return self.compression.policy.takes(param.fqn, param.shard.shape, param.dtype.itemsize)
 
     def _planned_link(self, packing: Packing) -> Link | None:
         comm = self.bound_comm.shards if self.bound_comm is not None else None
@@ -399,7 +431,14 @@ class ShardGroup:
 
     def _has_same_rows(self, param: UnitParam, full: torch.Tensor) -> bool:
         rows = self._rows_of(param, full)
-        return torch.equal(rows, param.local.detach().to(rows.device, rows.dtype))
+        return torch.equal(rows, self._as_gathered(param, rows))
+
+    def _as_gathered(self, param: UnitParam, rows: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard as a gather makes ``rows`` of it: in their dtype, and coded and decoded."""
+        local = param.local.detach().to(rows.device)
+        if self.compression is None or self.gather_coding is None:
+            return local.to(rows.dtype)
+        return self.compression.round_trip(local, param.fqn, param.shard.shape, rows.dtype)
 
     def write_back(self, param: UnitParam) -> None:
         """Copy this rank's rows of the full form to the shard, where they are not what was gathered."""
@@ -407,9 +446,9 @@ class ShardGroup:
         local = param.local.detach()
         with torch.no_grad():
             rows = self._rows_of(param, param.full)
-            if rows.dtype is not local.dtype or rows.device != local.device:
+            if rows.dtype is not local.dtype or rows.device != local.device or self.gather_coding is not None:
                 old = local.to(rows.device)
-                rows = torch.where(rows != old.to(rows.dtype), rows.to(local.dtype), old)
+                rows = torch.where(rows != self._as_gathered(param, rows), rows.to(local.dtype), old)
             local.copy_(rows)
         self.is_written = True
         torch.autograd.graph.increment_version(param.sharded)
@@ -429,11 +468,20 @@ class ShardGroup:
         """Return a parameter whose full form is not what its shard is, as far as this rank can see; None if none is."""
         if self.place.on.has_lanes or self._packing is None or not self.is_collective:
             return None  # on an accelerator the host would have to wait for the answer
+        if self.gather_coding is not None:
+            return self._differing_of(self._packing)
         rank, shards = self.axes.shard_rank, self._packing.shards
         for index, (bucket, full_flat) in enumerate(zip(shards.buckets, self._packing.hold(self.pool), strict=True)):
             full_parts = shards.full_parts(index, rank, full_flat)
             for param, mine, full in zip(bucket.params, shards.own_parts(index, rank), full_parts, strict=True):
                 if not have_same_bits(mine, full):
+                    return param
+        return None
+
+    def _differing_of(self, packing: Packing) -> UnitParam | None:
+        for bucket in packing.buckets:
+            for param in bucket.params:
+                if param.full is not None and param.local.numel() and not self._has_same_rows(param, param.full):
                     return param
         return None
 

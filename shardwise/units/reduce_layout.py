@@ -17,6 +17,7 @@ class ReduceLayout:
     """Where the gradients of some parameters of a group lie in a packed buffer and in this rank's section of it."""
 
     def __init__(self, params: list[UnitParam], alignment: int, rank: int) -> None:
+        self.params = params
         self.bucket = build_bucket([param.shard for param in params], alignment)
         self.names = ", ".join(param.fqn for param in params[:3]) + (f" and {len(params) - 3} more" * (len(params) > 3))
         self.is_even = self.bucket.is_even

@@ -215,6 +215,10 @@ class ShardEnds:
         self.layout, self.dtype, self.full_dtype = bucket.layout, bucket.dtype, bucket.full_dtype
 
     @property
+    def params(self) -> Sequence[UnitParam]:
+        return self._bucket.params
+
+    @property
     def number(self) -> int | None:
         return self._bucket.number
 

@@ -255,7 +255,7 @@ HOLDS = [
     ),
     (
         "a fetched shard is kept until it is gathered",
-        c10d._OnLane,
+        c10d.OnLane,
         "__init__",
         keeps_nothing,
         "offload, prefetches as told",

@@ -12,7 +12,7 @@ import shardwise
 import shardwise.checkpoint
 
 _MESH = "mesh replicate_mesh_dim shard_mesh_dim"
-_MODULE = """finalize_backward release_memory reset_iter_state reshard set_all_reduce_hook
+_MODULE = """compression_report compression_state finalize_backward release_memory reset_iter_state reshard set_all_reduce_hook
     set_allocate_memory_from_process_group_for_comm set_custom_all_gather set_custom_reduce_scatter
     set_force_sum_reduction_for_comms set_gradient_divide_factor set_is_last_backward set_keep_unsharded_storage
     set_manual_backward_finalization set_modules_to_backward_prefetch set_modules_to_forward_prefetch set_post_optim_event
@@ -21,6 +21,9 @@ _MODULE = """finalize_backward release_memory reset_iter_state reshard set_all_r
     set_separate_reduce_scatter_group set_transport set_unshard_in_backward unshard"""
 _OPTIMIZER = "add_param_group clip_grad_norm_ load_state_dict param_groups state state_dict step zero_grad"
 FOR_USERS = {
+    "CodedTraffic": "last_error num_calls plain_bytes sent_bytes worst_error",
+    "CompressionPolicy": "block error_feedback exact gather min_bytes reduce warn_above",
+    "CompressionState": "load_state_dict state_dict",
     "CPUOffloadPolicy": "pin_memory",
     "Choices": "accumulate doors measures offload optimizer precision recompute unit_bytes",
     "DDPMeshInfo": _MESH,
@@ -42,6 +45,7 @@ FOR_USERS = {
     "Span": "begin_s end_s lane num_bytes seconds unit what",
     "StepError": "kind place rank text",
     "Trace": "calls departure exposed_s planned save spans table to_json",
+    "UnitCompression": "gathers name reductions",
     "UnitRow": "name num_bytes num_modules numel padding_ratio route",
     "UnitTable": "rows",
     "UnshardHandle": "wait",
@@ -54,6 +58,7 @@ FOR_USERS = {
 _AXES = "device dims num_replicas num_shards shard_rank spmd_mesh"
 FOR_OTHER_ROOMS = {
     "CPUOffloadPolicy": "of",
+    "CompressionPolicy": "takes",
     "DDPMeshInfo": _AXES,
     "DataParallelMeshDims": "replicate_names shard_names",
     "FSDPMeshInfo": _AXES,

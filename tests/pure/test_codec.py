@@ -1,0 +1,103 @@
+"""Codes of blocks and messages of sections: bounds, and what must come out as it went in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise import CompressionPolicy, ConfigError
+from shardwise.codec.block_codes import BlockCode
+from shardwise.codec.coded_sections import CodedSection
+from shardwise.layout.bucket import build_bucket
+from shardwise.layout.shard import ChunkShard
+
+
+def there_and_back(code: BlockCode, rows: torch.Tensor) -> torch.Tensor:
+    coded = torch.empty(rows.shape[0], code.num_bytes(rows.shape[1]), dtype=torch.uint8)
+    code.encode(rows, coded)
+    return code.decode(coded, rows.shape[1])
+
+
+def drawn(seed: int, num_rows: int, numel: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(num_rows, numel, generator=generator)
+    return rows * 10.0 ** torch.randint(-44, 38, (num_rows, numel), generator=generator)
+
+
+def test_int8_is_off_by_half_the_scale_of_its_block_at_most() -> None:
+    for seed in range(60):
+        block = (8, 32, 100)[seed % 3]
+        rows = drawn(seed, 1 + seed % 3, 4 * block).clamp(-1e38, 1e38)
+        if seed % 4 == 0:
+            rows = rows[:, :1].expand_as(rows).contiguous()
+        off = (there_and_back(BlockCode("int8", block), rows).double() - rows.double()).abs()
+        scale = rows.double().view(len(rows), -1, block).abs().amax(-1, keepdim=True) / 127
+        assert torch.all(off.view_as(scale.expand(-1, -1, block)) <= scale / 2 * (1 + 1e-4) + 1.5e-36), seed
+
+
+def test_bf16_is_off_by_one_part_in_256_at_most() -> None:
+    rows = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.all((there_and_back(BlockCode("bf16", 8), rows) - rows).abs() <= rows.abs() / 256)
+
+
+def test_zeros_and_the_largest_of_a_block_come_back_as_they_are() -> None:
+    rows = torch.zeros(1, 16)
+    rows[0, 8:] = torch.tensor([127.0, -127.0, 3.0, 0.0, -0.0, 126.0, 1.0, -64.0])
+    assert torch.equal(there_and_back(BlockCode("int8", 8), rows), rows)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_a_block_that_is_not_finite_stays_so_and_its_neighbours_do_not_hear_of_it(bad: float) -> None:
+    rows = torch.ones(1, 24)
+    rows[0, 11] = bad
+    back = there_and_back(BlockCode("int8", 8), rows)
+    assert torch.all(torch.isnan(back[0, 8:16]))
+    assert torch.equal(back[0, :8], rows[0, :8])
+    assert torch.equal(back[0, 16:], rows[0, 16:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_not_coded_comes_out_of_a_message_to_the_bit(dtype: torch.dtype) -> None:
+    shapes = [(5, 7), (3,), (9, 4), (2, 2)]
+    for num_shards in (1, 2, 4):
+        layout = build_bucket([ChunkShard(shape, 0, num_shards) for shape in shapes], 4)
+        section = CodedSection.of(layout, [True, False, True, False], dtype, BlockCode("int8", 8))
+        rows = torch.randn(3, layout.section_numel, generator=torch.Generator().manual_seed(1)).to(dtype)
+        messages = torch.zeros(3, section.message_bytes, dtype=torch.uint8)
+        section.put_rest(rows, messages)
+        section.code.encode(section.take_coded(rows), section.codes_in(messages))
+        back = torch.empty_like(rows)
+        section.decode(messages, back)
+        for start, numel in section.rest:
+            assert torch.equal(back[:, start : start + numel], rows[:, start : start + numel])
+        torch.testing.assert_close(back, rows, rtol=0, atol=0.03)
+        total = torch.zeros_like(section.sum_of(messages))
+        for row in back:
+            total += row.float()
+        torch.testing.assert_close(section.sum_of(messages), total, rtol=0, atol=0.03)
+
+
+def test_norms_biases_small_and_named_tensors_stay_exact() -> None:
+    policy = CompressionPolicy(gather="int8", exact=("*embed*",))
+    assert policy.takes("up.weight", (64, 64), 4)
+    assert not policy.takes("up.weight", (64, 63), 4)
+    assert not policy.takes("norm.weight", (1 << 20,), 4)
+    assert not policy.takes("embedding.weight", (1024, 64), 4)
+    assert not policy.takes("up.weight", (64, 64), 8)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gather": "int4"},
+        {"reduce": "fp8"},
+        {"block": 4},
+        {"block": 64.0},
+        {"min_bytes": -1},
+        {"exact": "embed"},
+        {"warn_above": 0.0},
+    ],
+)
+def test_a_bad_policy_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        CompressionPolicy(**wrong)
