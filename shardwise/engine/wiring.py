@@ -20,7 +20,8 @@ from shardwise.comm.posts import number_posts
 from shardwise.engine.engine import Engine
 from shardwise.engine.group_links import GroupLink, can_link
 from shardwise.engine.means import Means
-from shardwise.units.group import GroupComm, ShardGroup
+from shardwise.units.group import ShardGroup
+from shardwise.units.group_comm import GroupComm
 from shardwise.units.unit import Unit
 
 
@@ -31,13 +32,24 @@ def new_engine(units: list[Unit]) -> Engine:
     engine.adopt(units)
     engine.journal.bulletin = bulletin = _bulletin(units, device)
     if bulletin is not None:
-        engine.means.spans.tell = lambda reason: bulletin.tell(
-            Position(0, (), reason)
-        )  # not the journal: it has the units
+        # Not the journal: it has the units, which would hold themselves.
+        engine.means.spans.tell = lambda reason: bulletin.tell(Position(0, (), reason))
         engine.journal.log.track.name = bulletin.topic  # a count of this process alone may be another on other ranks
     limit_reductions(engine)
     bind_units(engine)
+    policies = _policies(units)
+    if bulletin is not None and policies:
+        bulletin.check_facts("compression policies", policies, engine.journal.position())
     return engine
+
+
+def _policies(units: Sequence[Unit]) -> list[str]:
+    return [
+        f"unit {number}: {group.compression.policy}"
+        for number, unit in enumerate(units)
+        for group in unit.groups
+        if group.compression is not None
+    ]
 
 
 def limit_reductions(engine: Engine) -> None:

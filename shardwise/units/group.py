@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,39 +14,24 @@ from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import CustomCollectives, fetch_alone
 from shardwise.comm.coding_state import Compression
 from shardwise.comm.communicator import Pending
-from shardwise.comm.lanes import Lanes
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import have_same_bits
-from shardwise.comm.links.routes import RoutedCommunicator
 from shardwise.errors import StateError
 from shardwise.layout.bucket import build_bucket, by_size
 from shardwise.layout.shard import ChunkShard
 from shardwise.units.axes import MeshAxes
 from shardwise.units.extension import ExtensionParams
 from shardwise.units.flat_bucket import FlatBucket, SubBucket
+from shardwise.units.group_comm import GroupComm
 from shardwise.units.group_dtypes import Dtypes
 from shardwise.units.idle import mark_full, mark_kept, may_be_written
+from shardwise.units.own_rows import OwnRows
 from shardwise.units.param import UnitParam
 from shardwise.units.place import Place
 from shardwise.units.placement import sub_parameter
 from shardwise.units.precision import MixedPrecisionPolicy
 from shardwise.units.reduce_layout import ReduceLayout
 from shardwise.units.shards import Delivery, FullBuffer, Packing, Shards, make_full_parameter
-
-
-@dataclass(slots=True)
-class GroupComm:
-    """How a group talks: along the shard axis, along the replica axis, and along the smaller mesh after forward.
-
-    Attributes:
-        copies: lanes on which shards come from the host; None where they do not live there.
-    """
-
-    shards: RoutedCommunicator | None
-    reduce: RoutedCommunicator | None
-    replicas: RoutedCommunicator | None
-    sub: RoutedCommunicator | None = None
-    copies: Lanes | None = None
 
 
 class ShardGroup:
@@ -417,39 +401,20 @@ class ShardGroup:
                     or (
                         type(full) is not nn.Parameter
                         and may_be_written(full)
-                        and not (param.local.numel() and self._has_same_rows(param, full))
+                        and not (param.local.numel() and self._own_rows.are_as_gathered(param, full))
                     )
                 ):
                     found.append(param)
         return found
 
-    def _rows_of(self, param: UnitParam, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of the full form."""
-        cut, whole = param.shard, torch_private.data_of(torch_private.local_of(full))
-        rows = cut.rows(self.axes.shard_rank)
-        return whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows))
-
-    def _has_same_rows(self, param: UnitParam, full: torch.Tensor) -> bool:
-        rows = self._rows_of(param, full)
-        return torch.equal(rows, self._as_gathered(param, rows))
-
-    def _as_gathered(self, param: UnitParam, rows: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard as a gather makes ``rows`` of it: in their dtype, and coded and decoded."""
-        local = param.local.detach().to(rows.device)
-        if self.compression is None or self.gather_coding is None:
-            return local.to(rows.dtype)
-        return self.compression.round_trip(local, param.fqn, param.shard.shape, rows.dtype)
+    @property
+    def _own_rows(self) -> OwnRows:
+        return OwnRows(self.axes.shard_rank, self.compression if self.gather_coding is not None else None)
 
     def write_back(self, param: UnitParam) -> None:
         """Copy this rank's rows of the full form to the shard, where they are not what was gathered."""
         assert param.full is not None
-        local = param.local.detach()
-        with torch.no_grad():
-            rows = self._rows_of(param, param.full)
-            if rows.dtype is not local.dtype or rows.device != local.device or self.gather_coding is not None:
-                old = local.to(rows.device)
-                rows = torch.where(rows != self._as_gathered(param, rows), rows.to(local.dtype), old)
-            local.copy_(rows)
+        self._own_rows.bring_back(param, param.full)
         self.is_written = True
         torch.autograd.graph.increment_version(param.sharded)
         mark_full([param])
@@ -479,10 +444,10 @@ class ShardGroup:
         return None
 
     def _differing_of(self, packing: Packing) -> UnitParam | None:
-        for bucket in packing.buckets:
-            for param in bucket.params:
-                if param.full is not None and param.local.numel() and not self._has_same_rows(param, param.full):
-                    return param
+        own = self._own_rows
+        for param in (param for bucket in packing.buckets for param in bucket.params):
+            if param.full is not None and param.local.numel() and not own.are_as_gathered(param, param.full):
+                return param
         return None
 
     def mark_kept(self) -> None:

@@ -14,7 +14,15 @@ from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
-from shardwise import CompressionPolicy, ConfigError, describe_units, fully_shard, replicate
+from shardwise import (
+    CompressionPolicy,
+    ConfigError,
+    DesyncError,
+    TransportError,
+    describe_units,
+    fully_shard,
+    replicate,
+)
 from shardwise.checkpoint import load, save
 
 BOTH = CompressionPolicy(gather="int8", reduce="int8", block=64, min_bytes=1024)
@@ -232,3 +240,16 @@ def test_a_gather_between_replicas_and_other_things_than_policies_are_refused() 
         replicate(nn.Linear(2, 2), compression=BOTH)
     with pytest.raises(ConfigError, match="expected a CompressionPolicy"):
         fully_shard(nn.Linear(2, 2), compression="int8")
+
+
+@on_ranks(2, fresh=True, group_timeout_s=3)
+@pytest.mark.parametrize("other", [{"block": 64}, None])
+def test_ranks_with_other_policies_are_named_before_anything_is_sent(other: dict[str, Any] | None) -> None:
+    mine: dict[str, Any] | None = other if dist.get_rank() == 1 else {}
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    fully_shard(model, compression=None if mine is None else CompressionPolicy(gather="int8", min_bytes=0, **mine))
+    with pytest.raises((DesyncError, TransportError, RuntimeError)) as caught:
+        model(torch.ones(2, 64)).sum().backward()
+    if mine is not None:
+        assert isinstance(caught.value, DesyncError)
+        assert "compression policies" in str(caught.value)
