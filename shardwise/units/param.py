@@ -196,7 +196,7 @@ class UnitParam:
         """
         current = self.slots[0].parameters[self.slots[0].name]
         if current is not None and current is not self.full and current is not self.subsharded:
-            if current is not self.sharded and not isinstance(current, nn.Parameter):
+            if current is not self.sharded and not isinstance(current, nn.Parameter):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(
                     f"{self.fqn}: a {type(current).__name__} that is no Parameter has taken its place, as "
                     "torch.func.functional_call does; a sharded module runs with the parameters that it gathers. Call the "
