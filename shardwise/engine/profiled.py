@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +22,12 @@ _NAMES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Open:
+    span: tuple[str, str]
+    record: torch.profiler.record_function
+
+
 class _Records:
     """Hears of spans while a profiler is on: each that moves bytes is a ``record_function`` of its thread."""
 
@@ -34,19 +41,19 @@ class _Records:
         if what in _NAMES:
             record = torch.profiler.record_function(f"shardwise::{_NAMES[what]} {subject or 'root'}")
             record.__enter__()
-            self._stack().append((what, subject, record))
+            self._stack().append(_Open((what, subject), record))
 
     def end(self, what: str, subject: str, num_bytes: int) -> None:
         stack = self._stack()
-        if (what, subject) not in [each[:2] for each in stack]:
+        if (what, subject) not in [each.span for each in stack]:
             return  # it had begun before the profiler
         while stack:
-            other, unit, record = stack.pop()
-            record.__exit__(None, None, None)
-            if (other, unit) == (what, subject):
+            last = stack.pop()
+            last.record.__exit__(None, None, None)
+            if last.span == (what, subject):
                 return
 
-    def _stack(self) -> list[tuple[str, str, torch.profiler.record_function]]:
+    def _stack(self) -> list[_Open]:
         if not hasattr(self._open, "stack"):
             self._open.stack = []
         return self._open.stack
