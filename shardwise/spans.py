@@ -22,7 +22,7 @@ class SpanListener(Protocol):
         ...
 
 
-listeners: list[SpanListener] = []  # changed by listening() alone
+listeners: list[SpanListener] = []  # changed by listening(), and by the profiler's records
 
 
 def begin(track: str, what: str, subject: str) -> None:

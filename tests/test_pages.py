@@ -21,7 +21,7 @@ from shardwise.cli.main import build_parser
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shardwise"
-NOT_OURS = {".git", ".venv", ".venv-docs", "build", "runs"}
+NOT_OURS = {".git", ".venv", ".venv-docs", ".venv-clients", "build", "runs"}
 PAGES = sorted(page for page in ROOT.rglob("*.md") if not NOT_OURS & {*page.relative_to(ROOT).parts})
 CODE = [
     path for folder in ("shardwise", "tests", "benchmarks", "docs", "examples") for path in (ROOT / folder).rglob("*.*")

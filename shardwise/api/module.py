@@ -399,6 +399,17 @@ class FSDPModule(_Base):
             group.custom.allocates_from_group = enable
         bind_units(self._engine())
 
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Refuse torch's switch to symmetric memory.
+
+        Raises: ConfigError, which names what there is in its place.
+        """
+        raise ConfigError(
+            f"set_symm_mem_for_comm({backend!r}): shardwise does not use NCCL's symmetric memory. For buffers that NCCL has "
+            "registered, call set_allocate_memory_from_process_group_for_comm(True); on CPU ranks of one host use shared "
+            "memory by themselves"
+        )
+
     # ---- plumbing ----
 
     def _attachment(self) -> Attachment:

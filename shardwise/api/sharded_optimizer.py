@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from shardwise.optim.checkpointed import Checkpoint, only_saved
 from shardwise.optim.clip import Limit, Part, clip_parts, part_of
 from shardwise.optim.flat import room_for
 from shardwise.optim.forms import StateForm, copy_options, in_form, is_flat, options_of, unflattened
+from shardwise.optim.named_groups import checked_params, match_groups, split_by_pattern
 from shardwise.optim.named_state import ByName, NamedGroup, OwnGroup, StateView, full_value, unwrap, wrap
 from shardwise.optim.owned_gradient import OwnedGradient
 from shardwise.optim.pieces import (
@@ -90,9 +90,9 @@ class ShardedOptimizer(Optimizer):
         **optimizer_kwargs: Any,
     ) -> None:
         note("init", "ShardedOptimizer")
-        self.named_params: dict[str, torch.Tensor] = _checked_params(named_params)
+        self.named_params: dict[str, torch.Tensor] = checked_params(named_params)
         self._pieces: dict[str, list[Piece]] = {n: pieces_of(n, p) for n, p in self.named_params.items()}
-        split = _split_by_pattern(list(self.named_params), groups)
+        split = split_by_pattern(list(self.named_params), groups)
 
         def make(param_groups: list[dict[str, Any]]) -> Optimizer:
             return optimizer_class(param_groups, *optimizer_args, **optimizer_kwargs)
@@ -165,7 +165,7 @@ class ShardedOptimizer(Optimizer):
         if not self._is_built:
             super().add_param_group(param_group)
             return
-        found = _checked_params(param_group["params"])
+        found = checked_params(param_group["params"])
         known = sorted(set(found) & set(self.named_params))
         tensors = {id(param): name for name, param in self.named_params.items()}
         again = sorted(name for name, param in found.items() if id(param) in tensors)
@@ -271,7 +271,7 @@ class ShardedOptimizer(Optimizer):
         own = [group["param_names"] for group in self.param_groups]
         if is_flat(loaded):
             loaded = unflattened(loaded, own)
-        groups, names = _match_groups(loaded["param_groups"], own)
+        groups, names = match_groups(loaded["param_groups"], own)
         given: dict[str, Mapping[str, Any]] = {}
         for saved_key, values in loaded["state"].items():
             name = names.get(saved_key)
@@ -361,68 +361,3 @@ class ShardedOptimizer(Optimizer):
 
 def _moved(value: Any, to_cpu: bool) -> Any:
     return value.cpu() if to_cpu and isinstance(value, torch.Tensor) else value
-
-
-def _checked_params(params: Any) -> dict[str, torch.Tensor]:
-    if isinstance(params, torch.Tensor):
-        raise TypeError("parameters come with names: pass dict(model.named_parameters()), not a tensor")
-    pairs = list(cast(Mapping[str, Any], params).items()) if isinstance(params, Mapping) else list(params)
-    if not pairs:
-        raise ConfigError("ShardedOptimizer got no parameters")
-    found: dict[str, torch.Tensor] = {}
-    first_name: dict[int, str] = {}
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(cast(tuple[Any, ...], pair)) != 2:
-            raise TypeError(f"parameters come with names: expected (name, tensor), found {type(pair).__name__}")
-        name, param = cast(tuple[str, Any], pair)
-        if not isinstance(param, torch.Tensor):
-            raise TypeError(f"{name}: expected a Tensor, DTensor or ShardedTensor, found {torch.typename(param)}")
-        if name in found or id(param) in first_name:
-            raise ConfigError(f"{name} is given twice (first as {first_name.get(id(param), name)}); pass it once")
-        found[name] = param
-        first_name[id(param)] = name
-    return found
-
-
-def _split_by_pattern(
-    names: Sequence[str], groups: Sequence[Mapping[str, Any]]
-) -> list[tuple[list[str], dict[str, Any]]]:
-    rest = list(names)
-    split: list[tuple[list[str], dict[str, Any]]] = []
-    for group in groups:
-        if "names" not in group or "params" in group:
-            raise ConfigError(f'a group needs "names" (a pattern or several) and no "params"; found {sorted(group)}')
-        patterns = [group["names"]] if isinstance(group["names"], str) else list(group["names"])
-        taken = [name for name in rest if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-        if not taken:
-            raise ConfigError(f"no parameter (that is not in an earlier group) matches {patterns}")
-        rest = [name for name in rest if name not in set(taken)]
-        split.append((taken, {key: value for key, value in group.items() if key != "names"}))
-    return [*split, (rest, {})] if rest else split
-
-
-def _match_groups(
-    saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]
-) -> tuple[list[Mapping[str, Any]], dict[Any, str]]:
-    """Return the saved groups in the order of ``own`` and the name for each of their keys."""
-    if len(saved) != len(own):
-        raise ConfigError(f"loaded state dict has a different number of parameter groups: {len(saved)}, not {len(own)}")
-    saved_names = [key for group in saved for key in group.get("param_names", group["params"])]
-    if all(isinstance(key, str) for key in saved_names):
-        saved_keys = [key for group in saved for key in group["params"]]
-        by_names = {frozenset(group.get("param_names", group["params"])): group for group in saved}
-        missing = [list(names) for names in own if frozenset(names) not in by_names]
-        if missing:
-            raise ConfigError(
-                f"loaded state dict contains a parameter group that doesn't match: none has exactly {missing[0]}"
-            )
-        return [by_names[frozenset(names)] for names in own], dict(zip(saved_keys, saved_names, strict=True))
-    matched: dict[Any, str] = {}
-    for group, names in zip(saved, own, strict=True):
-        if len(group["params"]) != len(names):
-            raise ConfigError(
-                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
-                f"{len(group['params'])} parameters, expected {len(names)}"
-            )
-        matched.update(zip(group["params"], names, strict=True))
-    return list(saved), matched

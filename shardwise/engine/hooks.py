@@ -23,6 +23,7 @@ from shardwise.engine.attachment import Attachment, Pass
 from shardwise.engine.engine import Engine, live_engines
 from shardwise.engine.nested import cast_floating, map_tensors, tensors_in
 from shardwise.engine.notes import logger, note
+from shardwise.engine.profiled import record_transfers
 from shardwise.engine.roots import live_engine
 from shardwise.units.unit import is_in_backward
 
@@ -51,6 +52,7 @@ def _range(what: str, unit: str) -> AbstractContextManager[object]:
     if logger.isEnabledFor(logging.DEBUG):
         note(what, unit)
     if torch_private.is_profiling():
+        record_transfers()
         return torch.profiler.record_function(f"FSDP::{what} ({unit})")
     return nullcontext()
 

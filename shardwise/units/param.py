@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.errors import StateError
+from shardwise.errors import ConfigError, StateError
 from shardwise.layout.shard import ChunkShard
 from shardwise.torch_private import DTensorSpec
 from shardwise.units.precision import GradDtype, MixedPrecisionPolicy
@@ -190,9 +190,18 @@ class UnitParam:
                 slot.put(first)
 
     def adopt_registered(self) -> None:
-        """Take the parameter that hangs in the first slot as the sharded one: user code may have replaced it."""
+        """Take the parameter that hangs in the first slot as the sharded one: user code may have replaced it.
+
+        Raises: ConfigError if it is no parameter but a tensor, as ``torch.func.functional_call`` puts one there.
+        """
         current = self.slots[0].parameters[self.slots[0].name]
         if current is not None and current is not self.full and current is not self.subsharded:
+            if current is not self.sharded and not isinstance(current, nn.Parameter):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ConfigError(
+                    f"{self.fqn}: a {type(current).__name__} that is no Parameter has taken its place, as "
+                    "torch.func.functional_call does; a sharded module runs with the parameters that it gathers. Call the "
+                    "plain module with functional_call, or copy_ the values into the shards"
+                )
             self.sharded = current
             self.follow_grad_dtype()
 

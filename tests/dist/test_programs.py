@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardwise import FSDPModule, StateError, fully_shard, replicate
+from shardwise import ConfigError, FSDPModule, StateError, fully_shard, replicate
 from shardwise.testing.models import Block
 
 # ---- what is done to parameters that are registered whole ----
@@ -345,6 +345,23 @@ def test_an_all_reduce_hook_with_a_stream_runs_without_an_accelerator() -> None:
     model.set_all_reduce_hook(lambda flat: seen.append(flat.numel()), stream=torch.Stream("cpu"))
     model(batch(0)).sum().backward()
     assert len(seen) == 1
+
+
+@on_ranks(2)
+def test_tensors_that_functional_call_puts_in_place_of_parameters_are_refused_and_the_model_goes_on() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
+    for door in (fully_shard, replicate):
+        model = copy.deepcopy(plain)
+        door(model[0])
+        door(model)
+        own = dict(model.named_parameters())
+        assert torch.equal(torch.func.functional_call(model, own, batch(0)), plain(batch(0)))
+        doubled = {name: param * 2 for name, param in own.items()}
+        for replaced in (doubled, {name: full(value).detach() for name, value in doubled.items()}):
+            with pytest.raises(ConfigError, match=r"1\.weight: a D?Tensor that is no Parameter.*functional_call"):
+                torch.func.functional_call(model, replaced, batch(0))
+            assert torch.equal(model(batch(0)), plain(batch(0)))
 
 
 @on_ranks(2, fresh=True)

@@ -123,3 +123,20 @@ def test_nothing_is_said_while_nobody_listens() -> None:
 def test_a_model_without_units_is_refused() -> None:
     with pytest.raises(ConfigError, match="is no unit"), shardwise.trace(nn.Linear(2, 2)):
         pass
+
+
+@on_ranks(2)
+def test_a_profiler_sees_transfers_of_every_way_by_name_while_it_is_on() -> None:
+    for transport in ("auto", "gloo", "collective"):
+        model = sharded(fully_shard)
+        model.set_transport(transport)
+        step(model)
+        with torch.profiler.profile(acc_events=True) as profile:
+            step(model)
+        names = {event.key for event in profile.key_averages()}
+        for unit in ("0", "1", "2"):
+            for what in ("all_gather", "wait_all_gather", "reduce_scatter", "wait_reduce_scatter"):
+                assert f"shardwise::{what} {unit}" in names, f"{transport}: {what} {unit} is not in {sorted(names)}"
+        assert spans.listeners
+        step(model)
+        assert not spans.listeners

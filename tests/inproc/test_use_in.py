@@ -48,3 +48,40 @@ def test_what_was_sharded_within_is_what_torchs_tools_know() -> None:
     assert isinstance(model, shardwise.FSDPModule)
     assert isinstance(model, torchs.FSDPModule)
     assert torchs.fully_shard.state(model) is not None  # type: ignore[attr-defined]
+
+
+# Public names of torch's FSDPModule in 2.15; the installed one's are looked up.
+NAMES_OF_2_15 = {
+    "finalize_backward",
+    "reset_iter_state",
+    "set_keep_unsharded_storage",
+    "set_manual_backward_finalization",
+    "set_symm_mem_for_comm",
+}
+CLASS_AND_TOOLS = {"_apply", "_get_fsdp_state", "_set_unshard_async_op", "__new__"}
+
+
+def test_no_method_of_torchs_class_is_reached_through_a_sharded_module() -> None:
+    names = {name for name in dir(torchs.FSDPModule) if not name.startswith("_")} | NAMES_OF_2_15 | CLASS_AND_TOOLS
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        doors = (shardwise.fully_shard, shardwise.replicate)
+        kinds = [type(door(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,)))) for door in doors]
+    finally:
+        dist.destroy_process_group()
+    for kind in kinds:
+        assert torchs.FSDPModule in kind.__mro__
+        for name in names:
+            owner = next((base for base in kind.__mro__ if name in vars(base)), None)
+            assert owner is not None, name
+            assert owner.__module__.startswith(("shardwise.", "torch.nn.")), f"{name} is found in {owner}"
+
+
+def test_symmetric_memory_is_refused_by_name() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        model = shardwise.fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,)))
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(ConfigError, match=r"set_symm_mem_for_comm\('NCCL'\).*set_allocate_memory"):
+        model.set_symm_mem_for_comm()

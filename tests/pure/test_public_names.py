@@ -18,7 +18,7 @@ _MODULE = """compression_report compression_state finalize_backward release_memo
     set_manual_backward_finalization set_modules_to_backward_prefetch set_modules_to_forward_prefetch set_post_optim_event
     set_reduce_scatter_divide_factor set_reduce_scatter_max_input_buffers set_reduce_scatter_unused_params
     set_requires_all_reduce set_requires_gradient_sync set_reshard_after_backward set_reshard_after_forward
-    set_separate_reduce_scatter_group set_transport set_unshard_in_backward unshard"""
+    set_separate_reduce_scatter_group set_symm_mem_for_comm set_transport set_unshard_in_backward unshard"""
 _OPTIMIZER = "add_param_group clip_grad_norm_ load_state_dict param_groups state state_dict step zero_grad"
 FOR_USERS = {
     "CodedTraffic": "last_error num_calls plain_bytes sent_bytes worst_error",

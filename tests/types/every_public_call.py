@@ -15,6 +15,9 @@ import shardwise
 from shardwise import (
     CheckpointError,
     Choices,
+    CodedTraffic,
+    CompressionPolicy,
+    CompressionState,
     ConfigError,
     CPUOffloadPolicy,
     DamagedCheckpointError,
@@ -40,6 +43,7 @@ from shardwise import (
     StepError,
     Trace,
     TransportError,
+    UnitCompression,
     UnitRow,
     UnitTable,
     UnshardHandle,
@@ -136,6 +140,16 @@ def configures(model: FSDPModule) -> None:
         pass
     with use_in(fsdp):
         pass
+
+
+def sends_fewer_bits(model: Net) -> int:
+    coded: CompressionPolicy = CompressionPolicy(gather="int8", reduce="bf16", block=128, exact=("head",))
+    sharded: FSDPModule = fully_shard(model, compression=coded)
+    state: CompressionState = sharded.compression_state()
+    state.load_state_dict(state.state_dict())
+    units: tuple[UnitCompression, ...] = sharded.compression_report()
+    traffic: CodedTraffic = units[0].gathers
+    return traffic.sent_bytes + units[0].reductions.plain_bytes
 
 
 def trains(model: Net, data: Tensor) -> None:
