@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -122,6 +122,21 @@ class Compression:
             if residual is None or residual.shape != shape:
                 residual = self.residuals[params[tensor]] = torch.empty(shape, dtype=torch.float32, device=lost.device)
             residual.copy_(lost.narrow(1, start, numel)).nan_to_num_(0.0, 0.0, 0.0)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of what is kept for the next gradients."""
+        return sum(each.nbytes for each in self.residuals.values())
+
+    def mark(self) -> Callable[[], None]:
+        """Return what brings residuals back to what they are now."""
+        was = {param: residual.clone() for param, residual in self.residuals.items()}
+
+        def put_back() -> None:
+            self.residuals.clear()
+            self.residuals.update(was)
+
+        return put_back
 
     def round_trip(self, shard: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return ``shard`` of the parameter ``name`` of ``shape`` as all ranks have it after an all-gather in ``dtype``."""

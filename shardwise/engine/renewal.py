@@ -6,6 +6,7 @@ All of that belongs to an engine, so after a failure it is made again as at the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
@@ -40,9 +41,13 @@ class KeptUnits:
         self._attachments = list(found.values())
         self._units: list[_Unit] = []
         self._is_last: dict[int, bool] = {}
+        self._marks: list[Callable[[], None]] = []
 
-    def keep(self) -> None:
-        """Remember how they are now.  Raises: StateError if gradients of a backward are on their way."""
+    def keep(self) -> int:
+        """Remember how they are now; return the bytes copied for that.
+
+        Raises: StateError if gradients of a backward are on their way.
+        """
         for engine in self._engines():
             if engine.is_in_step or engine.reductions.has_deferred or engine.manual.awaits_completion:
                 raise StateError(
@@ -52,6 +57,10 @@ class KeptUnits:
                 )
             self._is_last[id(engine)] = engine.is_last_backward
         self._units = [_as_it_is(each.unit) for each in self._attachments]
+        groups = (group for each in self._attachments for group in each.unit.groups)
+        coded = [group.compression for group in groups if group.compression is not None]
+        self._marks = [each.mark() for each in coded]
+        return sum(each.residual_bytes for each in coded)
 
     def put_back(self) -> None:
         """Bring every unit to its shards, forget the step, and let engines be made anew.  Nobody waits for this rank."""
@@ -63,6 +72,8 @@ class KeptUnits:
             was.unit.earlier.unsynced = set(was.unsynced)
             was.unit.policy = was.policy
             was.unit.backward.counts, was.unit.backward.ended_late = was.counts, was.ended_late
+        for put_back in self._marks:
+            put_back()
         for attachment in self._attachments:
             attachment.is_root = None  # the next forward makes the engine
 

@@ -96,8 +96,7 @@ class Ledger:
             naming_lost_peers(
                 lambda ddp=ddp: torch_private.settle_buckets(ddp), "a transaction cannot begin", members, mine
             )
-        self._units.keep()
-        self.num_bytes = self._buffers.keep() + self._gradients.keep(list(self._holders()))
+        self.num_bytes = self._units.keep() + self._buffers.keep() + self._gradients.keep(list(self._holders()))
         for each in self._optimizers.values():
             each.begin()
         self._undo_others = keep_others(self._wanted.also)

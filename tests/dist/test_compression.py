@@ -22,6 +22,7 @@ from shardwise import (
     describe_units,
     fully_shard,
     replicate,
+    transaction,
 )
 from shardwise.checkpoint import load, save
 
@@ -253,3 +254,24 @@ def test_ranks_with_other_policies_are_named_before_anything_is_sent(other: dict
     if mine is not None:
         assert isinstance(caught.value, DesyncError)
         assert "compression policies" in str(caught.value)
+
+
+@on_ranks(2)
+def test_a_step_that_is_taken_back_takes_its_residuals_back() -> None:
+    model = twins()[0]
+    fully_shard(model, compression=REDUCE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = model.compression_state()
+    seen: list[dict[str, torch.Tensor]] = []
+    for step in range(2):
+        with transaction(model, optimizer, skip=KeyError) as attempt:
+            optimizer.zero_grad()
+            backward(model, 10 * step + dist.get_rank())
+            if step == 1 and dist.get_rank() == 1:
+                raise KeyError("a broken sample")
+            optimizer.step()
+        assert attempt.outcome == ("committed", "skipped")[step]
+        seen.append({name: full(each).clone() for name, each in state.state_dict().items()})
+    assert any(each.any() for each in seen[0].values())
+    for name, before in seen[0].items():
+        assert torch.equal(seen[1][name], before), name
