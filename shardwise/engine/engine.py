@@ -182,6 +182,8 @@ class Engine:
         for unit in self.units:
             if unit.is_full and self.means.spans.number is None:
                 unit.take_writes()
+                if kind == "forward" and unit.has_shards_registered:
+                    unit.reshard()
             for group in unit.groups:
                 group.ensure_packed()
         self.means.spans.begin(kind)

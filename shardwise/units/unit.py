@@ -429,6 +429,14 @@ class Unit:
         if self.is_full and (written := self._written()):
             self._write_back(written)
 
+    @property
+    def has_shards_registered(self) -> bool:
+        """True if somebody has hung shards on the modules of a full unit, as ``torch.func.functional_call`` does at its end."""
+        return any(
+            param.slots[0].parameters[param.slots[0].name] is param.sharded and param.full is not param.sharded
+            for param in self.params
+        )
+
     def keep(self) -> None:
         """Leave full parameters registered although no forward or backward runs."""
         self.take_writes()
