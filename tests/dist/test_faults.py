@@ -150,9 +150,13 @@ def test_a_rank_can_be_stopped_and_goes_on_when_it_is_told_to() -> None:
 
 
 def test_an_interrupt_is_that_of_ctrl_c() -> None:
-    with pytest.raises(KeyboardInterrupt), faults.interrupt_at("here"):
-        faults.reach("here")
-        time.sleep(1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt), faults.interrupt_at("here"):
+            faults.reach("here")
+            time.sleep(1)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_fault_strikes_in_whatever_thread_comes_to_the_place() -> None:
