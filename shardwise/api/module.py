@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwise.api.compression_report import CompressionState, UnitCompression, report_of
 from shardwise.api.explain import explained_methods
+from shardwise.api.handles import GradientReductionHandle, UnshardHandle, wait_by_hand
 from shardwise.api.torch_tools import show_to_tools, tool_classes
 from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
 from shardwise.comm.groups import group_of
@@ -51,42 +52,6 @@ def mix_in(module: nn.Module, mixin: type, prefix: str) -> None:
     attachment = attachment_of(module)
     assert attachment is not None
     show_to_tools(module, attachment)
-
-
-class UnshardHandle:
-    """A launched unshard."""
-
-    def __init__(self, unit: Unit | None = None) -> None:
-        self._unit = unit
-
-    def wait(self) -> None:
-        """Make the full parameters readable on the current stream and register them; a second call does nothing."""
-        unit, self._unit = self._unit, None
-        if unit is not None:
-            _wait_by_hand(unit)
-
-
-def _wait_by_hand(unit: Unit) -> None:
-    unit.wait()
-    engine = engine_of(unit)
-    if engine is None or engine.means.spans.number is None:
-        unit.keep()  # what user code now does with parameters is to hold for the shards
-
-
-class GradientReductionHandle:
-    """Launched reductions whose gradients are not set yet."""
-
-    def __init__(self, engine: Engine | None = None, completion: object | None = None) -> None:
-        self._engine, self._completion = engine, completion
-
-    def wait(self) -> None:
-        """Wait for the reductions and set the gradients; a second call does nothing.
-
-        Raises: StateError if ``reset_iter_state`` has dropped them.
-        """
-        if self._engine is not None and self._completion is not None:
-            self._engine.complete(self._completion)
-        self._engine = self._completion = None
 
 
 if TYPE_CHECKING:  # a mixin of modules, which type checkers may take for one
@@ -143,7 +108,7 @@ class FSDPModule(_Base):
         attachment.unit.unshard()
         if async_op:
             return UnshardHandle(attachment.unit)
-        _wait_by_hand(attachment.unit)
+        wait_by_hand(attachment.unit)
         return None
 
     def reshard(self) -> None:

@@ -30,13 +30,7 @@ class use_in:
 
     Raises: ConfigError if a module has none of these names.
 
-    Example:
-        >>> import torch.distributed.fsdp
-        >>> with use_in(torch.distributed.fsdp):
-        ...     torch.distributed.fsdp.fully_shard is fully_shard
-        True
-        >>> torch.distributed.fsdp.fully_shard is fully_shard
-        False
+    Example: ``with use_in(their_trainer): their_trainer.main()``, or ``use_in(their_trainer)`` once at the start of a script.
     """
 
     def __init__(self, *modules: ModuleType) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -80,6 +80,17 @@ class Hardware:
 
 GB = 1e9
 GIB = 2**30
+_H100 = Hardware(
+    name="H100 80 GB, NVLink 4, 8 in a host, 400 Gbit/s each between hosts",
+    device="cuda",
+    memory_bytes=80 * GIB,
+    flops_per_s={"fp32": 67e12, "bf16": 989e12},
+    memory_bytes_per_s=3350 * GB,
+    inside=Wire(370 * GB, 3e-6),
+    between=Wire(45 * GB, 8e-6),
+    host_memory=Wire(50 * GB, 1e-5),
+    efficiency=0.55,
+)
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {
         "a100": Hardware(
@@ -92,27 +103,12 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
             between=Wire(22 * GB, 8e-6),
             host_memory=Wire(24 * GB, 1e-5),
         ),
-        "h100": Hardware(
-            name="H100 80 GB, NVLink 4, 8 in a host, 400 Gbit/s each between hosts",
-            device="cuda",
-            memory_bytes=80 * GIB,
-            flops_per_s={"fp32": 67e12, "bf16": 989e12},
-            memory_bytes_per_s=3350 * GB,
-            inside=Wire(370 * GB, 3e-6),
-            between=Wire(45 * GB, 8e-6),
-            host_memory=Wire(50 * GB, 1e-5),
-            efficiency=0.55,
-        ),
-        "h200": Hardware(
-            name="H200 141 GB, NVLink 4, 8 in a host, 400 Gbit/s each between hosts",
-            device="cuda",
+        "h100": _H100,
+        "h200": replace(
+            _H100,
+            name=_H100.name.replace("H100 80 GB", "H200 141 GB"),
             memory_bytes=141 * 10**9,
-            flops_per_s={"fp32": 67e12, "bf16": 989e12},
             memory_bytes_per_s=4800 * GB,
-            inside=Wire(370 * GB, 3e-6),
-            between=Wire(45 * GB, 8e-6),
-            host_memory=Wire(50 * GB, 1e-5),
-            efficiency=0.55,
         ),
         "cpu": Hardware(
             name="one core of this kind of host, ranks on cores",

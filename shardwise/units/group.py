@@ -17,21 +17,20 @@ from shardwise.comm.communicator import Pending
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import have_same_bits
 from shardwise.errors import StateError
-from shardwise.layout.bucket import build_bucket, by_size
-from shardwise.layout.shard import ChunkShard
+from shardwise.layout.bucket import by_size
 from shardwise.units.axes import MeshAxes
 from shardwise.units.extension import ExtensionParams
-from shardwise.units.flat_bucket import FlatBucket, SubBucket
+from shardwise.units.flat_bucket import FlatBucket
 from shardwise.units.group_comm import GroupComm
 from shardwise.units.group_dtypes import Dtypes
 from shardwise.units.idle import mark_full, mark_kept, may_be_written
 from shardwise.units.own_rows import OwnRows
 from shardwise.units.param import UnitParam
 from shardwise.units.place import Place
-from shardwise.units.placement import sub_parameter
 from shardwise.units.precision import MixedPrecisionPolicy
 from shardwise.units.reduce_layout import ReduceLayout
 from shardwise.units.shards import Delivery, FullBuffer, Packing, Shards, make_full_parameter
+from shardwise.units.sub_shards import cut_bucket
 
 
 class ShardGroup:
@@ -502,21 +501,9 @@ class ShardGroup:
         packing = self._packing
         assert packing is not None
         assert self.sub_axes is not None
-        num_shards, rank = self.sub_axes.num_shards, self.sub_axes.shard_rank
-        buckets: list[SubBucket] = []
-        for bucket, full in zip(packing.buckets, packing.hold(self.pool), strict=True):
-            cuts = [ChunkShard(shard.shape, shard.dim, num_shards) for shard in bucket.layout.shards]
-            dtype = bucket.full_dtype
-            layout = build_bucket(cuts, self.place.alignment(dtype), self.place.alignment(dtype))
-            local = torch.empty(layout.section_numel, dtype=dtype, device=self.device)
-            sub = SubBucket(bucket.params, layout, dtype, local)
-            buckets.append(sub)
-            for index, window in enumerate(sub.windows(rank)):
-                cut, param = cuts[index], bucket.params[index]
-                whole = full.narrow(0, bucket.layout.full_offsets[index], cut.numel).view(cut.shape)
-                rows = cut.rows(rank)
-                window.copy_(whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows)))
-                param.subsharded = sub_parameter(param, cut, window, self.sub_axes)
-                param.register(param.subsharded)
-        self._sub = Shards(buckets, num_shards, self.place)
+        buckets = [
+            cut_bucket(bucket, full, self.sub_axes, self.place)
+            for bucket, full in zip(packing.buckets, packing.hold(self.pool), strict=True)
+        ]
+        self._sub = Shards(buckets, self.sub_axes.num_shards, self.place)
         self.drop(keeps_memory)
