@@ -159,6 +159,18 @@ def test_an_interrupt_is_that_of_ctrl_c() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+def test_a_signal_that_the_process_ignores_is_refused_as_a_fault() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with (
+            pytest.raises(ConfigError, match="ignores SIGINT, so the fault would do nothing"),
+            faults.interrupt_at("here"),
+        ):
+            faults.reach("here")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_fault_strikes_in_whatever_thread_comes_to_the_place() -> None:
     found: list[BaseException] = []
 

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing as mp
 import os
 import random
+import signal
 import socket
 import sys
 import tempfile
@@ -201,6 +202,7 @@ def _ending(said: _Said | None, code: int | None, struck: float, printed: Path) 
 
 
 def _run_rank(job: Job, rank: int, store: str, folder: str, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
     _quiet(Path(folder) / f"stderr-{rank}")
     pipe.send(_outcome(job, rank, store, folder, pipe))
     pipe.close()

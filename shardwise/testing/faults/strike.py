@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from shardwise import torch_private
+from shardwise.errors import ConfigError
 from shardwise.testing.faults.fault import Fault
 
 _SIGNALS = {
@@ -22,9 +23,17 @@ _SIGNALS = {
 
 
 def strike(fault: Fault, subject: object) -> None:
-    """Do what ``fault`` does.  ``subject``: what the place is about, for faults that change it."""
+    """Do what ``fault`` does.  ``subject``: what the place is about, for faults that change it.
+
+    Raises: ConfigError if this process ignores the signal that is the fault.
+    """
     number = _SIGNALS.get(fault.kind)
     if number is not None:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            raise ConfigError(
+                f"{fault.text}: this process ignores {number.name}, so the fault would do nothing; give it a handler first "
+                "(shells start background jobs so: signal.signal(signal.SIGINT, signal.default_int_handler))"
+            )
         os.kill(os.getpid(), number)
     elif fault.kind == "delay":
         time.sleep(fault.seconds)
