@@ -168,6 +168,16 @@ def test_every_entry_of_the_reference_has_a_docstring_as_have_the_public_methods
                 assert value.__doc__, f"{name}.{member} has no docstring, so the reference leaves it out"
 
 
+def test_arguments_of_a_docstring_are_each_a_name_and_a_description() -> None:
+    """Or the site is not built: ``make docs`` counts warnings."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.ClassDef) else None
+            for block in re.findall(r"^Args:\n((?: +.*\n?|\n)*)", text or "", flags=re.MULTILINE):
+                for entry in re.findall(r"^ {4}(?! )(.*)$", block, flags=re.MULTILINE):
+                    assert re.match(r"[*\w, ]+: \S", entry), f"{path.relative_to(ROOT)}: {entry}"
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").rglob("*.md"):

@@ -60,8 +60,8 @@ def shard_model(
             ``ignored_params``; a tied parameter counts in its first block.  0 never merges.  The default, 1.5 MiB, is where
             merging stopped paying: for 64 blocks of 0.2 MB (two CPU ranks) eight in a unit were best, while blocks of 12.6
             MB hide the start of a collective by themselves.  Raise it for slow links; about two units are whole at once.
-        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params, dp_mesh_dims,
-            compression: as for :func:`fully_shard`; they hold for all units made here.
+        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy: as for :func:`fully_shard`.
+        ignored_params, dp_mesh_dims, compression: as for :func:`fully_shard`; like the others they hold for all units.
 
     Returns: ``model``, its class mixed with :class:`FSDPModule`.
 
