@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from helpers.ends import Ends, Shapes
+from helpers.fake_communicator import FakeCommunicator
 from helpers.inside import parts_from
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import C10dCommunicator, all_gather_single, reduce_scatter_single
+from shardwise.comm.communicator import Communicator
 from shardwise.comm.lanes import Lane, device_of
 from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.host import Host, HostLink, outbox_bytes
@@ -34,7 +36,7 @@ class Way:
     group: dist.ProcessGroup
     pool: BufferPool
     spans: Spans
-    comm: RoutedCommunicator
+    comm: Communicator
     link: Link | None
     say_where: Callable[[Sequence[Ends]], None]
 
@@ -56,7 +58,7 @@ class Way:
         return made
 
     @contextmanager
-    def span(self, kind: str = "forward") -> Iterator[RoutedCommunicator]:
+    def span(self, kind: str = "forward") -> Iterator[Communicator]:
         """Return the communicator in a span, which ends as the body does: closed, or left by an exception."""
         self.spans.begin(kind)  # type: ignore[arg-type]
         try:
@@ -85,7 +87,13 @@ def _packed(way: Way) -> Link | None:
     return None
 
 
+def _fake(way: Way) -> Link | None:
+    way.comm = FakeCommunicator(way.group)
+    return None
+
+
 def _custom(way: Way) -> Link | None:
+    assert isinstance(way.comm, RoutedCommunicator)
     way.comm.packed.custom.all_gather = Custom(all_gather_single)
     way.comm.packed.custom.reduce_scatter = Custom(reduce_scatter_single)
     return None
@@ -122,7 +130,7 @@ def _shared_memory(way: Way) -> Link | None:
     return link
 
 
-WAYS = {"packed": _packed, "custom": _custom, "messages": _messages, "shared memory": _shared_memory}
+WAYS = {"fake": _fake, "packed": _packed, "custom": _custom, "messages": _messages, "shared memory": _shared_memory}
 LINKS = ("messages", "shared memory")
 
 
