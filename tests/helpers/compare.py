@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
 # Sums of a few float32 terms in another order: some units in the last place (1e-7) of the largest term, cancelled down.
@@ -24,6 +24,32 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of ``tensor``."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """Return what this rank holds of the whole ``tensor`` if it is placed as ``like`` is."""
+    coordinate = like.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for placement, size, index in zip(like.placements, like.device_mesh.shape, coordinate, strict=True):
+        if isinstance(placement, Shard):
+            chunks = tensor.chunk(size, placement.dim)
+            tensor = chunks[index] if index < len(chunks) else tensor.narrow(placement.dim, 0, 0)
+    return tensor
+
+
+def comparable(mine: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two as far as this rank holds them: nothing is sent, so every rank has to compare."""
+    if not isinstance(mine, DTensor):
+        return mine, full(expected)
+    if any(type(each) not in (Shard, Replicate) for each in mine.placements):
+        return full(mine), full(expected)
+    if not isinstance(expected, DTensor):
+        assert mine.shape == expected.shape, f"shape {mine.shape}, expected {expected.shape}"
+        return mine.to_local(), own_part(expected, mine)
+    if expected.placements == mine.placements and torch.equal(expected.device_mesh.mesh, mine.device_mesh.mesh):
+        assert mine.shape == expected.shape, f"shape {mine.shape}, expected {expected.shape}"
+        return mine.to_local(), expected.to_local()
+    return full(mine), full(expected)
 
 
 def from_rank(source: int, value: Any) -> Any:
@@ -51,7 +77,7 @@ def assert_same(model: nn.Module, reference: nn.Module, tolerance: dict[str, flo
             if mine is not None:
                 place = f"{where} {what} of {name}: "
                 torch.testing.assert_close(
-                    full(mine), full(expected), **tolerance, msg=lambda text, place=place: place + text
+                    *comparable(mine, expected), **tolerance, msg=lambda text, place=place: place + text
                 )
 
 
