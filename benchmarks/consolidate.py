@@ -7,17 +7,13 @@ on ranks that send and on the one that receives (whose result is the state itsel
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from over_ranks import Knob, measure_over_ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 from shardwise import ZeroRedundancyOptimizer
@@ -57,35 +53,17 @@ def measure(rounds: int) -> dict[str, Any]:
     return {name: {"ms": statistics.median(times[name]), "extra_mib": max(extra[name])} for name in optimizers}
 
 
-def _main(rank: int, num_ranks: int, rounds: int, store_path: str, out: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(store_path, num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    every: list[Any] = [None] * num_ranks
-    dist.all_gather_object(every, measure(rounds))
-    dist.destroy_process_group()
-    if rank == 0:
-        found: dict[str, Any] = {"num_ranks": num_ranks, "torch_version": torch.__version__, "rounds": rounds}
-        for name, receiver in every[0].items():
-            found[name] = {
-                "ms": round(max(each[name]["ms"] for each in every), 1),
-                "sender_extra_mib": round(max(each[name]["extra_mib"] for each in every[1:]), 1),
-                "receiver_extra_mib": round(receiver["extra_mib"], 1),
-            }
-        found["torch_over_shardwise"] = round(found["torch"]["ms"] / found["shardwise"]["ms"], 1)
-        print(json.dumps(found, indent=2))
-        if out:
-            Path(out).write_text(json.dumps(found, indent=2) + "\n")
+def _summary(every: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: {
+            "ms": round(max(each[name]["ms"] for each in every), 1),
+            "sender_extra_mib": round(max(each[name]["extra_mib"] for each in every[1:]), 1),
+            "receiver_extra_mib": round(receiver["extra_mib"], 1),
+        }
+        for name, receiver in every[0].items()
+    }
+    return {**found, "torch_over_shardwise": round(found["torch"]["ms"] / found["shardwise"]["ms"], 1)}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", default="", help="file for the result as JSON")
-    args = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(
-            _main, (args.num_ranks, args.rounds, str(Path(directory) / "store"), args.out), args.num_ranks
-        )
+    measure_over_ranks(__doc__, Knob("rounds", 5), measure, _summary)

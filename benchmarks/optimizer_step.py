@@ -7,18 +7,14 @@ come from a real backward and stay in place.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from over_ranks import Knob, measure_over_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import init_device_mesh
@@ -110,28 +106,9 @@ def measure_all(rounds: int) -> dict[str, Any]:
     return found
 
 
-def _main(rank: int, num_ranks: int, rounds: int, store_path: str, out: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(store_path, num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    found = measure_all(rounds)
-    dist.barrier()
-    dist.destroy_process_group()
-    if rank == 0:
-        text = json.dumps({"num_ranks": num_ranks, "torch": torch.__version__, "rounds": rounds, **found}, indent=2)
-        print(text)
-        if out:
-            Path(out).write_text(text + "\n")
+def _first(every: list[dict[str, Any]]) -> dict[str, Any]:
+    return every[0]  # ranks step together
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", default="", help="file for the result as JSON")
-    args = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(
-            _main, (args.num_ranks, args.rounds, str(Path(directory) / "store"), args.out), args.num_ranks
-        )
+    measure_over_ranks(__doc__, Knob("rounds", 15), measure_all, _first)

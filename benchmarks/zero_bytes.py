@@ -9,16 +9,11 @@ sent per rank on average.  An all-reduce is two units (reduce-scatter and all-ga
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from over_ranks import Knob, measure_over_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -115,33 +110,13 @@ def count_all(width: int) -> dict[str, dict[str, Any]]:
     return {name: count_step(way, width) for name, way in WAYS.items()}
 
 
-def _main(rank: int, num_ranks: int, width: int, store_path: str, out: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(store_path, num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    found = count_all(width)
-    ranks: list[Any] = [None] * num_ranks
-    dist.all_gather_object(ranks, found)
-    dist.destroy_process_group()
-    if rank == 0:
-        rows = {
-            name: {**found[name], "max_state_bytes_share": max(r[name]["state_bytes_share"] for r in ranks)}
-            for name in found
-        }
-        text = json.dumps({"num_ranks": num_ranks, "width": width, "ways": rows}, indent=2)
-        print(text)
-        if out:
-            Path(out).write_text(text + "\n")
+def _summary(every: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    ways = {
+        name: {**found, "max_state_bytes_share": max(each[name]["state_bytes_share"] for each in every)}
+        for name, found in every[0].items()
+    }
+    return {"ways": ways}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-ranks", type=int, default=2)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--out", default="", help="file for the result as JSON")
-    args = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(
-            _main, (args.num_ranks, args.width, str(Path(directory) / "store"), args.out), args.num_ranks
-        )
+    measure_over_ranks(__doc__, Knob("width", 512), count_all, _summary)
