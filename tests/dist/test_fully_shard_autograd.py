@@ -11,14 +11,12 @@ import itertools
 import torch
 import torch.distributed as dist
 from helpers.ranks import on_ranks
+from helpers.torchs_tests import check, check_sharded_parity
 from torch import nn
-from torch.testing._internal.common_fsdp import MLP, DoubleLinear, check_sharded_parity
-from torch.testing._internal.common_utils import TestCase
+from torch.testing._internal.common_fsdp import MLP, DoubleLinear
 from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer
 
 from shardwise import fully_shard
-
-check = TestCase()
 
 
 def divide_gradients(model: nn.Module) -> None:
@@ -52,11 +50,11 @@ def run_unused(part: str) -> None:
             divide_gradients(reference)
             dist.all_reduce(losses[1])
             check.assertEqual(losses[0], losses[1])
-            check_sharded_parity(check, reference, model)
+            check_sharded_parity(reference, model)
             for optim in optims:
                 optim.step()
                 optim.zero_grad(set_to_none=bool(step % 2))
-            check_sharded_parity(check, reference, model)
+            check_sharded_parity(reference, model)
 
 
 @on_ranks(2, 4)
@@ -123,7 +121,7 @@ def test_nontensor_activations_and_views() -> None:
                 out.square().sum().backward()
             for param in reference.parameters():
                 dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
-            check_sharded_parity(check, reference, model)
+            check_sharded_parity(reference, model)
             reference.zero_grad()
             model.zero_grad()
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.ranks import on_ranks
-from helpers.torchs_tests import check, same_losses, train_beside
+from helpers.torchs_tests import check, check_sharded_parity, same_losses, train_beside
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal import common_fsdp
-from torch.testing._internal.common_fsdp import MLP, MLPStack, check_sharded_parity
+from torch.testing._internal.common_fsdp import MLP, MLPStack
 from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer
 
 from shardwise import CPUOffloadPolicy, fully_shard
@@ -175,8 +175,8 @@ def test_train_parity_hsdp() -> None:
                 checkpoint(mlp)
             fully_shard(mlp, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-        optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (reference, model)]
-        check_sharded_parity(check, reference, model)
+        optims = [torch.optim.Adam(each.parameters(), lr=1e-2, foreach=True) for each in (reference, model)]
+        check_sharded_parity(reference, model)
         torch.manual_seed(42 + dist.get_rank() + 1)
         for iter_idx in range(2):
             for microbatch in range(3):
@@ -187,8 +187,8 @@ def test_train_parity_hsdp() -> None:
                 for loss in losses:
                     loss.backward()
                 same_losses(losses)
-            check_sharded_parity(check, reference, model)
+            check_sharded_parity(reference, model)
             for each in optims:
                 each.step()
                 each.zero_grad(set_to_none=iter_idx % 2 == 0)
-            check_sharded_parity(check, reference, model)
+            check_sharded_parity(reference, model)

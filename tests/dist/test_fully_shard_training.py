@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients
 from helpers.ranks import on_ranks
-from helpers.torchs_tests import Reshard, check, same_losses, train_beside
+from helpers.torchs_tests import Reshard, check, check_sharded_parity, same_losses, train_beside
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -24,7 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.common_fsdp import MLP, check_sharded_parity
+from torch.testing._internal.common_fsdp import MLP
 from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer, TransformerBlock
 from torch.utils.checkpoint import checkpoint as checkpoint_function
 
@@ -71,7 +71,7 @@ def test_to_float64_after_init() -> None:
         model.to(torch.float64)
         assert all(param.dtype == torch.float64 for param in model.parameters())
         optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
-        check_sharded_parity(check, reference, model)
+        check_sharded_parity(reference, model)
         torch.manual_seed(42 + dist.get_rank() + 1)
         inp = torch.randn((2, 4), dtype=torch.float64)
         for iter_idx in range(10):
@@ -79,7 +79,7 @@ def test_to_float64_after_init() -> None:
             for loss in losses:
                 loss.backward()
             same_losses(losses)
-            check_sharded_parity(check, reference, model)
+            check_sharded_parity(reference, model)
             for each in (ref_optim, optim):
                 each.step()
                 each.zero_grad(set_to_none=iter_idx % 2 == 0)
@@ -120,7 +120,7 @@ def run_multi_group(reshards: list[Reshard], offloads: list[OffloadPolicy], comp
                     mlp.compile(backend="eager")
                 fully_shard(mlp, reshard_after_forward=reshard, offload_policy=offload)
             fully_shard(model, reshard_after_forward=reshard, offload_policy=offload)
-            optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (reference, model)]
+            optims = [torch.optim.Adam(each.parameters(), lr=1e-2, foreach=True) for each in (reference, model)]
             torch.manual_seed(42 + dist.get_rank() + 1)
             after_forward, before_gather, before_reduce, before_optim = delays
             with (
@@ -231,8 +231,8 @@ class _Event:
 @on_ranks(2)
 def test_post_optim_event() -> None:
     reference, model, model_args = sharded_transformer()
-    ref_optim = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ref_optim = torch.optim.AdamW(reference.parameters(), lr=1e-2, foreach=True)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
     def after_step(module: FSDPModule, *_: object) -> None:
         module.set_post_optim_event(_Event())
@@ -280,7 +280,7 @@ def test_train_parity_with_activation_checkpointing() -> None:
         if how == "wrapper":
             assert any(isinstance(module, CheckpointWrapper) for module in model.modules())
         fully_shard(model, reshard_after_forward=reshard)
-        optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (reference, model)]
+        optims = [torch.optim.Adam(each.parameters(), lr=1e-2, foreach=True) for each in (reference, model)]
         torch.manual_seed(42 + dist.get_rank())
         for _ in range(3):
             inp = torch.randint(0, args.vocab_size, (3, 8))
@@ -289,7 +289,7 @@ def test_train_parity_with_activation_checkpointing() -> None:
                 loss.backward()
             same_losses(losses)
             if how != "reentrant":
-                check_sharded_parity(check, reference.module, model, WRAPPER_PREFIX)
+                check_sharded_parity(reference.module, model, WRAPPER_PREFIX)
             for each in optims:
                 each.step()
                 each.zero_grad()
@@ -340,7 +340,7 @@ def accumulate(mesh: DeviceMesh, mode: str, reshard: Reshard, after_backward: bo
     reference = copy.deepcopy(model)
     for each in (*model, model):
         fully_shard(each, mesh=mesh, reshard_after_forward=reshard, offload_policy=offload)
-    optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (reference, model)]
+    optims = [torch.optim.Adam(each.parameters(), lr=1e-2, foreach=True) for each in (reference, model)]
     torch.manual_seed(1)
     for _ in range(2):
         scatters = all_reduces = 0
@@ -360,11 +360,11 @@ def accumulate(mesh: DeviceMesh, mode: str, reshard: Reshard, after_backward: bo
             dist.all_reduce(total, op=dist.ReduceOp.AVG)
             check.assertEqual(total, losses[1].detach())
         assert (scatters, all_reduces) == expected_counts(mode, mesh.ndim == 2)
-        check_sharded_parity(check, reference, model)
+        check_sharded_parity(reference, model)
         for optim in optims:
             optim.step()
             optim.zero_grad(set_to_none=False)
-        check_sharded_parity(check, reference, model)
+        check_sharded_parity(reference, model)
 
 
 @on_ranks(2)
@@ -393,11 +393,11 @@ def test_1f1b_microbatching() -> None:
         args = ModelArgs(dropout_p=0.0)
         model = Transformer(args)
         reference = copy.deepcopy(model)
-        optims = [torch.optim.AdamW(reference.parameters(), lr=1e-2)]
+        optims = [torch.optim.AdamW(reference.parameters(), lr=1e-2, foreach=True)]
         for module in [m for m in model.modules() if isinstance(m, TransformerBlock)]:
             fully_shard(module, reshard_after_forward=False)
         fully_shard(model, reshard_after_forward=False)
-        optims.append(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        optims.append(torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True))
         torch.manual_seed(42 + dist.get_rank() + 1)
         inputs = [torch.randint(0, args.vocab_size, (2, 16)) for _ in range(3)]
         if explicit:
@@ -417,7 +417,7 @@ def test_1f1b_microbatching() -> None:
         average_gradients(reference)
         for optim in optims:
             optim.step()
-        check_sharded_parity(check, reference, model)
+        check_sharded_parity(reference, model)
 
 
 class VisionTransformer(nn.Module):
@@ -459,4 +459,4 @@ def test_register_fsdp_forward_method() -> None:
         for loss in losses:
             loss.backward()
         average_gradients(reference)
-        check_sharded_parity(check, reference, each)
+        check_sharded_parity(reference, each)

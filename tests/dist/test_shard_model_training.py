@@ -29,7 +29,7 @@ def train_beside(name: str, least: int) -> None:
     assert shard_model(model, min_unit_bytes=least) is model
     assert list(model.state_dict()) == keys
     models = (reference, per_block, model)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in models]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, foreach=True) for each in models]
     for step in range(3):
         batch = inputs(name, step, size)
         expected = reference(batch).square().mean()

@@ -172,7 +172,7 @@ def aliases_of(model: nn.Module) -> Iterator[tuple[str, str, Callable[[], torch.
 def check_aliases(model: nn.Module) -> None:
     """Every alias taken now shows the parameter's values after every later step."""
     aliases = list(aliases_of(model))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, foreach=True)
     for number in range(3):
         before = {name: local(param).detach().clone() for name, param in model.named_parameters()}
         train(model, optimizer, number)
@@ -227,7 +227,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[s
 
 def check_copies(model: nn.Module) -> None:
     """Tensors are saved, pickled, copied and sent as they are, each with its own bytes alone."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, foreach=True)
     train(model, optimizer, 0)
     model(batch_for("plain", dist.get_rank(), 4)).backward()
     for kind, tensors in held(model, optimizer).items():

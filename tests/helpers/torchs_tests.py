@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import TestCase
+
+from helpers.compare import comparable
 
 check = TestCase()
 Reshard = bool | int
@@ -16,9 +19,25 @@ def same_losses(losses: list[torch.Tensor]) -> None:
     check.assertEqual(losses[0], losses[1])
 
 
+def check_sharded_parity(reference: nn.Module, model: nn.Module, prefixes: Sequence[str] = ()) -> None:
+    """Compare a model's shards, and their gradients, with the rank's own parts of a plain reference's: nothing is sent."""
+    pairs = zip(reference.named_parameters(), model.named_parameters(), strict=True)
+    for (name, expected), (sharded_name, sharded) in pairs:
+        for prefix in prefixes:
+            name, sharded_name = name.replace(prefix, ""), sharded_name.replace(prefix, "")
+        check.assertEqual(name, sharded_name)
+        check.assertIsInstance(sharded, DTensor)
+        check.assertEqual(*comparable(sharded, expected))
+        check.assertEqual(sharded.grad is None, expected.grad is None)
+        if sharded.grad is not None:
+            check.assertEqual(sharded.grad.placements, sharded.placements)
+            check.assertEqual(*comparable(sharded.grad, expected.grad))
+
+
 def train_beside(
     reference: nn.Module, model: nn.Module, inputs: Callable[[], torch.Tensor], steps: int = 10, **adam: object
 ) -> None:
+    adam.setdefault("foreach", True)  # for each parameter alone, DTensors would take most of the time of a test
     optims = [torch.optim.Adam(each.parameters(), lr=1e-2, **adam) for each in (reference, model)]
     for iter_idx in range(steps):
         inp = inputs()
