@@ -35,7 +35,7 @@ def assert_used(model: nn.Module, transport: Transport) -> None:
     assert (link.name if link is not None else None) == LINKS[transport]
 
 
-def against_one_process(model: str, optimizer: str, reshard: bool | None, transport: Transport, steps: int = 6) -> None:
+def against_one_process(model: str, optimizer: str, reshard: bool | None, transport: Transport, steps: int = 4) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     reference, sharded = build(model), build_sharded(model, reshard_after_forward=reshard)
     optimizers = [OPTIMIZERS[optimizer](list(each.parameters())) for each in (reference, sharded)]
@@ -109,7 +109,7 @@ def against_peers(num_steps: int, transport: Transport) -> None:
     ("transport", "num_ranks"), [("auto", 2), ("gloo", 2), ("collective", 2), ("auto", 4), ("collective", 4)]
 )
 def test_equals_torch_fsdp2_to_the_bit_and_ddp(transport: Transport) -> None:
-    run_against_peers(num_steps=6, transport=transport)
+    run_against_peers(num_steps=4, transport=transport)
 
 
 def accumulate(transport: Transport) -> None:

@@ -74,7 +74,7 @@ def test_to_float64_after_init() -> None:
         check_sharded_parity(reference, model)
         torch.manual_seed(42 + dist.get_rank() + 1)
         inp = torch.randn((2, 4), dtype=torch.float64)
-        for iter_idx in range(10):
+        for iter_idx in range(5):
             losses = [each(inp).sum() for each in (ddp, model)]
             for loss in losses:
                 loss.backward()
