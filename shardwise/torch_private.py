@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
+_Leaf = TypeVar("_Leaf")
 
 
 # Where torch 2.11 keeps what it later swaps itself, in bytes after the start of a storage: the pointer with its context and
@@ -116,9 +117,14 @@ def leaves_of(tree: object) -> list[Any]:
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Return ``tree`` with ``function(tensor)`` in place of every tensor in its lists, tuples and dicts."""
+    return map_of_kind(torch.Tensor, function, tree)
+
+
+def map_of_kind(kind: type[_Leaf], function: Callable[[_Leaf], Any], tree: Any) -> Any:
+    """Return ``tree`` with ``function(leaf)`` in place of every leaf of ``kind`` in its lists, tuples and dicts."""
     from torch.utils._pytree import tree_map_only
 
-    return tree_map_only(torch.Tensor, function, tree)
+    return tree_map_only(kind, function, tree)
 
 
 def fake_mode() -> AbstractContextManager[object]:
