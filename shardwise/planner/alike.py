@@ -120,7 +120,7 @@ class Unlike(Exception):
 class StandIn:
     """Passes on the input of a block that is skipped: what it would return has the form of what it is given.
 
-    One for each run.  ``entered`` and ``left`` tell it of the calls of blocks that run, ``__call__`` is the forward of others.
+    One for each run: told of the calls of blocks that run, asked for those that do not.
     """
 
     def __init__(self) -> None:
@@ -135,13 +135,14 @@ class StandIn:
         """Note what it has returned."""
         self._output = torch_private.map_tensors(_Spec, output)
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def pass_on(self, args: object, kwargs: object) -> object:
+        """Return what the block would, with another view of its first tensor.  Raises: Unlike."""
         given = (args, kwargs)
         tensors = [each for each in torch_private.leaves_of(given) if isinstance(each, torch.Tensor)]
         made = [each for each in torch_private.leaves_of(self._output) if isinstance(each, _Spec)]
         if torch_private.map_tensors(_Spec, given) != self._given or not tensors or made != [_Spec(tensors[0])]:
             raise Unlike
-        return torch_private.map_of_kind(_Spec, lambda _: tensors[0], self._output)
+        return torch_private.map_of_kind(_Spec, lambda _: tensors[0].view_as(tensors[0]), self._output)
 
 
 class _Spec:
@@ -165,6 +166,26 @@ def with_skipped(
         stretches: of a dry run without the skipped blocks.
         params: for each block, the numbers of its parameters.
     """
+    without = _without(stretches, frozenset(run.skipped))
+    if without is None:
+        return None
+    return _with_copies(without, run, params)
+
+
+def _without(stretches: Sequence[Stretch], skipped: frozenset[int]) -> list[Stretch] | None:
+    """Return the stretches but those of ``skipped`` blocks; None if anything happened in these, before or after them."""
+    kept: list[Stretch] = []
+    for each in stretches:
+        if each.mark.block not in skipped:
+            kept.append(each)
+        elif each.work.num_ops or {each.peak_bytes, each.left_bytes} != {kept[-1].left_bytes}:
+            return None
+    return kept
+
+
+def _with_copies(
+    stretches: Sequence[Stretch], run: AlikeRun, params: Sequence[Sequence[int]]
+) -> tuple[Stretch, ...] | None:
     places = [{param: place for place, param in enumerate(params[block])} for block in run.kept]
     forward = _neighbours(stretches, Edge.ENTER_FORWARD, list(zip(run.kept[1:], places[1:], strict=True)))
     if forward is None or stretches[forward.end].work != stretches[forward.second].work:

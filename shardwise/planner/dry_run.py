@@ -25,7 +25,7 @@ from shardwise.plan.grouping import Child, group_blocks
 from shardwise.plan.visits import Edge
 from shardwise.planner.alike import AlikeRun, StandIn, alike_runs, with_skipped
 from shardwise.planner.op_watch import OpCall, OpWatch
-from shardwise.planner.profile import ROOT, Mark, ParamFacts, Profile, params_by_block
+from shardwise.planner.profile import ROOT, Mark, ParamFacts, Profile, Stretch, params_by_block
 
 Loss = Callable[..., torch.Tensor]
 
@@ -137,10 +137,16 @@ def _with_all(profile: Profile, runs: Sequence[AlikeRun]) -> Profile | None:
         found = with_skipped(stretches, run, params_by_block(profile))
         if found is None:
             return None
+        saved[ROOT] += _left_in_forward(found) - _left_in_forward(stretches)
         stretches = found
         for block in run.skipped:
             saved[block] = saved[run.kept[2]]
     return replace(profile, stretches=stretches, saved_bytes=tuple(saved))
+
+
+def _left_in_forward(stretches: Sequence[Stretch]) -> int:
+    end = next(place for place, each in enumerate(stretches) if each.mark == Mark(Edge.EXIT_FORWARD))
+    return stretches[end - 1].left_bytes
 
 
 def sorted_blocks(model: nn.Module, paths: Sequence[str]) -> list[str]:
@@ -218,11 +224,11 @@ class _Steps:
         """Watch the modules, which compute again in backward if ``recompute``; those that ``runs`` skip do nothing."""
         handles: list[Any] = []
         replaced: list[nn.Module] = []
-        self._stand_ins = {block: stand_in for run in runs for stand_in in [StandIn()] for block in run.kept}
-        skipped = {block: self._stand_ins[run.kept[0]] for run in runs for block in run.skipped}
+        self._stand_ins = {block: each for run in runs for each in [StandIn()] for block in (*run.kept, *run.skipped)}
+        skipped = {block for run in runs for block in run.skipped}
         for number, module in enumerate(self._modules):
             if number in skipped:
-                module.forward = skipped[number]
+                module.forward = self._passing_on(number)
                 replaced.append(module)
                 continue
             handles.append(module.register_forward_pre_hook(self._entering(number), with_kwargs=True, prepend=True))
@@ -251,6 +257,15 @@ class _Steps:
 
         return enter
 
+    def _passing_on(self, number: int) -> Callable[..., object]:
+        def forward(*args: object, **kwargs: object) -> object:
+            self._watch.mark(Mark(Edge.ENTER_FORWARD, number))
+            output = self._stand_ins[number].pass_on(args, kwargs)
+            self._left(number, output)
+            return output
+
+        return forward
+
     @staticmethod
     def _cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
@@ -260,20 +275,23 @@ class _Steps:
             if number in self._stand_ins:
                 self._stand_ins[number].left(output)
             self.saved_bytes[number] = max(self._watch.live_bytes - self._entered[number], 0)
-            self._watch.mark(Mark(Edge.EXIT_FORWARD, number))
-            is_marked = False
-
-            def enter_backward(_: torch.Tensor) -> None:
-                nonlocal is_marked
-                if not is_marked:
-                    is_marked = True
-                    self._watch.mark(Mark(Edge.ENTER_BACKWARD, number))
-
-            for each in torch_private.leaves_of(output):
-                if isinstance(each, torch.Tensor) and each.requires_grad:
-                    each.register_hook(enter_backward)
+            self._left(number, output)
 
         return leave
+
+    def _left(self, number: int, output: object) -> None:
+        self._watch.mark(Mark(Edge.EXIT_FORWARD, number))
+        is_marked = False
+
+        def enter_backward(_: torch.Tensor) -> None:
+            nonlocal is_marked
+            if not is_marked:
+                is_marked = True
+                self._watch.mark(Mark(Edge.ENTER_BACKWARD, number))
+
+        for each in torch_private.leaves_of(output):
+            if isinstance(each, torch.Tensor) and each.requires_grad:
+                each.register_hook(enter_backward)
 
     def _arriving(self, number: int) -> Callable[[torch.Tensor], None]:
         def arrive(param: torch.Tensor) -> None:
