@@ -10,6 +10,7 @@ import operator
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -325,18 +326,68 @@ def accelerator_type() -> str:
 
 @contextmanager
 def watching(watch: Callable[[Any, Any, Any], None]) -> Generator[None, None, None]:
-    """Call ``watch(op, (args, kwargs), out)`` after every operation of this thread that torch dispatches."""
+    """Call ``watch(op, (args, kwargs), out)`` after every operation of this thread that torch dispatches.
+
+    Of an operation on DTensors those count that it makes of its local parts; what torch tries out to learn placements does not.
+    """
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    parts, is_trying = (DTensor, AsyncCollectiveTensor), [0]
 
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(issubclass(each, parts) for each in types):
+                return NotImplemented  # the class goes first, then its local parts come here
             given = kwargs or {}
+            if func is torch.ops._c10d_functional.wait_tensor.default:
+                return args[0]  # on fake tensors torch makes another one here; of real ones it returns the same
             out = func(*args, **given)
-            watch(func, (args, given), out)
+            if not is_trying[0]:
+                watch(func, (args, given), out)
             return out
 
-    with Watching():
+    class Trying:
+        def __enter__(self) -> None:
+            is_trying[0] += 1
+
+        def __exit__(self, *_: object) -> None:
+            is_trying[0] -= 1
+
+    lock: Any = ShardingPropagator._fake_mode_lock
+    ShardingPropagator._fake_mode_lock = Trying()  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        with Watching():
+            yield
+    finally:
+        ShardingPropagator._fake_mode_lock = lock
+
+
+@contextmanager
+def fake_world(num_ranks: int) -> Generator[None, None, None]:
+    """Let this process be rank 0 of ``num_ranks``, over a group that carries nothing; groups that there are stay as they are."""
+    from torch.distributed import distributed_c10d as c10d
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    maps = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
+    count = 1 << 40  # names of groups are numbers, and known beyond a world
+    world = SimpleNamespace(default_pg=None, group_count=count, comms=[], pg_config_info=[], **{m: {} for m in maps})
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    kept = {name: getattr(c10d, name) for name in ("_world", "_backend", "_default_pg_init_method")}
+    hook = sys.excepthook
+    c10d._world = world  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
         yield
+    finally:
+        for group in world.pg_names:
+            c10d._unregister_process_group(group.group_name)  # pyright: ignore[reportAttributeAccessIssue]
+        for name, value in kept.items():
+            setattr(c10d, name, value)
+        sys.excepthook = hook
+        if rank >= 0:
+            torch._C._distributed_c10d._set_global_rank(rank)  # pyright: ignore
 
 
 def is_mutating(op: Any) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwise.errors import ConfigError
 from shardwise.planner.dry_run import DryRun, Loss, default_loss, dry_run
@@ -17,6 +18,7 @@ from shardwise.planner.paste import code_of
 from shardwise.planner.profile import Profile
 from shardwise.planner.rank_memory import KINDS, RankMemory
 from shardwise.planner.search import Candidate, Change, Choices, Found, Search, memory_over_step
+from shardwise.planner.split import Split
 
 _HEADINGS = ("", "way", "peak", "of which", "step", "compute", "exposed", "host", "sent", "padding")
 
@@ -27,7 +29,7 @@ class Plan:
 
     Attributes:
         model: name of its class.  num_parameters: elements.
-        ranks: data-parallel ranks.  batch: of a microbatch of one rank.
+        ranks: all of them.  batch: of a microbatch of one data-parallel rank.
         hardware: what a rank runs on.
         candidates: the fastest that fit first, then those that do not, the smallest first.
         changes: where nothing fits: changes of one thing after which something does, the smallest first.
@@ -41,6 +43,7 @@ class Plan:
     hardware: Hardware
     found: Found
     profiles: tuple[Profile, ...]
+    tensor_plan: Mapping[str, ParallelStyle]
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -66,9 +69,9 @@ class Plan:
         words = (
             f"Take {best.setting.label}: {_seconds(best.time.step_s)} a step, {_gb(best.peak.total)} at most on a rank"
         )
-        tight = [each for each in faster if each.time.step_s < best.time.step_s]
+        tight = [each for each in faster if each.rank_s < best.rank_s]
         if tight:
-            first = min(tight, key=lambda each: each.time.step_s)
+            first = min(tight, key=lambda each: each.rank_s)
             words += (
                 f"; {first.setting.label} would take {_seconds(first.time.step_s)} but needs {_gb(first.peak.total)}"
             )
@@ -116,11 +119,11 @@ class Plan:
     def code(self) -> str:
         """Return Python to paste: the best way, or that of the smallest change if nothing fits."""
         chosen = self._chosen()
-        return code_of(chosen.setting, self._profile(chosen), self.hardware.device)
+        return code_of(chosen.setting, self._profile(chosen), self.hardware.device, self.tensor_plan)
 
     def _profile(self, candidate: Candidate) -> Profile:
-        wanted = (candidate.setting.computes_in, candidate.setting.recompute)
-        return next(each for each in self.profiles if (each.precision, each.recomputes) == wanted)
+        wanted = (candidate.setting.computes_in, candidate.setting.recompute, candidate.setting.tensor)
+        return next(p for p in self.profiles if (p.precision, p.recomputes, p.tensor) == wanted)
 
     def memory(self, candidate: Candidate | None = None) -> RankMemory:
         """Return what a rank holds over the step of ``candidate``, by default that of :meth:`code`."""
@@ -166,8 +169,8 @@ def plan(
 
     Args:
         model: a module, on any device, or a function that makes one: it is called on the meta device, without memory.
-        inputs: of one microbatch of one rank: tensors, of which shape and dtype count; or (batch, time) for int64 tokens.
-        ranks: data-parallel ranks, 1 or more.
+        inputs: of one microbatch of one data-parallel rank: tensors, of which shape and dtype count; or (batch, time) for int64 tokens.
+        ranks: all of them, 1 or more: those that split blocks (``Choices.tensor``) included.
         hardware: "a100", "h100", "h200", "cpu", a JSON file with the fields of :class:`Hardware`, or that itself.
         loss: called as ``loss(model, *inputs)``; default: next-token cross entropy for tokens, else the mean of the output.
         choices: what may be chosen from.
@@ -187,7 +190,7 @@ def plan(
         raise ConfigError(f"ranks is {ranks}, expected at least 1")
     built = _build(model)
     given = _inputs(inputs)
-    runs = _Runs(built, given, loss)
+    runs = _Runs(built, given, loss, choices.tensor_plan)
     machine = hardware if isinstance(hardware, Hardware) else read_hardware(hardware)
     if choices.measures:
         from shardwise.planner.measure import measured
@@ -196,21 +199,27 @@ def plan(
     found = Search(runs.profile, ranks, machine, choices).run()
     profiles = tuple(run.profile for run in runs.done.values())
     first = profiles[0]
-    return Plan(first.model, first.numel, ranks, first.batch, machine, found, profiles)
+    numel = sum(param.numel() for param in built.parameters())
+    return Plan(first.model, numel, ranks, first.batch, machine, found, profiles, choices.tensor_plan)
 
 
 class _Runs:
     """Dry runs of one model, each made when it is first needed."""
 
-    def __init__(self, model: nn.Module, inputs: Sequence[object], loss: Loss) -> None:
-        self.model, self.inputs, self.loss = model, inputs, loss
-        self.done: dict[tuple[str, bool], DryRun] = {}
+    def __init__(
+        self, model: nn.Module, inputs: Sequence[object], loss: Loss, tensor_plan: Mapping[str, ParallelStyle]
+    ) -> None:
+        self.model, self.inputs, self.loss, self.tensor_plan = model, inputs, loss, tensor_plan
+        self.done: dict[tuple[str, bool, int], DryRun] = {}
 
-    def profile(self, precision: str, recompute: bool) -> Profile:
-        """Return the profile of a precision, with or without recomputation."""
-        key = (precision, recompute)
+    def profile(self, precision: str, recompute: bool, tensor: int) -> Profile:
+        """Return the profile of a precision, with or without recomputation, with blocks split over ``tensor`` ranks."""
+        key = (precision, recompute, tensor)
         if key not in self.done:
-            self.done[key] = dry_run(self.model, self.inputs, self.loss, precision=precision, recompute=recompute)
+            split = Split(tensor, self.tensor_plan) if tensor > 1 else None
+            self.done[key] = dry_run(
+                self.model, self.inputs, self.loss, precision=precision, recompute=recompute, split=split
+            )
         return self.done[key].profile
 
     def all_of(self, choices: Choices) -> Sequence[DryRun]:
@@ -218,7 +227,8 @@ class _Runs:
         precisions = ["fp32"] if choices.precision == "fp32" else ["bf16", "autocast"]
         for precision in precisions:
             for recompute in choices.recompute:
-                self.profile(precision, recompute)
+                for tensor in choices.tensor if precision != "autocast" else (1,):
+                    self.profile(precision, recompute, tensor)
         return list(self.done.values())
 
 

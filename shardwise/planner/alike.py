@@ -245,7 +245,9 @@ def _neighbours(
 
 def _beside(stretches: Sequence[Stretch], base: int, block: int, places: Mapping[int, int]) -> list[object] | None:
     """Return what ``block`` did beside the ``base`` bytes that were there; None if another passed a mark meanwhile."""
-    if any(each.mark.block != block or (each.mark.edge is None and each.mark.param not in places) for each in stretches):
+    if any(
+        each.mark.block != block or (each.mark.edge is None and each.mark.param not in places) for each in stretches
+    ):
         return None
     return [
         (each.mark.edge, places.get(each.mark.param), each.peak_bytes - base, each.left_bytes - base, each.work)

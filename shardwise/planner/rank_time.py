@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.events import Call, Op
 from shardwise.planner.hardware import Hardware
@@ -92,7 +92,9 @@ def time_of(
     profile: Profile, units: Sequence[RankUnit], steps: Steps, setting: Setting, hardware: Hardware
 ) -> RankTime:
     """Return the seconds of a step of ``setting``: all of its microbatches, and the update."""
-    clock = _Clock(setting, hardware)
+    # The ranks of a split are neighbours, so that a host has fewer ranks of the axes of data.
+    near = replace(hardware, ranks_per_host=max(hardware.ranks_per_host // setting.tensor, 1))
+    clock = _Clock(setting, near)
     numbers = {unit.facts.name: number for number, unit in enumerate(units)}
     compute = 0.0
     num_ops = 0
@@ -106,6 +108,7 @@ def time_of(
             compute += seconds
             clock.now += seconds
             num_ops += passage.stretch.work.num_ops
+            _split_ranks_talk(clock, passage.stretch, hardware)
     if setting.door in UNIT_DOORS:
         clock.wait("end of backward", clock.lane)
     else:
@@ -118,6 +121,21 @@ def time_of(
     return RankTime(
         step + update, compute, clock.exposed, host, update, clock.moved_s, int(clock.inside), int(clock.between), waits
     )
+
+
+def _split_ranks_talk(clock: _Clock, stretch: Stretch, hardware: Hardware) -> None:
+    """Count the collectives of the ranks that split a block: what follows needs them, so that nothing hides them."""
+    work, ranks = stretch.work, clock.setting.tensor
+    if not work.num_rings:
+        return
+    is_within = ranks <= hardware.ranks_per_host
+    seconds = work.num_rings * hardware.ring_s(work.ring_bytes / work.num_rings, ranks, is_within)
+    sent = work.ring_bytes * (ranks - 1) / ranks
+    clock.inside += sent if is_within else 0
+    clock.between += 0 if is_within else sent
+    clock.moved_s += seconds
+    clock.expose("split blocks", seconds)
+    clock.now += seconds
 
 
 def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, int], is_last: bool) -> None:

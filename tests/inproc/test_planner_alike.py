@@ -15,7 +15,7 @@ from shardwise.recipes.config import ModelShape
 from shardwise.recipes.gpt import GPT
 from shardwise.recipes.llama import Llama, LlamaShape
 
-COUNT = 7
+COUNT = 5
 counted: list[str] = []
 
 
@@ -73,18 +73,18 @@ def uneven() -> nn.Module:
 
 def tied() -> nn.Module:
     model = Stack([Layer() for _ in range(COUNT)])
-    model.layers[3].get_submodule("up").register_parameter("weight", model.layers[4].get_parameter("up.weight"))
+    model.layers[2].get_submodule("up").register_parameter("weight", model.layers[3].get_parameter("up.weight"))
     return model
 
 
 def in_one_setting() -> nn.Module:
-    return Stack([Layer(scale=2.0 if number == 4 else 1.0) for number in range(COUNT)])
+    return Stack([Layer(scale=2.0 if number == 3 else 1.0) for number in range(COUNT)])
 
 
 def borrowed_by_root() -> nn.Module:
     model = Stack([Layer() for _ in range(COUNT)])
     model.last.register_parameter("weight", nn.Parameter(torch.empty(16, 16)))
-    model.first.register_parameter("bias", model.layers[4].get_parameter("down.bias"))
+    model.first.register_parameter("bias", model.layers[3].get_parameter("down.bias"))
     return model
 
 
@@ -128,8 +128,7 @@ def test_of_alike_blocks_four_run(name: str) -> None:
 def test_transformers_are_planned_from_four_blocks_to_the_byte() -> None:
     tokens = torch.empty(2, 32, dtype=torch.int64, device="meta")
     with torch.device("meta"):
-        models = (Llama(LlamaShape(6, 64, 4, 2, 96, 256)), GPT(ModelShape(6, 48, 4, 32), recompute=True))
-    for model in models:
-        for precision in ("fp32", "bf16", "autocast"):
-            quick, whole = both(model, tokens, precision=precision, recompute=precision == "bf16")
-            assert quick.profile == whole, (type(model).__name__, precision)
+        llama, gpt = Llama(LlamaShape(5, 64, 4, 2, 96, 256)), GPT(ModelShape(5, 48, 4, 32), recompute=True)
+    for model, precision, recompute in ((llama, "bf16", True), (llama, "fp32", False), (gpt, "autocast", False)):
+        quick, whole = both(model, tokens, precision=precision, recompute=recompute)
+        assert quick.profile == whole, (type(model).__name__, precision)

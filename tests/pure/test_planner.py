@@ -166,7 +166,7 @@ def test_what_fits_nowhere_gets_the_smallest_change_that_makes_it_fit() -> None:
     profiles = {False: a_profile(8), True: a_profile(8, recompute=True)}
     choices = Choices(doors=("full",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
     tight = replace(HARDWARE["h100"], memory_bytes=50 * MB, usable=1.0)
-    found = Search(lambda _, recompute: profiles[recompute], 8, tight, choices).run()
+    found = Search(lambda _, recompute, __: profiles[recompute], 8, tight, choices).run()
     assert not any(candidate.fits for candidate in found.candidates)
     assert found.changes[0].words == "recompute blocks in backward"
     assert found.changes[0].best.setting.recompute
@@ -185,7 +185,7 @@ def test_state_that_is_too_large_needs_more_ranks() -> None:
 
 def test_of_what_fits_the_fastest_is_first() -> None:
     profiles = {False: a_profile(8), True: a_profile(8, recompute=True)}
-    found = Search(lambda _, recompute: profiles[recompute], 8, HARDWARE["h100"], Choices(precision="fp32")).run()
+    found = Search(lambda _, recompute, __: profiles[recompute], 8, HARDWARE["h100"], Choices(precision="fp32")).run()
     fitting = [candidate.time.step_s for candidate in found.candidates if candidate.fits]
     assert fitting == sorted(fitting)
     assert {candidate.setting.door for candidate in found.candidates} == set(Choices().doors)
