@@ -35,10 +35,12 @@ from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of
 from shardwise.planner.rank_units import rank_units
 from shardwise.planner.search import evaluate
 from shardwise.planner.setting import ONE_UNIT, Setting
+from shardwise.planner.split import Split
 from shardwise.planner.step_order import steps_of
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.doors import DOORS
 from shardwise.recipes.gpt import GPT
+from shardwise.recipes.parallel import HEADS, split_heads
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import TiedModel
 
@@ -108,7 +110,12 @@ class Case:
             accumulate=setting.accumulate,
             min_unit_bytes=setting.min_unit_bytes,
             transport=self.transport,
+            tp=setting.tensor,
         )
+
+    @property
+    def ranks(self) -> int:
+        return self.setting.ranks * self.setting.tensor
 
     def build(self) -> nn.Module:
         if self.model == "tied":
@@ -136,6 +143,7 @@ CASES = (
     Case("full, tied", FULL, model="tied"),
     Case("full, 4 ranks", replace(FULL, ranks=4), batch=2),
     Case("hybrid 2x2", Setting(door="hybrid", ranks=4, replicas=2), batch=2),
+    Case("full 2, tp 2", replace(FULL, tensor=2), batch=2),
     Case("replicate", Setting(door="replicate", ranks=2)),
     Case("replicate, bf16", Setting(door="replicate", ranks=2, precision="bf16")),
     Case("ZeRO-2", Setting(door="gradients", ranks=2)),
@@ -162,9 +170,12 @@ class Job:
         setting = case.setting
         sizes = (setting.replicas, setting.num_shards) if setting.door == "hybrid" else (setting.ranks,)
         names = ("replicate", "shard") if setting.door == "hybrid" else ("dp",)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        mesh = init_device_mesh("cpu", (*sizes, setting.tensor), mesh_dim_names=(*names, "tp"))
+        split, mesh = mesh["tp"], mesh[names if len(names) > 1 else names[0]]
         self.config, self.door, self.accumulate = case.config, DOORS[setting.door], setting.accumulate
         plain = case.build()
+        if setting.tensor > 1:
+            split_heads(plain, split)
         self.model = shard_tied(case, plain, mesh) if case.model == "tied" else self.door.wrap(plain, self.config, mesh)
         self.optimizer = self.door.build_optimizer(self.model, self.config)
 
@@ -208,7 +219,8 @@ def timed_on_rank(case: Case, steps: int) -> tuple[float, float]:
 def profile_of(case: Case) -> DryRun:
     with torch.device("meta"):
         model = case.build()
-    return dry_run(model, case.inputs(), loss_of, precision=case.setting.computes_in)
+    split = Split(case.setting.tensor, HEADS) if case.setting.tensor > 1 else None
+    return dry_run(model, case.inputs(), loss_of, precision=case.setting.computes_in, split=split)
 
 
 def predict(case: Case, run: DryRun) -> RankMemory:
@@ -217,7 +229,7 @@ def predict(case: Case, run: DryRun) -> RankMemory:
 
 
 def compare_memory(case: Case, pool: WorkerPool) -> dict[str, Any]:
-    found = pool.run(held_on_rank, num_ranks=case.setting.ranks, timeout_s=300, case=case)
+    found = pool.run(held_on_rank, num_ranks=case.ranks, timeout_s=300, case=case)
     measured = max(found, key=lambda each: each["peak"])
     peak = predict(case, profile_of(case)).peak
     return {
@@ -252,7 +264,7 @@ def figures_on_rank(case: Case) -> tuple[dict[str, float], float, Wire]:
 
 
 def compare_time(case: Case, pool: WorkerPool) -> dict[str, Any]:
-    ranks = case.setting.ranks
+    ranks = case.ranks
     ops, memory, wire = pool.run(figures_on_rank, num_ranks=ranks, timeout_s=300, case=case)[0]
     hardware = replace(
         HARDWARE["cpu"], op_seconds=ops, memory_bytes_per_s=memory, inside=wire, between=wire, ranks_per_host=ranks

@@ -366,7 +366,7 @@ def watching(watch: Callable[[Any, Any, Any], None]) -> Generator[None, None, No
 
 @contextmanager
 def fake_world(num_ranks: int) -> Generator[None, None, None]:
-    """Let this process be rank 0 of ``num_ranks``, over a group that carries nothing; groups that there are stay as they are."""
+    """Let this process be rank 0 of ``num_ranks``, whose group carries nothing; other groups stay as they are."""
     from torch.distributed import distributed_c10d as c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -20,7 +20,7 @@ from shardwise.planner.rank_memory import KINDS, RankMemory
 from shardwise.planner.search import Candidate, Change, Choices, Found, Search, memory_over_step
 from shardwise.planner.split import Split
 
-_HEADINGS = ("", "way", "peak", "of which", "step", "compute", "exposed", "host", "sent", "padding")
+_HEADINGS = ("", "way", "peak", "of which", "step", "samples/s", "compute", "exposed", "host", "sent", "padding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +98,31 @@ class Plan:
             f"{self.model}: {self.num_parameters:,} parameters on {self.ranks:,} ranks, batch {self.batch} on each; "
             f"{self.hardware.name}; a plan may fill {_gb(self._room)}"
         )
-        rows = [_HEADINGS, *[_cells(each, each is self.best) for each in self.candidates[:most]]]
+        rows = [_HEADINGS, *[self._cells(each) for each in self.candidates[:most]]]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         more = len(self.candidates) - most
         notes = [f"... and {more} more"] if more > 0 else []
         notes += [f"left out: {each}" for each in self.found.left_out]
         return "\n".join([head, "", *lines, *notes, "", self.why()])
+
+    def _cells(self, candidate: Candidate) -> tuple[str, ...]:
+        largest = sorted(zip(candidate.peak.held, KINDS, strict=True), reverse=True)[:2]
+        parts = [f"{kind} {_gb(num_bytes)}" for num_bytes, kind in largest if num_bytes]
+        time, setting = candidate.time, candidate.setting
+        return (
+            "->" if candidate is self.best else "" if candidate.fits else "no",
+            setting.label,
+            _gb(candidate.peak.total),
+            ", ".join([*parts, *([f"host {_gb(candidate.host_bytes)}"] if candidate.host_bytes else [])]),
+            _seconds(time.step_s),
+            f"{self.batch * setting.accumulate * setting.ranks / max(time.step_s, 1e-12):.3g}",
+            _seconds(time.compute_s),
+            _seconds(time.exposed_s),
+            _seconds(time.host_s),
+            _gb(time.inside_bytes + time.between_bytes),
+            f"{candidate.padding_ratio:.2f}",
+        )
 
     def __str__(self) -> str:
         return self.table()
@@ -169,7 +187,8 @@ def plan(
 
     Args:
         model: a module, on any device, or a function that makes one: it is called on the meta device, without memory.
-        inputs: of one microbatch of one data-parallel rank: tensors, of which shape and dtype count; or (batch, time) for int64 tokens.
+        inputs: of one microbatch of one data-parallel rank: tensors, of which shape and dtype count; or (batch, time) for
+            int64 tokens.
         ranks: all of them, 1 or more: those that split blocks (``Choices.tensor``) included.
         hardware: "a100", "h100", "h200", "cpu", a JSON file with the fields of :class:`Hardware`, or that itself.
         loss: called as ``loss(model, *inputs)``; default: next-token cross entropy for tokens, else the mean of the output.
@@ -268,23 +287,6 @@ def _json_of(candidate: Candidate) -> dict[str, object]:
         "padding_ratio": candidate.padding_ratio,
         "units": candidate.num_units,
     }
-
-
-def _cells(candidate: Candidate, is_best: bool) -> tuple[str, ...]:
-    largest = sorted(zip(candidate.peak.held, KINDS, strict=True), reverse=True)[:2]
-    time = candidate.time
-    return (
-        "->" if is_best else "" if candidate.fits else "no",
-        candidate.setting.label,
-        _gb(candidate.peak.total),
-        ", ".join(f"{kind} {_gb(num_bytes)}" for num_bytes, kind in largest if num_bytes),
-        _seconds(time.step_s),
-        _seconds(time.compute_s),
-        _seconds(time.exposed_s),
-        _seconds(time.host_s),
-        _gb(time.inside_bytes + time.between_bytes),
-        f"{candidate.padding_ratio:.2f}",
-    )
 
 
 def _gb(num_bytes: float) -> str:

@@ -1,7 +1,7 @@
 """Blocks that are alike: a dry run runs a few of them and writes down the others as it has seen those.
 
-Nothing is computed from a formula: of a run of alike blocks the first three and the last one run.  The second and the third must
-have done the same, to the byte and to the operation, beside what they found; then each of the others would do it again.
+Nothing is computed from a formula: of a run of alike blocks the first three and the last one run.  The second and the
+third must have done the same, to the byte and to the operation, beside what they found; then the others would do it again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HELD = frozenset({"_parameters", "_buffers", "_modules"})
 
 @dataclass(frozen=True, slots=True)
 class AlikeRun:
-    """Alike blocks one after another, by number: ``kept`` run, the first three and the last; ``skipped`` lie before the last."""
+    """Alike blocks one after another, by number: ``kept`` run, first and last; ``skipped`` lie before the last."""
 
     kept: tuple[int, int, int, int]
     skipped: tuple[int, ...]

@@ -112,8 +112,11 @@ class _Question:
         model, precision = self.model, self.precision
         if self.tensor == 1:
             _check_whole(model)
+        skipped = [model.get_submodule(self.blocks[block]) for run in runs for block in run.skipped]
+        idle = {id(param) for module in skipped for param in module.parameters()}
         with torch_private.fake_mode(), torch.enable_grad():
-            fakes = {id(param): _fake_parameter(param, precision) for param in model.parameters()}
+            used = [param for param in model.parameters() if id(param) not in idle]
+            fakes = {id(param): _fake_parameter(param, precision) for param in used}
             buffers = {id(each): _fake(each) for each in model.buffers()}
             given = [_fake(each) if isinstance(each, torch.Tensor) else each for each in self.inputs]
             tensors = [each for each in given if isinstance(each, torch.Tensor)]
@@ -212,7 +215,7 @@ def _standing_in(
             before.append((tensors, dict(tensors)))
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    tensors[name] = stand_ins[id(tensor)]
+                    tensors[name] = stand_ins.get(id(tensor), tensor)
     try:
         yield
     finally:

@@ -87,7 +87,7 @@ class Setting:
                 "one unit" if self.min_unit_bytes >= ONE_UNIT else f"units >= {self.min_unit_bytes / 2**20:g} MiB"
             )
         if self.tensor > 1:
-            words[0] += f" {self.ranks} x tp {self.tensor}" if self.door != "hybrid" else f"x tp {self.tensor}"
+            words.append(f"tp {self.tensor}")
         words += [word for word, is_on in (("recompute", self.recompute), ("offload", self.offload)) if is_on]
         if self.accumulate > 1:
             words.append(f"{self.accumulate} microbatches")

@@ -106,7 +106,7 @@ CALLS = {"chain": 4, "memory that all read": 4, "frozen below": 8, "two widths":
 
 def both(model: nn.Module, inputs: Tensor, **how: str | bool) -> tuple[DryRun, Profile]:
     quick = dry_run(model, [inputs], **how)  # pyright: ignore[reportArgumentType]
-    with mock.patch("shardwise.planner.dry_run.alike_runs", lambda *_: ()):
+    with mock.patch("shardwise.planner.dry_run.alike_runs", return_value=()):
         return quick, dry_run(model, [inputs], **how).profile  # pyright: ignore[reportArgumentType]
 
 
