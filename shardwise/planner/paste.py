@@ -40,6 +40,8 @@ def _imports(setting: Setting, tensor_plan: Mapping[str, ParallelStyle]) -> Iter
         wanted.add("MixedPrecisionPolicy")
     if setting.door in UNIT_DOORS and setting.offload:
         wanted.add("CPUOffloadPolicy")
+    if setting.compression is not None:
+        wanted.add("CompressionPolicy")
     if setting.accumulate > 1 and setting.door in UNIT_DOORS:
         wanted.add("policy")
     if wanted:
@@ -122,6 +124,8 @@ def _shard(setting: Setting, profile: Profile) -> Iterator[str]:
         options.append("mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
     if setting.offload:
         options.append("offload_policy=CPUOffloadPolicy()")
+    if setting.compression is not None:
+        options.append(f"compression={setting.compression!r}")
     if setting.door == "replicate":
         yield f"options = dict({', '.join(options)})"
         for parent in dict.fromkeys(path.rpartition(".")[0] for path in profile.blocks[1:]):

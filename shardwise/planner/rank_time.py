@@ -156,7 +156,7 @@ def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, 
         clock.launch(name, unit.scattered_bytes if setting.num_shards > 1 else 0, setting.num_shards, is_within)
         if setting.num_replicas > 1:
             is_near = setting.ranks <= hardware.ranks_per_host
-            clock.launch(name, 2 * unit.section_bytes, setting.num_replicas, is_near)
+            clock.launch(name, unit.summed_bytes, setting.num_replicas, is_near)
         if setting.offload and hardware.device != "cpu":
             clock.lane += unit.section_bytes / hardware.host_memory.bytes_per_s
 

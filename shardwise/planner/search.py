@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 from shardwise.planner.hardware import Hardware
@@ -37,6 +38,7 @@ class Choices:
         measures: time this machine's operations and links first.
         tensor: ranks that may split every block (tensor parallelism); 1: none.
         tensor_plan: how they split it, as ``parallelize_module`` takes it for one block.
+        compression: in how many bits parameters and gradients travel, of the doors that take such a policy.
     """
 
     doors: tuple[str, ...] = ("full", "hybrid", "replicate", "gradients", "optimizer")
@@ -49,6 +51,7 @@ class Choices:
     measures: bool = False
     tensor: tuple[int, ...] = (1,)
     tensor_plan: Mapping[str, ParallelStyle] = field(default_factory=dict[str, ParallelStyle])
+    compression: CompressionPolicy | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -204,9 +207,14 @@ class Search:
         for door in choices.doors:
             if tensor > 1 and door not in UNIT_DOORS:
                 continue
+            policy = choices.compression
+            if policy is not None and (door not in UNIT_DOORS or (policy.gather is not None and door != "full")):
+                self.left_out.append(f"{door}: it takes no CompressionPolicy" + " that gathers" * (door in UNIT_DOORS))
+                continue
             base = Setting(
                 ranks=self.ranks // tensor,
                 tensor=tensor,
+                compression=policy,
                 precision=choices.precision,
                 accumulate=choices.accumulate,
                 state_bytes=OPTIMIZERS[choices.optimizer],

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 
@@ -34,6 +35,7 @@ class Setting:
         accumulate: microbatches of a step.
         state_bytes: of the optimizer, per element that it updates.
         depth: units unsharded ahead.
+        compression: in how many bits parameters and gradients travel, of the doors with units.
     """
 
     door: str = "full"
@@ -47,6 +49,7 @@ class Setting:
     state_bytes: int = OPTIMIZERS["adamw"]
     depth: int = 1
     tensor: int = 1
+    compression: CompressionPolicy | None = None
 
     def __post_init__(self) -> None:
         if self.door not in DOORS:
@@ -89,6 +92,9 @@ class Setting:
         if self.tensor > 1:
             words.append(f"tp {self.tensor}")
         words += [word for word, is_on in (("recompute", self.recompute), ("offload", self.offload)) if is_on]
+        if self.compression is not None:
+            ways = (("gather", self.compression.gather), ("reduce", self.compression.reduce))
+            words += [f"{way} {coding}" for way, coding in ways if coding is not None]
         if self.accumulate > 1:
             words.append(f"{self.accumulate} microbatches")
         return ", ".join(words)
