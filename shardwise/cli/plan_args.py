@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwise.cli.extras import check_extras
+from shardwise.cli.measure_shared import measured_shared
 from shardwise.errors import ConfigError
 from shardwise.planner.advice import Plan, plan, with_hosts
 from shardwise.planner.hardware import HARDWARE, read_hardware
@@ -61,7 +62,9 @@ def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
         help=f"{', '.join(HARDWARE)}, or a JSON file (default: h100)",
     )
     parser.add_argument(
-        "--measure", action="store_true", help="time this machine's operations first, with --hardware cpu"
+        "--measure",
+        action="store_true",
+        help="with --hardware cpu: time this machine's operations, and how its processes share memory, first",
     )
     parser.add_argument(
         "--precision", choices=("fp32", "bf16"), default="bf16", help="of the computation (default: bf16)"
@@ -91,6 +94,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
     hardware = read_hardware(arguments.hardware)
     if arguments.hosts is not None:
         hardware = with_hosts(hardware, arguments.ranks, arguments.hosts)
+    near = min(arguments.ranks, hardware.ranks_per_host)
+    if arguments.measure and hardware.device == "cpu" and near > 1:
+        hardware = replace(hardware, shared=measured_shared(near))
     choices = Choices(
         precision=arguments.precision,
         accumulate=arguments.accumulate,

@@ -34,6 +34,8 @@ class Hardware:
         memory_bytes_per_s: of the device.
         host_s_per_op: for launching one operation.  host_s_per_unit: for one unit, forward and backward.
         inside, between: links within a host and between hosts.  host_memory: to the memory of the host (offload).
+        shared: between ranks of one host through shared memory: a rank copies from the others' memory by itself, and
+            nothing else runs meanwhile; None: they use ``inside``.
         ranks_per_host: devices of a host.
         overlaps: communication runs beside computation.
         op_seconds: measured seconds of operations by name and shapes, in place of the rates.
@@ -47,6 +49,7 @@ class Hardware:
     inside: Wire
     between: Wire
     host_memory: Wire
+    shared: Wire | None = None
     ranks_per_host: int = 8
     usable: float = 0.92
     efficiency: float = 0.6
@@ -119,6 +122,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
             inside=Wire(1.2 * GB, 1e-4),
             between=Wire(0.12 * GB, 3e-4),
             host_memory=Wire(8 * GB, 1e-6),
+            shared=Wire(4 * GB, 5e-5),
             ranks_per_host=2,
             usable=0.9,
             efficiency=0.7,
@@ -128,7 +132,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
         ),
     }
 )
-_WIRES = ("inside", "between", "host_memory")
+_WIRES = ("inside", "between", "host_memory", "shared")
 
 
 def read_hardware(source: str | Path) -> Hardware:
@@ -172,7 +176,7 @@ def _made(values: dict[str, object], path: Path) -> Hardware:
 def hardware_json(hardware: Hardware) -> str:
     """Return what :func:`read_hardware` reads."""
     values = _fields_of(hardware)
-    values |= {name: asdict(getattr(hardware, name)) for name in _WIRES}
+    values |= {name: asdict(wire) for name in _WIRES if (wire := getattr(hardware, name)) is not None}
     values |= {"flops_per_s": dict(hardware.flops_per_s), "op_seconds": dict(hardware.op_seconds)}
     return json.dumps(values, indent=2)
 

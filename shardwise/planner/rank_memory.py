@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shardwise.events import Call, Op
 from shardwise.planner.profile import Profile
 from shardwise.planner.rank_units import KEPT_SECTION_BYTES, RankUnit
-from shardwise.planner.setting import UNIT_DOORS, Setting
+from shardwise.planner.setting import SHARED, UNIT_DOORS, Setting
 from shardwise.planner.step_order import Passage, Steps
 
 KINDS = (
@@ -23,6 +23,7 @@ KINDS = (
 )
 _MESSAGE_BYTES = 4 * 1024 * 1024  # of ZeRO's reductions, as in zero/gradients.py
 _CLASSES_PER_DOUBLING_BITS = 4
+_OUTBOX_SLOTS, _SLOT_ALIGNMENT = 3, 64  # of shared memory, as in comm/links/host.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,9 @@ class _Rank:
         self.held["parameters"] = profile.buffer_bytes + (0 if self.is_on_host else shards)
         self.held["optimizer"] = 0 if self.is_on_host else state
         self.held["optimizer"] += sum(unit.residual_bytes for unit in units)
+        if setting.transport == SHARED and setting.num_shards > 1:
+            slot = max(setting.num_shards * unit.section_bytes for unit in units)
+            self.held["staging"] = _OUTBOX_SLOTS * -(-slot // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
         self.host_bytes = shards + state + sum(u.section_bytes for u in units) if self.is_on_host else 0
         self.loans: dict[tuple[str, int], int] = {}
         self.reducing: list[int] = []  # units whose packed gradients are on loan

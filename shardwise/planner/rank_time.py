@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.events import Call, Op
-from shardwise.planner.hardware import Hardware
+from shardwise.planner.hardware import Hardware, Wire
 from shardwise.planner.profile import Profile, Stretch
 from shardwise.planner.rank_units import RankUnit
-from shardwise.planner.setting import UNIT_DOORS, Setting
+from shardwise.planner.setting import SHARED, UNIT_DOORS, Setting
 from shardwise.planner.step_order import Steps
 
 
@@ -143,7 +143,9 @@ def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, 
     name, number = call.unit or "(root)", numbers[call.unit]
     is_within = setting.num_shards <= hardware.ranks_per_host
     copy_s = 2 / hardware.memory_bytes_per_s
-    if call.op is Op.UNSHARD:
+    if setting.transport == SHARED and hardware.shared is not None and setting.num_shards > 1:
+        _through_memory(clock, call, unit, hardware.shared, is_last)
+    elif call.op is Op.UNSHARD:
         end = clock.launch(name, unit.moved_bytes, setting.num_shards, is_within)
         if setting.offload and hardware.device != "cpu":
             end += unit.moved_bytes / setting.num_shards / hardware.host_memory.bytes_per_s
@@ -154,11 +156,28 @@ def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, 
     elif call.op is Op.REDUCE and is_last:
         clock.now += unit.reduced_bytes * copy_s if setting.num_shards > 1 else 0.0
         clock.launch(name, unit.scattered_bytes if setting.num_shards > 1 else 0, setting.num_shards, is_within)
+    if call.op is Op.REDUCE and is_last:
         if setting.num_replicas > 1:
             is_near = setting.ranks <= hardware.ranks_per_host
             clock.launch(name, unit.summed_bytes, setting.num_replicas, is_near)
         if setting.offload and hardware.device != "cpu":
             clock.lane += unit.section_bytes / hardware.host_memory.bytes_per_s
+
+
+def _through_memory(clock: _Clock, call: Call, unit: RankUnit, shared: Wire, is_last: bool) -> None:
+    """Count the copies by which this rank reads all sections, lays out its gradients for the others, and sums its own."""
+    num_shards, name = clock.setting.num_shards, call.unit or "(root)"
+    if call.op is Op.WAIT:
+        num_bytes, added = unit.moved_bytes, 0
+    elif call.op is Op.REDUCE and is_last:
+        num_bytes, added = unit.scattered_bytes, (num_shards + 1) * unit.section_bytes
+    else:
+        return
+    seconds = num_bytes / shared.bytes_per_s + added / clock.hardware.memory_bytes_per_s + shared.latency_s
+    clock.inside += num_bytes * (num_shards - 1) / num_shards
+    clock.moved_s += seconds
+    clock.expose(name, seconds)
+    clock.now += seconds
 
 
 def _without_units(clock: _Clock, profile: Profile, compute: float) -> None:

@@ -13,7 +13,7 @@ from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.prefetch import UnitFacts
 from shardwise.planner.coded_bytes import Codings
 from shardwise.planner.profile import ROOT, ParamFacts, Profile, params_by_block
-from shardwise.planner.setting import ONE_UNIT, Setting
+from shardwise.planner.setting import ONE_UNIT, SHARED, Setting
 
 _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share, as in units/shards.py
 KEPT_SECTION_BYTES = 1 << 20  # reduced gradients up to this size stay for the next step, as in units/gradient_memory.py
@@ -164,12 +164,13 @@ class _Sizes:
             section_bytes += bucket.section_numel * itemsize
             travels = travels.plus(self._reduced(members, bucket, itemsize))
         keeps = ROOT in blocks or setting.door == "replicate"
+        is_staged = self._is_cut and setting.transport != SHARED  # else sections are read where they lie
         facts = UnitFacts(
             name="",
             policy=UnitPolicy(reshard_after_forward=not keeps),
-            gather_bytes=moved.packed if self._is_cut else 0,
+            gather_bytes=moved.packed if is_staged else 0,
             full_bytes=moved.full_bytes,
-            reduce_bytes=section_bytes * setting.num_shards if self._is_cut else 0,
+            reduce_bytes=section_bytes * setting.num_shards if is_staged else 0,
         )
         numel = sum(param.numel for param in params)
         return RankUnit(

@@ -15,7 +15,7 @@ from shardwise.planner.profile import Profile
 from shardwise.planner.rank_memory import Moment, RankMemory, memory_of
 from shardwise.planner.rank_time import RankTime, time_of
 from shardwise.planner.rank_units import rank_units, unit_paths
-from shardwise.planner.setting import ONE_UNIT, OPTIMIZERS, UNIT_DOORS, Setting
+from shardwise.planner.setting import ONE_UNIT, OPTIMIZERS, SHARED, UNIT_DOORS, Setting
 from shardwise.planner.step_order import steps_of
 
 _MOST_RANKS = 1 << 17
@@ -114,7 +114,13 @@ class Found:
 
 
 def evaluate(profile: Profile, setting: Setting, hardware: Hardware) -> Candidate:
-    """Return what ``setting`` costs on ``hardware``: closed form in ranks."""
+    """Return what ``setting`` costs on ``hardware``: closed form in ranks.
+
+    CPU ranks whose shards are all on one host read each other's memory, unless what they read is coded.
+    """
+    is_near = setting.num_shards * setting.tensor <= hardware.ranks_per_host
+    if hardware.shared is not None and is_near and setting.door in UNIT_DOORS and setting.compression is None:
+        setting = replace(setting, transport=SHARED)
     units = rank_units(profile, setting, hardware.device)
     steps = steps_of(profile, units, setting.depth)
     memory = memory_of(profile, units, steps, setting, hardware.device)

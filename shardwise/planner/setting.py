@@ -14,6 +14,7 @@ DOORS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")  # as 
 UNIT_DOORS = frozenset(
     {"full", "hybrid", "replicate"}
 )  # units move; the others keep parameters whole, under DDP or alone
+SHARED = "shared memory"
 ONE_UNIT = 1 << 62  # a unit size that no block has: all parameters are one unit
 
 # Bytes of state per parameter of element-wise optimizers, in fp32.
@@ -35,6 +36,7 @@ class Setting:
         accumulate: microbatches of a step.
         state_bytes: of the optimizer, per element that it updates.
         depth: units unsharded ahead.
+        transport: of CPU ranks, "collective": the backend's; SHARED: each other's memory, what ours do on one host.
         compression: in how many bits parameters and gradients travel, of the doors with units.
     """
 
@@ -50,6 +52,7 @@ class Setting:
     depth: int = 1
     tensor: int = 1
     compression: CompressionPolicy | None = None
+    transport: str = "collective"
 
     def __post_init__(self) -> None:
         if self.door not in DOORS:

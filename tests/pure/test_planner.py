@@ -234,3 +234,26 @@ def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected one of adamw"):
         Choices(optimizer="lion")
     assert isinstance(HARDWARE["cpu"], Hardware)
+
+
+def test_ranks_of_one_host_that_read_each_others_memory_stage_nothing_but_an_outbox() -> None:
+    profile, cpu = a_profile(), replace(HARDWARE["cpu"], ranks_per_host=4)
+    near, far = (evaluate(profile, Setting(ranks=4), replace(cpu, ranks_per_host=hosts)) for hosts in (4, 2))
+    assert (near.setting.transport, far.setting.transport) == ("shared memory", "collective")
+    staging = KINDS.index("staging")
+    moments = held(profile, near.setting, "cpu").moments
+    assert {moment.held[staging] for moment in moments} == {3 * BLOCK}  # three reductions of the largest unit
+    assert near.time.between_bytes == 0
+    assert near.time.inside_bytes == pytest.approx((BLOCK * 3 * 3 + NORM * 2) * 3 / 4)
+
+
+def test_what_is_read_from_shared_memory_takes_the_rank_that_reads_it() -> None:
+    profile, cpu = a_profile(), replace(HARDWARE["cpu"], overlaps=True)
+    assert cpu.shared is not None
+    fast, slow = (
+        evaluate(profile, Setting(ranks=2), replace(cpu, shared=replace(cpu.shared, bytes_per_s=rate))).time
+        for rate in (4e9, 1e9)
+    )
+    copied = 3 * 3 * BLOCK + 2 * NORM
+    assert slow.step_s - fast.step_s == pytest.approx(copied * (1 / 1e9 - 1 / 4e9))
+    assert slow.compute_s == fast.compute_s
