@@ -11,13 +11,17 @@ Run: python benchmarks/plan_accuracy.py [--only NAME ...] [--time] [--out result
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise import shard_model, torch_private
+from shardwise.comm.links.segment import Segment, SegmentAddress
 from shardwise.planner.dry_run import DryRun, dry_run
 from shardwise.planner.hardware import HARDWARE, Wire
 from shardwise.planner.measure import measured
@@ -56,6 +61,7 @@ class Meter(TorchDispatchMode):
         self.live = self.peak = 0
         self.at = ""
         self.seen: dict[int, Any] = {}
+        self.others: list[tuple[int, int]] = []  # memory of other ranks, which this one reads
         self.ranges: dict[int, tuple[int, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -76,6 +82,8 @@ class Meter(TorchDispatchMode):
         start, size = storage.data_ptr(), storage.nbytes()
         if any(low <= start and start + size <= high for low, high in self.ranges.values()):
             size = 0  # a part of memory that counts already
+        if any(low <= start < high for low, high in self.others):
+            size = 0
 
         def forget(_: object) -> None:
             self.live -= size
@@ -192,9 +200,24 @@ class Job:
         self.optimizer.zero_grad()
 
 
+@contextmanager
+def leaving_out_others(meter: Meter) -> Iterator[None]:
+    """Do not count what other ranks share with this one."""
+    opened = Segment.open
+
+    def open_segment(address: SegmentAddress) -> Segment:
+        segment = opened(address)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(segment.mapping))
+        meter.others.append((start, start + segment.num_bytes))
+        return segment
+
+    with mock.patch.object(Segment, "open", open_segment):
+        yield
+
+
 def held_on_rank(case: Case) -> dict[str, Any]:
     """Return the peak of the third step on this rank."""
-    with Meter() as meter:
+    with Meter() as meter, leaving_out_others(meter):
         job = Job(case)
         inputs = case.inputs()
         for _ in range(WARM_STEPS):

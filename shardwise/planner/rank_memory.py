@@ -23,7 +23,9 @@ KINDS = (
 )
 _MESSAGE_BYTES = 4 * 1024 * 1024  # of ZeRO's reductions, as in zero/gradients.py
 _CLASSES_PER_DOUBLING_BITS = 4
-_OUTBOX_SLOTS, _SLOT_ALIGNMENT = 3, 64  # of shared memory, as in comm/links/host.py
+_OUTBOX_SLOTS = (
+    3  # of shared memory, one after another, as in comm/links/host.py: pages take memory when they are written
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,8 @@ class _Rank:
         self.held["optimizer"] = 0 if self.is_on_host else state
         self.held["optimizer"] += sum(unit.residual_bytes for unit in units)
         if setting.transport == SHARED and setting.num_shards > 1:
-            slot = max(setting.num_shards * unit.section_bytes for unit in units)
-            self.held["staging"] = _OUTBOX_SLOTS * -(-slot // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+            posts = [unit.outbox_bytes for unit in (*reversed(units[1:]), units[0]) if unit.outbox_bytes]
+            self.held["staging"] = sum(max(posts[slot::_OUTBOX_SLOTS], default=0) for slot in range(_OUTBOX_SLOTS))
         self.host_bytes = shards + state + sum(u.section_bytes for u in units) if self.is_on_host else 0
         self.loans: dict[tuple[str, int], int] = {}
         self.reducing: list[int] = []  # units whose packed gradients are on loan

@@ -36,6 +36,7 @@ class RankUnit:
             that sum sections over replicas.  All as they travel, coded or not.
         decoding_bytes: that a coded all-gather takes until its sections are decoded; coding_bytes: that a coded reduction
             takes beside its packed gradients at first; coded_bytes: that it holds until the sum; residual_bytes: between steps.
+        outbox_bytes: that its reduction writes for other ranks, or for all if it has no large tensors, in shared memory.
         cast_bytes: of this rank's section in the dtype of the all-gather, where that is another than it is kept in.
     """
 
@@ -57,6 +58,7 @@ class RankUnit:
     coding_bytes: int = 0
     coded_bytes: int = 0
     residual_bytes: int = 0
+    outbox_bytes: int = 0
 
 
 def rank_units(profile: Profile, setting: Setting, device: str) -> tuple[RankUnit, ...]:
@@ -192,13 +194,15 @@ class _Sizes:
             coding_bytes=travels.coding,
             coded_bytes=travels.coded,
             residual_bytes=travels.residuals,
+            outbox_bytes=travels.outbox,
         )
 
     def _reduced(self, members: Sequence[ParamFacts], bucket: Bucket, itemsize: int) -> _Reduced:
         """Return how gradients in ``bucket`` travel: coded between replicas where there are any, else between shards."""
         setting = self._setting
         section = bucket.section_numel * itemsize
-        plain = _Reduced(section * setting.num_shards, 2 * section)
+        own = 1 if bucket.num_large else 0  # stays out of the outbox where parts are copied one by one
+        plain = _Reduced(section * setting.num_shards, 2 * section, outbox=section * (setting.num_shards - own))
         coded = None if self._codings is None else self._codings.reduced(members, bucket, itemsize)
         ranks = setting.num_replicas if setting.num_replicas > 1 else setting.num_shards
         if coded is None or self._codings is None or ranks == 1:
@@ -224,6 +228,7 @@ class _Reduced:
     coding: int = 0
     coded: int = 0
     residuals: int = 0
+    outbox: int = 0
 
     def plus(self, other: _Reduced) -> _Reduced:
         return _Reduced(
@@ -232,6 +237,7 @@ class _Reduced:
             max(self.coding, other.coding),
             self.coded + other.coded,
             self.residuals + other.residuals,
+            max(self.outbox, other.outbox),
         )
 
 
