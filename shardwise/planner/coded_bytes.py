@@ -12,7 +12,7 @@ from shardwise.codec.coded_sections import CodedSection
 from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.layout.bucket import Bucket, align, by_size
 from shardwise.layout.shard import ChunkShard
-from shardwise.planner.profile import ParamFacts, Profile
+from shardwise.planner.profile import ParamFacts
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -35,7 +35,6 @@ class Codings:
     """What a policy makes of the sections of a model."""
 
     policy: CompressionPolicy
-    profile: Profile
     num_shards: int
 
     def gathered(self, params: Sequence[ParamFacts], bucket: Bucket, itemsize: int) -> Coded | None:
@@ -57,13 +56,12 @@ class Codings:
 
     def _section(self, params: Sequence[ParamFacts], bucket: Bucket, itemsize: int, code: BlockCode) -> Coded | None:
         order = by_size([ChunkShard(param.shape, 0, self.num_shards) for param in params])
-        is_coded = [self._is_coded(params[number]) for number in order]
+        is_coded = [self.is_coded(params[number]) for number in order]
         section = CodedSection.of(bucket, is_coded, _DTYPES[itemsize], code)
         if not section.runs:
             return None
         return Coded(section.message_bytes, section.coded_numel, section.rest_numel * itemsize)
 
-    def _is_coded(self, param: ParamFacts) -> bool:
-        block = self.profile.blocks[param.block]
-        name = param.name.removeprefix(f"{block}.") if block else param.name
-        return param.is_floating and self.policy.takes(name, param.shape, param.itemsize)
+    def is_coded(self, param: ParamFacts) -> bool:
+        """Return True if the policy takes ``param``, by its path from the root."""
+        return param.is_floating and self.policy.takes(param.name, param.shape, param.itemsize)

@@ -90,7 +90,7 @@ class _Sizes:
         self._params = params_by_block(profile)
         self._alike: dict[tuple[object, ...], RankUnit] = {}
         policy = setting.compression
-        self._codings = None if policy is None else Codings(policy, profile, setting.num_shards)
+        self._codings = None if policy is None else Codings(policy, setting.num_shards)
 
     def _alignment(self, itemsize: int) -> int:
         return 1 if self._on_cpu else max(16 // itemsize, 1)
@@ -111,15 +111,12 @@ class _Sizes:
         """Return the unit of ``blocks``."""
         numbers = tuple(sorted([number for block in blocks for number in self._params[block]]))
         params = [self._profile.params[number] for number in numbers]
-        names = [self._within(param) for param in params] if self._codings is not None else ()  # some may stay exact
-        key = (ROOT in blocks, *names, *[(param.shape, param.dtype, param.is_trainable) for param in params])
+        coded = [] if self._codings is None else [self._codings.is_coded(param) for param in params]
+        key = (ROOT in blocks, *coded, *[(param.shape, param.dtype, param.is_trainable) for param in params])
         alike = self._alike.get(key)
         if alike is None:
             alike = self._alike[key] = self._made(blocks, numbers)
         return replace(alike, facts=replace(alike.facts, name=self._name(blocks)), blocks=blocks, params=numbers)
-
-    def _within(self, param: ParamFacts) -> str:
-        return param.name.removeprefix(self._profile.blocks[param.block])
 
     def _name(self, blocks: tuple[int, ...]) -> str:
         return "" if ROOT in blocks else compress_paths([self._profile.blocks[block] for block in blocks])
