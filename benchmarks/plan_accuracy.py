@@ -202,7 +202,7 @@ class Job:
 
 @contextmanager
 def leaving_out_others(meter: Meter) -> Iterator[None]:
-    """Do not count what other ranks share with this one."""
+    """Do not count what other ranks share with this one, which shares as if nobody watched."""
     opened = Segment.open
 
     def open_segment(address: SegmentAddress) -> Segment:
@@ -211,7 +211,9 @@ def leaving_out_others(meter: Meter) -> Iterator[None]:
         meter.others.append((start, start + segment.num_bytes))
         return segment
 
-    with mock.patch.object(Segment, "open", open_segment):
+    # While somebody watches operations ours are collectives, so that they are seen.
+    unseen = mock.patch.object(torch_private, "has_dispatch_mode", return_value=False)
+    with mock.patch.object(Segment, "open", open_segment), unseen:
         yield
 
 
