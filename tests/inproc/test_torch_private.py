@@ -540,6 +540,32 @@ def test_trees_are_read_and_changed_in_order() -> None:
     tree = {"a": [torch.ones(1), 2], "b": (torch.zeros(1),)}
     assert [float(each) for each in private.leaves_of(tree)] == [1.0, 2.0, 0.0]
     assert private.map_tensors(float, tree) == {"a": [1.0, 2], "b": (0.0,)}
+    assert private.map_of_kind(int, str, {"a": [1, 2.0]}) == {"a": ["1", 2.0]}
+
+
+def test_watching_hears_of_the_local_parts_of_dtensors_and_of_nothing_that_torch_tries_out() -> None:
+    heard: list[str] = []
+    with private.fake_world(4):
+        mesh = init_device_mesh("cpu", (4,))
+        with private.fake_mode():
+            weight = DTensor.from_local(torch.empty(2, 8), mesh, [Shard(0)], run_check=False)
+            x = DTensor.from_local(torch.empty(6, 8), mesh, [Replicate()], run_check=False)
+            with private.watching(lambda op, given, out: heard.append(f"{op} {[*out.shape]}")):
+                parts = torch.mm(x, weight.t())
+                assert parts.redistribute(mesh, [Replicate()]).shape == (6, 8)
+    products = [each for each in heard if "aten.mm" in each]
+    assert products == ["aten.mm.default [6, 2]"]
+    assert [each for each in heard if "all_gather" in each] == [
+        "_c10d_functional.all_gather_into_tensor.default [24, 2]"
+    ]
+
+
+def test_a_fake_world_leaves_process_groups_as_they_were() -> None:
+    assert not dist.is_initialized()
+    with private.fake_world(1 << 14):
+        assert dist.get_world_size() == 1 << 14
+        assert dist.get_rank() == 0
+    assert not dist.is_initialized()
 
 
 def test_the_dict_of_buffers_is_the_modules_own() -> None:

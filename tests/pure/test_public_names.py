@@ -25,7 +25,7 @@ FOR_USERS = {
     "CompressionPolicy": "block error_feedback exact gather min_bytes reduce warn_above",
     "CompressionState": "load_state_dict state_dict",
     "CPUOffloadPolicy": "pin_memory",
-    "Choices": "accumulate doors measures offload optimizer precision recompute unit_bytes",
+    "Choices": "accumulate compression doors measures offload optimizer precision recompute tensor tensor_plan unit_bytes",
     "DDPMeshInfo": _MESH,
     "DataParallelMeshDims": "replicate shard",
     "FSDPMeshInfo": _MESH,
@@ -33,11 +33,11 @@ FOR_USERS = {
     "GradientReductionHandle": "wait",
     "HSDPMeshInfo": _MESH,
     "Hardware": """between device efficiency flops_per_s host_memory host_s_per_op host_s_per_unit inside memory_bytes
-        memory_bytes_per_s name op_seconds overlaps ranks_per_host usable""",
+        memory_bytes_per_s name op_seconds overlaps ranks_per_host shared usable""",
     "Loaded": "missing num_bytes_read path skipped step unexpected",
     "MixedPrecisionPolicy": "cast_forward_inputs output_dtype param_dtype param_dtype_override_fn reduce_dtype",
     "Plan": """batch best candidates changes code found hardware memory model num_parameters picture ranks table
-        to_json why""",
+    tensor_plan to_json why""",
     "RandomState": "load_state_dict state_dict",
     "ReplicateModule": _MODULE,
     "ShardPlacementResult": "mesh_info placement",
