@@ -79,6 +79,8 @@ class Plan:
         return f"{words}. " + (f"Waits that nothing hides: {waits}." if waits else "Nothing waits for other ranks.")
 
     def _why_nothing_fits(self) -> str:
+        if not self.candidates:
+            return "No way to train was looked at: none of the doors goes with these numbers of ranks."
         if not self.changes:
             return "Nothing fits, and no single change makes it fit."
         first = self.changes[0]
@@ -98,6 +100,8 @@ class Plan:
             f"{self.model}: {self.num_parameters:,} parameters on {self.ranks:,} ranks, batch {self.batch} on each; "
             f"{self.hardware.name}; a plan may fill {_gb(self._room)}"
         )
+        if not self.candidates:
+            return "\n".join([head, *[f"left out: {each}" for each in self.found.left_out], "", self.why()])
         rows = [_HEADINGS, *[self._cells(each) for each in self.candidates[:most]]]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -132,7 +136,10 @@ class Plan:
             return self.best
         if self.changes:
             return self.changes[0].best
-        raise ConfigError("no way to train was looked at; name doors in Choices(doors=...) that the model can take")
+        reasons = "".join(f" ({each})" for each in self.found.left_out)
+        raise ConfigError(
+            f"no way to train was looked at{reasons}; name other doors, or numbers of ranks that go together"
+        )
 
     def code(self) -> str:
         """Return Python to paste: the best way, or that of the smallest change if nothing fits."""
