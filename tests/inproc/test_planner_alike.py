@@ -48,6 +48,8 @@ class Stack(nn.Module):
         for number, layer in enumerate([*self.layers, *(self.layers if self.way == "twice" else ())]):
             if self.way == "scaled":
                 x = layer(x * number)
+            elif self.way == "once":
+                x = layer(x) * 2.0 if number == 3 else layer(x)
             elif self.way == "lists":
                 kept.append(x)
                 x = layer(x)
@@ -99,6 +101,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "a parameter that the root has too": borrowed_by_root,
     "called twice": lambda: stack("twice"),
     "work between them": lambda: stack("scaled"),
+    "work after one of them": lambda: stack("once"),
     "outputs that are kept": lambda: stack("lists"),
 }
 CALLS = {"chain": 4, "memory that all read": 4, "frozen below": 8, "two widths": 8}
@@ -115,6 +118,24 @@ def test_a_dry_run_of_four_alike_blocks_is_that_of_all(name: str) -> None:
     for recompute in (False, True):
         quick, whole = both(CASES[name](), torch.empty(8, 16), recompute=recompute)
         assert quick.profile == whole, (name, recompute)
+
+
+class Alternating(Layer):
+    """Does something else at every third call of any of its kind, which nothing that it holds shows."""
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        x = super().forward(x, memory)
+        return torch.tanh(x) if len(counted) % 3 == 2 else x
+
+
+def test_blocks_that_look_alike_and_do_not_do_the_same_all_run() -> None:
+    model = Stack([Alternating() for _ in range(COUNT + 1)])
+    counted.clear()
+    found = dry_run(model, [torch.empty(8, 16)]).profile
+    assert len(counted) == 4 + COUNT + 1
+    del counted[4:]  # all ran after four had
+    with mock.patch("shardwise.planner.dry_run.alike_runs", return_value=()):
+        assert dry_run(model, [torch.empty(8, 16)]).profile == found
 
 
 @pytest.mark.parametrize("name", list(CALLS))
