@@ -125,7 +125,7 @@ class Alternating(Layer):
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         x = super().forward(x, memory)
-        return torch.tanh(x) if len(counted) % 3 == 2 else x
+        return x * 2.0 if len(counted) % 3 == 2 else x
 
 
 def test_blocks_that_look_alike_and_do_not_do_the_same_all_run() -> None:
