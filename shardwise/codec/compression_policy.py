@@ -60,10 +60,11 @@ class CompressionPolicy:
         if not self.warn_above > 0:
             raise ConfigError(f"CompressionPolicy: warn_above is {self.warn_above!r}, expected a number above 0")
 
-    def takes(self, name: str, shape: tuple[int, ...], itemsize: int) -> bool:
-        """Return True if the tensor ``name`` of ``shape`` (whole), of ``itemsize`` bytes an element, is to be coded."""
-        num_bytes = itemsize
-        for extent in shape:
-            num_bytes *= extent
-        is_large = len(shape) >= 2 and num_bytes >= max(self.min_bytes, 1) and itemsize <= 4
-        return is_large and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exact)
+
+def takes(policy: CompressionPolicy, name: str, shape: tuple[int, ...], itemsize: int) -> bool:
+    """Return True if the tensor ``name`` of ``shape`` (whole), of ``itemsize`` bytes an element, is to be coded."""
+    num_bytes = itemsize
+    for extent in shape:
+        num_bytes *= extent
+    is_large = len(shape) >= 2 and num_bytes >= max(policy.min_bytes, 1) and itemsize <= 4
+    return is_large and not any(fnmatch.fnmatchcase(name, pattern) for pattern in policy.exact)

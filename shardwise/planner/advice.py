@@ -42,7 +42,7 @@ class Plan:
     batch: int
     hardware: Hardware
     found: Found
-    profiles: tuple[Profile, ...]
+    _profiles: tuple[Profile, ...]
     tensor_plan: Mapping[str, ParallelStyle]
 
     @property
@@ -148,7 +148,7 @@ class Plan:
 
     def _profile(self, candidate: Candidate) -> Profile:
         wanted = (candidate.setting.computes_in, candidate.setting.recompute, candidate.setting.tensor)
-        return next(p for p in self.profiles if (p.precision, p.recomputes, p.tensor) == wanted)
+        return next(p for p in self._profiles if (p.precision, p.recomputes, p.tensor) == wanted)
 
     def memory(self, candidate: Candidate | None = None) -> RankMemory:
         """Return what a rank holds over the step of ``candidate``, by default that of :meth:`code`."""

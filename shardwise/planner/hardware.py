@@ -58,28 +58,6 @@ class Hardware:
     overlaps: bool = True
     op_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
 
-    def rate(self, precision: str) -> float:
-        """Return the floating-point operations per second that matrix products reach in "fp32", or else in bf16."""
-        return self.efficiency * self.flops_per_s["fp32" if precision == "fp32" else "bf16"]
-
-    def ring_s(self, num_bytes: float, ranks: int, is_within: bool) -> float:
-        """Return the seconds of a ring all-gather, or reduce-scatter, whose result, or input, has ``num_bytes``.
-
-        Source: (n - 1) / n of the bytes pass every link, in n - 1 steps: Patarasuk and Yuan 2009.
-        """
-        if ranks < 2 or not num_bytes:
-            return 0.0
-        wire = self.inside if is_within else self.between
-        hops = ranks - 1
-        if is_within:
-            return num_bytes * hops / ranks / wire.bytes_per_s + hops * wire.latency_s
-        hosts = math.ceil(ranks / self.ranks_per_host)
-        return (
-            num_bytes * hops / ranks / wire.bytes_per_s
-            + (hosts - 1) * wire.latency_s
-            + (hops - hosts + 1) * self.inside.latency_s
-        )
-
 
 GB = 1e9
 GIB = 2**30
@@ -183,3 +161,27 @@ def hardware_json(hardware: Hardware) -> str:
 
 def _fields_of(hardware: Hardware) -> dict[str, object]:
     return {each.name: getattr(hardware, each.name) for each in fields(Hardware)}
+
+
+def matrix_rate(hardware: Hardware, precision: str) -> float:
+    """Return the floating-point operations per second that matrix products reach in "fp32", or else in bf16."""
+    return hardware.efficiency * hardware.flops_per_s["fp32" if precision == "fp32" else "bf16"]
+
+
+def ring_s(hardware: Hardware, num_bytes: float, ranks: int, is_within: bool) -> float:
+    """Return the seconds of a ring all-gather, or reduce-scatter, whose result, or input, has ``num_bytes``.
+
+    Source: (n - 1) / n of the bytes pass every link, in n - 1 steps: Patarasuk and Yuan 2009.
+    """
+    if ranks < 2 or not num_bytes:
+        return 0.0
+    wire = hardware.inside if is_within else hardware.between
+    hops = ranks - 1
+    if is_within:
+        return num_bytes * hops / ranks / wire.bytes_per_s + hops * wire.latency_s
+    hosts = math.ceil(ranks / hardware.ranks_per_host)
+    return (
+        num_bytes * hops / ranks / wire.bytes_per_s
+        + (hosts - 1) * wire.latency_s
+        + (hops - hosts + 1) * hardware.inside.latency_s
+    )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.events import Call, Op
-from shardwise.planner.hardware import Hardware, Wire
+from shardwise.planner.hardware import Hardware, Wire, matrix_rate, ring_s
 from shardwise.planner.profile import Profile, Stretch
 from shardwise.planner.rank_units import RankUnit
 from shardwise.planner.setting import SHARED, UNIT_DOORS, Setting
@@ -54,7 +54,7 @@ class _Clock:
 
     def launch(self, unit: str, num_bytes: float, ranks: int, is_within: bool) -> float:
         """Start a ring collective over ``ranks`` for ``unit``; return when it ends."""
-        seconds = self.hardware.ring_s(num_bytes, ranks, is_within)
+        seconds = ring_s(self.hardware, num_bytes, ranks, is_within)
         if ranks > 1:
             sent = num_bytes * (ranks - 1) / ranks
             self.inside += sent if is_within else 0
@@ -85,7 +85,10 @@ def seconds_of(work: Stretch, profile: Profile, hardware: Hardware) -> float:
         if all(each is not None for each in known):
             counts = [count for _, count in work.work.ops]
             return sum(each * count for each, count in zip(known, counts, strict=True) if each is not None)
-    return work.work.flops / hardware.rate(profile.precision) + work.work.traffic_bytes / hardware.memory_bytes_per_s
+    return (
+        work.work.flops / matrix_rate(hardware, profile.precision)
+        + work.work.traffic_bytes / hardware.memory_bytes_per_s
+    )
 
 
 def time_of(
@@ -129,7 +132,7 @@ def _split_ranks_talk(clock: _Clock, stretch: Stretch, hardware: Hardware) -> No
     if not work.num_rings:
         return
     is_within = ranks <= hardware.ranks_per_host
-    seconds = work.num_rings * hardware.ring_s(work.ring_bytes / work.num_rings, ranks, is_within)
+    seconds = work.num_rings * ring_s(hardware, work.ring_bytes / work.num_rings, ranks, is_within)
     sent = work.ring_bytes * (ranks - 1) / ranks
     clock.inside += sent if is_within else 0
     clock.between += 0 if is_within else sent

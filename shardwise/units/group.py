@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.codec.compression_policy import Coding
+from shardwise.codec.compression_policy import Coding, takes
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import CustomCollectives, fetch_alone
 from shardwise.comm.coding_state import Compression
@@ -143,7 +143,7 @@ class ShardGroup:
         """True if ``param`` is one of those that travel coded, where anything does."""
         if self.compression is None:
             return False
-        return self.compression.policy.takes(param.fqn, param.shard.shape, param.dtype.itemsize)
+        return takes(self.compression.policy, param.fqn, param.shard.shape, param.dtype.itemsize)
 
     def _planned_link(self, packing: Packing) -> Link | None:
         comm = self.bound_comm.shards if self.bound_comm is not None else None

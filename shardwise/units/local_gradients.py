@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
+from shardwise.units.axes import names_of
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import UnitParam
 
@@ -47,7 +48,7 @@ def _local_gradient(gradient: torch.Tensor, param: UnitParam, group: ShardGroup)
     dims, names = group.axes.dims, gradient.device_mesh.mesh_dim_names
     if dims is not None and names is not None:
         # On a full SPMD mesh the sum over the data-parallel axes is the reduction's to make.
-        for name in (*dims.shard_names, *dims.replicate_names):
+        for name in (*names_of(dims.shard), *names_of(dims.replicate)):
             placements[names.index(name)] = gradient.placements[names.index(name)]
     if gradient.placements != tuple(placements):
         gradient = gradient.redistribute(placements=placements)

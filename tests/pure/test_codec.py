@@ -8,6 +8,7 @@ import torch
 from shardwise import CompressionPolicy, ConfigError
 from shardwise.codec.block_codes import BlockCode
 from shardwise.codec.coded_sections import CodedSection
+from shardwise.codec.compression_policy import takes
 from shardwise.layout.bucket import build_bucket
 from shardwise.layout.shard import ChunkShard
 
@@ -79,11 +80,11 @@ def test_what_is_not_coded_comes_out_of_a_message_to_the_bit(dtype: torch.dtype)
 
 def test_norms_biases_small_and_named_tensors_stay_exact() -> None:
     policy = CompressionPolicy(gather="int8", exact=("*embed*",))
-    assert policy.takes("up.weight", (64, 64), 4)
-    assert not policy.takes("up.weight", (64, 63), 4)
-    assert not policy.takes("norm.weight", (1 << 20,), 4)
-    assert not policy.takes("embedding.weight", (1024, 64), 4)
-    assert not policy.takes("up.weight", (64, 64), 8)
+    assert takes(policy, "up.weight", (64, 64), 4)
+    assert not takes(policy, "up.weight", (64, 63), 4)
+    assert not takes(policy, "norm.weight", (1 << 20,), 4)
+    assert not takes(policy, "embedding.weight", (1024, 64), 4)
+    assert not takes(policy, "up.weight", (64, 64), 8)
 
 
 @pytest.mark.parametrize(
