@@ -402,11 +402,14 @@ def has_dispatch_mode() -> bool:
     return _get_current_dispatch_mode() is not None
 
 
-def skip_frames(function: Callable[..., Any]) -> None:
-    """Let torch.compile run ``function``, and all that it calls, as they are where it meets them as frames of their own.
+def skip_frames(function: Callable[..., Any], why: str) -> None:
+    """Let torch.compile run ``function``, and all that it calls, as they are: in no graph, and not as frames of their own.
 
-    Hooks of a module that is compiled after they were registered are such frames; ``fullgraph=True`` allows no other way.
+    Hooks of a module that is compiled after they were registered are such frames.  What a graph of more than that meets ends
+    it there; ``why``: what torch says where ``fullgraph=True`` forbids that.  Loads nothing of torch.compile's.
     """
+    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    function._torchdynamo_disable_msg = why  # pyright: ignore[reportFunctionMemberAccess]
     from torch._C._dynamo import eval_frame  # pyright: ignore[reportMissingModuleSource]
 
     skip = eval_frame._FrameAction.SKIP
