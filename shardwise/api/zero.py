@@ -61,6 +61,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         mixed_dtypes: allow several dense dtypes.
         **defaults: arguments of ``optimizer_class``.
 
+    Attributes:
+        rank, world_size: this rank's number in ``process_group``, and how many it has.
+        initialized: the constructor has ended.
+
     Construction is collective.  Errors of a single rank reach all ranks as DesyncError, which names rank and cause.
     Raises: TypeError, ConfigError (a ValueError) for wrong arguments; DesyncError if ranks pass different parameters.
 
