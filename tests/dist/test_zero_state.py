@@ -220,7 +220,7 @@ def test_torch_does_not_step_for_state() -> None:
         assert again.state
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
             get_optimizer_state_dict(model, again)
-        assert again.num_steps == 0
+        assert share_stepper(again).num_steps == 0
 
 
 def _save(path: str, kind: str, by_name: bool) -> None:
