@@ -6,8 +6,9 @@ and steps all contenders in turns.  It needs ``ip`` and ``tc`` (Debian: iproute2
 namespaces; where it does not, it says so and stops.  Hosts share the machine's cores: compare with "local", which has the
 same number of processes and sends nothing.
 
-Started by a launcher that sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` it measures real hosts:
-``torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks/cable.py --out cable.json``.
+Started by a launcher that sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, it measures
+real hosts; on each of them:
+``torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks/cable.py``.
 
 What is printed and written, per contender: milliseconds of a step (medians of the slowest rank, between barriers), the
 milliseconds of it in which the training thread was not on a core (mean over ranks: waiting for bytes, for other ranks, or
@@ -49,6 +50,7 @@ _ADDRESS, _PORT = "10.98.0.1", 29400
 _INT8 = CompressionPolicy(gather="int8", reduce="int8")
 _INT8_REDUCED = CompressionPolicy(reduce="int8")
 _MIB = 1 << 20
+_FLAT = "shardwise recommended (gloo)"  # messages alone: another way than the default where hosts have several ranks
 
 _MAKE_HOSTS = """
 set -e
@@ -96,7 +98,7 @@ def _contenders() -> dict[str, Contender]:
     found = {name: CONTENDERS[name] for name in chosen}
     recommended, replicated = found["shardwise recommended"], found["shardwise replicate"]
     for each in (
-        replace(recommended, name="shardwise recommended (gloo)", transport="gloo"),
+        replace(recommended, name=_FLAT, transport="gloo"),
         replace(recommended, name="shardwise recommended int8", wrap=_int8_recommended, dtype="bf16"),
         replace(replicated, name="shardwise replicate int8", wrap=_int8_replicated, dtype="bf16"),
     ):
@@ -137,7 +139,8 @@ def measure(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     ranks = dist.get_world_size()
     contenders = _contenders()
-    names = tuple(name for name in contenders if name == "local" or not options.only or name in options.only)
+    asked = options.only or [name for name in contenders if name != _FLAT or os.environ["LOCAL_WORLD_SIZE"] != "1"]
+    names = tuple(name for name in contenders if name == "local" or name in asked)
     setup = make_setup(BenchConfig(options.shape, ranks, options.batch, options.rounds, "gloo", 0, names))
     trained = {name: build_trained(contenders[name], setup.build_model(), setup) for name in names}
     losses = _warm_up(trained, setup)
@@ -267,8 +270,9 @@ def run_hosts(options: argparse.Namespace, words: Sequence[str]) -> int:
         for rank in range(size):
             host, local_rank = divmod(rank, options.ranks_per_host)
             own = {
-                "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank), "MASTER_ADDR": _ADDRESS,
-                "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": f"cable{host + 1}", "OMP_NUM_THREADS": "1",
+                "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(options.ranks_per_host),
+                "LOCAL_RANK": str(local_rank), "MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(_PORT),
+                "GLOO_SOCKET_IFNAME": f"cable{host + 1}", "OMP_NUM_THREADS": "1",
             }  # fmt: skip
             enter = ["nsenter", "--target", str(pids[host]), "--user", "--preserve-credentials", "--net"]
             command = [*enter, sys.executable, __file__, *words, "--declared-host", str(host)]

@@ -55,7 +55,14 @@ class Way:
     def ends(self, *bases: float, shapes: Shapes, full_dtype: torch.dtype = torch.float32) -> list[Ends]:
         """Return ends of all-gathers, known to the peers: outside of spans."""
         made = [
-            Ends(self, base, shapes, full_dtype=full_dtype, number=number, shares=isinstance(self.link, (HostLink, TieredLink)))
+            Ends(
+                self,
+                base,
+                shapes,
+                full_dtype=full_dtype,
+                number=number,
+                shares=isinstance(self.link, (HostLink, TieredLink)),
+            )
             for number, base in enumerate(bases)
         ]
         self.say_where(made)

@@ -188,7 +188,9 @@ class Mates:
             if waited_s > look_s:
                 look_s = waited_s + _LIVENESS_S
                 if not self._alive[place].is_alive() and not is_there():
-                    raise TransportError(f"rank {self._ranks[place]} is gone; rank {self._rank} waited for it at {what}")
+                    raise TransportError(
+                        f"rank {self._ranks[place]} is gone; rank {self._rank} waited for it at {what}"
+                    )
                 if waited_s > self._timeout_s:
                     self._mine[_LATE] = self._epoch << _CALL_BITS | self._ranks[place] + 1
                     raise TransportError(
@@ -223,4 +225,3 @@ class Mates:
 
     def _has_stayed(self, place: int) -> bool:
         return self._words[place][_EPOCH] <= self._epoch
-

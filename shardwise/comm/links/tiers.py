@@ -276,7 +276,10 @@ class _Gather:
     def _receive(self, windows: Sequence[dict[int, torch.Tensor]]) -> None:
         between = self._link.between
         self.recvs += [
-            between.recv(each[peer], peer, TAG_GATHER) for peer in between.peers for each in windows if each[peer].numel()
+            between.recv(each[peer], peer, TAG_GATHER)
+            for peer in between.peers
+            for each in windows
+            if each[peer].numel()
         ]
 
     def is_done(self) -> bool:
