@@ -73,12 +73,14 @@ class Mates:
 
     Attributes:
         others: the places of the others.  kind: of the last span.
+        blamed: the rank that the last error here was about.
     """
 
     def __init__(self, host: Host, timeout_s: float) -> None:
         assert len(host.segments) == len(host.pids) == len(host.ranks)
         self.others = tuple(place for place in range(len(host.segments)) if place != host.place)
         self.kind: SpanKind = "forward"
+        self.blamed = host.ranks[host.place]
         self._ranks, self._rank, self._pids = host.ranks, host.ranks[host.place], host.pids
         self._words = tuple(segment.words for segment in host.segments)
         self._mine = self._words[host.place]
@@ -111,9 +113,10 @@ class Mates:
             self._check_epoch(place, what)
         if found != word:
             other = "forward" if word & _IN_BACKWARD else "backward"
-            raise TransportError(
-                f"rank {self._ranks[place]} starts a {other} where rank {self._rank} starts a {self.kind}; every rank must "
-                "make the same calls in the same order"
+            raise self._blame(
+                self._ranks[place],
+                f"starts a {other} where rank {self._rank} starts a {self.kind}; every rank must make the same calls in the "
+                "same order",
             )
 
     def close(self, waits: Callable[[str], None]) -> None:
@@ -192,6 +195,7 @@ class Mates:
                         f"rank {self._ranks[place]} is gone; rank {self._rank} waited for it at {what}"
                     )
                 if waited_s > self._timeout_s:
+                    self.blamed = self._ranks[place]
                     self._mine[_LATE] = self._epoch << _CALL_BITS | self._ranks[place] + 1
                     raise TransportError(
                         f"rank {self._rank} waited {self._timeout_s:g} s for rank {self._ranks[place]} at {what}; every rank "
@@ -209,19 +213,24 @@ class Mates:
             return
         gone = [each for each in self.others if self._has_stayed(each) and not self._alive[each].is_alive()]
         if gone:  # why the other one has left
-            raise TransportError(f"rank {self._ranks[gone[0]]} is gone; rank {self._rank} was on its way to {what}")
+            raise self._blame(self._ranks[gone[0]], f"is gone; rank {self._rank} was on its way to {what}")
         for other in self.others:
             epoch, late = divmod(self._words[other][_LATE], 1 << _CALL_BITS)
             if late and epoch == self._epoch < self._words[other][_EPOCH]:
+                self.blamed = late - 1
                 raise TransportError(
                     f"rank {self._ranks[other]} waited {self._timeout_s:g} s for rank {late - 1} while rank {self._rank} was "
                     f"on its way to {what}; every rank must make the same calls in the same order"
                 )
-        name = f"rank {self._ranks[place]}"
-        raise TransportError(
-            f"{name} left the forward or backward by an exception while rank {self._rank} was on its way to {what}; "
-            f"see the error of {name}"
+        raise self._blame(
+            self._ranks[place],
+            f"left the forward or backward by an exception while rank {self._rank} was on its way to {what}; "
+            f"see the error of rank {self._ranks[place]}",
         )
+
+    def _blame(self, rank: int, problem: str) -> TransportError:
+        self.blamed = rank
+        return TransportError(f"rank {rank} {problem}")
 
     def _has_stayed(self, place: int) -> bool:
         return self._words[place][_EPOCH] <= self._epoch

@@ -5,6 +5,8 @@ Gloo's own all-gather fills one buffer that must be copied out, and its reduce-s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
@@ -21,6 +23,15 @@ from shardwise.layout.bucket import Bucket
 _TAG_SPAN, TAG_GATHER, TAG_SCATTER = 0x5A00, 0x5A01, 0x5A02
 MAX_RANKS = 32  # beyond, a message per peer and tensor costs more than the copies it saves
 MIN_LARGE_SHARE = 0.5  # of a section: with many small tensors nothing is saved that pays for more messages
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Words about a span: its number, whether it is a backward, who wants collectives, 1 + who is to blame if it is none."""
+
+    mine: torch.Tensor
+    theirs: dict[int, torch.Tensor]
+    works: list[dist.Work]
 
 
 class PeerLink:
@@ -47,25 +58,39 @@ class PeerLink:
     # ---- spans ----
 
     def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
-        self._span += 1
-        mine = torch.tensor([self._span, kind == "backward", wants_collectives], dtype=torch.int64)
-        theirs = {peer: torch.empty_like(mine) for peer in self.peers}
-        works = [self.send(mine, peer, _TAG_SPAN) for peer in self.peers]
-        works += [self.recv(theirs[peer], peer, _TAG_SPAN) for peer in self.peers]
+        found = self._exchange([kind == "backward", wants_collectives, 0])
         try:
-            unfinished.wait_all(works)
+            unfinished.wait_all(found.works)
         except BaseException:
-            unfinished.keep(self.group, works)
+            unfinished.keep(self.group, found.works)
             raise
-        for peer, words in theirs.items():
-            if not torch.equal(words[:2], mine[:2]):
-                span, is_backward = words[:2].tolist()
+        for peer, words in found.theirs.items():
+            span, is_backward, wants, blamed = words.tolist()
+            if [span, is_backward] != found.mine[:2].tolist():
                 raise TransportError(
                     f"rank {peer} starts a {'backward' if is_backward else 'forward'} (number {span}) where rank {self.rank} "
                     f"starts a {kind} (number {self._span}); every rank must make the same calls in the same order"
                 )
-            wants_collectives = wants_collectives or bool(words[2])
+            if blamed:
+                raise TransportError(
+                    f"rank {blamed - 1} is not with rank {peer}, on whose host it is, where rank {self.rank} starts a {kind}; "
+                    f"see the error of rank {peer}"
+                )
+            wants_collectives = wants_collectives or bool(wants)
         return not wants_collectives
+
+    def refuse(self, kind: SpanKind, blamed: int) -> None:
+        """Enter a span for nothing but letting the others know, without waiting, that rank ``blamed`` does not."""
+        found = self._exchange([kind == "backward", False, blamed + 1])
+        unfinished.keep(self.group, found.works, [found])
+
+    def _exchange(self, words: list[int]) -> _Exchange:
+        self._span += 1
+        mine = torch.tensor([self._span, *words], dtype=torch.int64)
+        theirs = {peer: torch.empty_like(mine) for peer in self.peers}
+        works = [self.send(mine, peer, _TAG_SPAN) for peer in self.peers]
+        works += [self.recv(theirs[peer], peer, _TAG_SPAN) for peer in self.peers]
+        return _Exchange(mine, theirs, works)
 
     def close(self) -> None:
         unfinished.wait_all(self._sends)

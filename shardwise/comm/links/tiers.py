@@ -85,13 +85,25 @@ class TieredLink:
     # ---- spans ----
 
     def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
-        unfinished.wait_all(self._strays)
-        is_agreed = self.inside.open(kind, wants_collectives)
         self._num_gathers = self._num_scatters = 0
+        try:
+            unfinished.wait_all(self._strays)
+        except BaseException:
+            self.inside.abort()
+            raise
+        is_agreed = self._open_inside(kind, wants_collectives)
         try:
             return self.between.open(kind, not is_agreed)
         except BaseException:
             self.abort()
+            raise
+
+    def _open_inside(self, kind: SpanKind, wants_collectives: bool) -> bool:
+        try:
+            return self.inside.open(kind, wants_collectives)
+        except TransportError:
+            with contextlib.suppress(RuntimeError):  # a host that is gone need not know
+                self.between.refuse(kind, self.inside.mates.blamed)
             raise
 
     def close(self) -> None:
