@@ -79,8 +79,7 @@ class TieredLink:
         self._parts: dict[tuple[int, int], tuple[Bucket, list[torch.Tensor]]] = {}
         # Receives into inboxes of spans that were left; whoever uses these next waits for them.
         self._strays: list[dist.Work] = []
-        ends = weakref.finalize(self, unfinished.keep, between.group, self._strays, inside.segments)
-        ends.atexit = False
+        weakref.finalize(self, _keep, between.group, self._strays, inside.segments).atexit = False
 
     # ---- spans ----
 
@@ -245,6 +244,11 @@ class TieredLink:
     def forget_scatter(self, scatter: _Scatter) -> None:
         """Take note that ``scatter`` has come to its end."""
         self._scatters.remove(scatter)
+
+
+def _keep(group: dist.ProcessGroup, strays: list[dist.Work], memory: Sequence[object]) -> None:
+    if strays:
+        unfinished.keep(group, strays, memory)
 
 
 def _section_bytes(bucket: BucketEnds) -> int:
