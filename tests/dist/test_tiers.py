@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
-import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import full
-from helpers.ends import SHAPES, Gradients
 from helpers.inside import engine_of, parts_from
 from helpers.ranks import on_ranks
 from helpers.sharded import build_sharded
-from helpers.ways import way_over
+from helpers.undone import build, struck, train
 from torch import nn
 
-from shardwise import describe_units, fully_shard
+from shardwise import RejectedStep, describe_units, fully_shard
 from shardwise.comm.alive import on_host
-from shardwise.comm.communicator import Scale
 from shardwise.comm.links.send_recv import TAG_GATHER, TAG_SCATTER, PeerLink
-from shardwise.errors import TransportError
 from shardwise.testing.models import MODELS, batch_for
 
 TIERS = "shared memory, send/recv between hosts"
 
 
-def on_own_host(ranks_per_host: int) -> object:
+def on_own_host(ranks_per_host: int) -> AbstractContextManager[None]:
     return on_host(f"host {dist.get_rank() // ranks_per_host}")
 
 
@@ -134,24 +130,18 @@ def test_hosts_that_are_not_alike_send_messages() -> None:
     assert routes_of(model) == {"send/recv"}
 
 
-@on_ranks(4, group_timeout_s=60.0)
-def test_other_hosts_get_an_error_in_place_of_sums_that_a_rank_did_not_stay_for() -> None:
-    """Rank 1 leaves after it has posted its gradients: rank 3 waits for its sums, and the others for these two."""
-    with way_over("two hosts") as way:
-        start = time.monotonic()
-        with pytest.raises(KeyError if way.rank == 1 else TransportError) as raised, way.span("backward") as comm:
-            reduction = comm.reduce_scatter(Gradients(way, 2.0), Scale())
-            dist.barrier()
-            if way.rank == 1:
-                raise KeyError
-            reduction.wait()
-        assert time.monotonic() - start < 30, "nobody told this rank"
-        if way.rank == 3:
-            assert "rank 1 left the backward by an exception before it could send gradients" in str(raised.value)
-        dist.barrier()
-        gather, after = way.ends(5.0, shapes=SHAPES)[0], Gradients(way, 3.0)
-        with way.span("backward") as comm:
-            comm.all_gather(gather).wait()
-            comm.reduce_scatter(after, Scale()).wait()
-        assert gather.is_right()
-        assert after.is_right()
+@on_ranks(4, group_timeout_s=600.0, timeout_s=60.0)
+def test_a_step_that_a_rank_ends_is_made_again_on_all_hosts() -> None:
+    with on_own_host(2), parts_from(8):
+        found: list[dict[str, torch.Tensor]] = []
+        for place in (None, "backward", "reduction"):
+            program = build("fully_shard", "auto")
+            torch.manual_seed(8)
+            if place is None:
+                train(program, 3)
+            else:
+                struck(place, partial(train, program, 3, retry=(KeyError, RejectedStep)), rank=1, step=2)
+                assert program.steps == ["committed", "again", "committed", "committed"]
+            found.append(program.tensors())
+        for name, value in found[0].items():
+            assert all(torch.equal(value, each[name]) for each in found[1:]), name
