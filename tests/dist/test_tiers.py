@@ -134,7 +134,7 @@ def test_hosts_that_are_not_alike_send_messages() -> None:
 def test_a_step_that_a_rank_ends_is_made_again_on_all_hosts() -> None:
     with on_own_host(2), parts_from(8):
         found: list[dict[str, torch.Tensor]] = []
-        for place in (None, "backward", "reduction"):
+        for place in (None, "backward", "forward"):
             program = build("fully_shard", "auto")
             torch.manual_seed(8)
             if place is None:
