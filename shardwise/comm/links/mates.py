@@ -106,11 +106,12 @@ class Mates:
 
     def _check_entered(self, place: int, word: int, what: str) -> None:
         words = self._words[place]
-        if words[_LEFT] >> _CALL_BITS == word >> _CALL_BITS:
-            return  # it was there: this rank may come to the same exception, and hears of the other's when it needs that rank
         found = words[_OPEN] & ~_WANTS_COLLECTIVES
-        if found >> (_CALL_BITS + _SPAN_BITS) != self._epoch:
-            self._check_epoch(place, what)
+        if found >> _CALL_BITS != word >> _CALL_BITS:
+            if words[_LEFT] >> _CALL_BITS == word >> _CALL_BITS:
+                return  # it was there: this rank may come to the same exception, and hears of the other's when it needs it
+            if found >> (_CALL_BITS + _SPAN_BITS) != self._epoch:
+                self._check_epoch(place, what)
         if found != word:
             other = "forward" if word & _IN_BACKWARD else "backward"
             raise self._blame(
