@@ -202,7 +202,7 @@ def _report(
         median, waits, out, back = (
             statistics.median(each[number].tolist()) for each in (seconds, off_core, sent, received)
         )
-        row = {
+        row: dict[str, object] = {
             "name": name,
             "dtype": contenders[name].dtype,
             "median_ms": 1e3 * median,

@@ -116,7 +116,7 @@ class Mates:
             other = "forward" if word & _IN_BACKWARD else "backward"
             raise self._blame(
                 self._ranks[place],
-                f"starts a {other} where rank {self._rank} starts a {self.kind}; every rank must make the same calls in the "
+                f"rank {self._ranks[place]} starts a {other} where rank {self._rank} starts a {self.kind}; every rank must make the same calls in the "
                 "same order",
             )
 
@@ -214,7 +214,9 @@ class Mates:
             return
         gone = [each for each in self.others if self._has_stayed(each) and not self._alive[each].is_alive()]
         if gone:  # why the other one has left
-            raise self._blame(self._ranks[gone[0]], f"is gone; rank {self._rank} was on its way to {what}")
+            raise self._blame(
+                self._ranks[gone[0]], f"rank {self._ranks[gone[0]]} is gone; rank {self._rank} was on its way to {what}"
+            )
         for other in self.others:
             epoch, late = divmod(self._words[other][_LATE], 1 << _CALL_BITS)
             if late and epoch == self._epoch < self._words[other][_EPOCH]:
@@ -225,13 +227,13 @@ class Mates:
                 )
         raise self._blame(
             self._ranks[place],
-            f"left the forward or backward by an exception while rank {self._rank} was on its way to {what}; "
-            f"see the error of rank {self._ranks[place]}",
+            f"rank {self._ranks[place]} left the forward or backward by an exception while rank {self._rank} was on its way "
+            f"to {what}; see the error of rank {self._ranks[place]}",
         )
 
     def _blame(self, rank: int, problem: str) -> TransportError:
         self.blamed = rank
-        return TransportError(f"rank {rank} {problem}")
+        return TransportError(problem)
 
     def _has_stayed(self, place: int) -> bool:
         return self._words[place][_EPOCH] <= self._epoch
