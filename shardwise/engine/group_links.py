@@ -15,12 +15,13 @@ from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.host import HostLink, outbox_bytes, slot_bytes
+from shardwise.comm.links.inboxes import NUM_INBOXES, Inboxes, padded_bytes
 from shardwise.comm.links.link import Link, Transport
 from shardwise.comm.links.mates import Host
 from shardwise.comm.links.meet import Offer, Outcome, meet, read_posts
 from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
 from shardwise.comm.links.send_recv import MAX_RANKS, PeerLink
-from shardwise.comm.links.tiers import NUM_INBOXES, Inboxes, TieredLink, column_of, padded_bytes
+from shardwise.comm.links.tiers import TieredLink, column_of
 from shardwise.comm.posts import Posts
 from shardwise.errors import TransportError
 from shardwise.units.flat_bucket import Allocator, FlatBucket
@@ -175,7 +176,9 @@ class GroupLink:
             return inside
         column = column_of(rank, len(mates), sizes.num_ranks)
         between = PeerLink(self._process_group, self._pool, column)
-        return TieredLink(inside, between, Inboxes(sizes.inboxes_start, len(between.peers) * sizes.gather_bytes))
+        return TieredLink(
+            inside, between, Inboxes(inside, sizes.inboxes_start, len(between.peers) * sizes.gather_bytes)
+        )
 
 
 def can_link(group: ShardGroup, process_group: dist.ProcessGroup) -> bool:

@@ -20,13 +20,14 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.lanes import Lane, device_of
 from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.host import HostLink, outbox_bytes
+from shardwise.comm.links.inboxes import NUM_INBOXES, Inboxes
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.mates import Host
 from shardwise.comm.links.meet import Offer, meet, read_posts
 from shardwise.comm.links.routes import RoutedCommunicator, Spans
 from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
 from shardwise.comm.links.send_recv import PeerLink
-from shardwise.comm.links.tiers import NUM_INBOXES, Inboxes, TieredLink, column_of
+from shardwise.comm.links.tiers import TieredLink, column_of
 
 SLOT_BYTES = 4096
 INBOXES = HEADER_BYTES + outbox_bytes(SLOT_BYTES)  # where they start
@@ -144,7 +145,7 @@ def _shared_memory(way: Way, per_host: int | None = None) -> Link | None:
     if per_host is None:
         return link
     between = PeerLink(way.group, way.pool, column_of(way.rank, per_host, way.size))
-    return TieredLink(link, between, Inboxes(INBOXES, way.size * SLOT_BYTES))
+    return TieredLink(link, between, Inboxes(link, INBOXES, way.size * SLOT_BYTES))
 
 
 def _two_hosts(way: Way) -> Link | None:

@@ -19,10 +19,11 @@ from shardwise.comm.buffers import BufferPool
 from shardwise.comm.communicator import Scale
 from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.host import HostLink, outbox_bytes
+from shardwise.comm.links.inboxes import NUM_INBOXES, Inboxes
 from shardwise.comm.links.mates import Host
 from shardwise.comm.links.segment import HEADER_BYTES, Segment
 from shardwise.comm.links.send_recv import PeerLink
-from shardwise.comm.links.tiers import NUM_INBOXES, Inboxes, TieredLink, column_of
+from shardwise.comm.links.tiers import TieredLink, column_of
 from shardwise.errors import TransportError
 
 SLOT_BYTES = 4096
@@ -61,7 +62,7 @@ def make_ranks(hosts: int, per_host: int) -> list[Rank]:
         group: Any = FakeGroup(wires, rank, size)
         between = PeerLink(group, pool, column_of(rank, per_host, size))
         inside = HostLink(host, HEADER_BYTES, SLOT_BYTES, timeout_s=10.0)
-        link = TieredLink(inside, between, Inboxes(INBOXES, size * SLOT_BYTES))
+        link = TieredLink(inside, between, Inboxes(inside, INBOXES, size * SLOT_BYTES))
         ranks.append(Rank(rank, size, pool, link, places))
     return ranks
 

@@ -62,6 +62,7 @@ class HostLink:
 
     Attributes:
         mates: the ranks of this host.  ranks: their numbers in the group.  place: this rank's among them.
+        num_ranks: of the group.
         rank: this rank's number in the group.
         gathers: those launched in this span and not waited for yet.
     """
@@ -74,7 +75,7 @@ class HostLink:
         self.mates = Mates(host, timeout_s)
         self.segments = host.segments
         self.rank = host.ranks[host.place]
-        self.place, self.ranks, self._num_ranks = host.place, host.ranks, host.num_ranks
+        self.place, self.ranks, self.num_ranks = host.place, host.ranks, host.num_ranks
         self._places_of = host.places_of
         self._places: dict[int, tuple[int, Sequence[ArenaPlace]]] = {}
         self._outbox = outbox
@@ -169,7 +170,7 @@ class HostLink:
 
     def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
         num_bytes = pieces.section_numel * pieces.dtype.itemsize
-        return slot_bytes(num_bytes, self._num_ranks) <= self._slot_bytes and can_sum_in_parts(scale, self._num_ranks)
+        return slot_bytes(num_bytes, self.num_ranks) <= self._slot_bytes and can_sum_in_parts(scale, self.num_ranks)
 
     def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
         return 0
@@ -205,9 +206,9 @@ class HostLink:
         """Copy the gradients to the outbox and let go of them; return this rank's own section."""
         layout, numel = pieces.layout, pieces.section_numel
         if not layout.num_large:  # one copy of everything costs less than many of parts
-            pieces.fill(self._view(self.place, self._slot_start(index), self._num_ranks * numel, pieces.dtype))
+            pieces.fill(self._view(self.place, self._slot_start(index), self.num_ranks * numel, pieces.dtype))
             return self._outgoing(self.place, self.rank, index, pieces)
-        for rank in range(self._num_ranks):
+        for rank in range(self.num_ranks):
             if rank != self.rank:
                 pack_parts(layout, pieces.full_parts(rank), self._outgoing(self.place, rank, index, pieces), rank)
         own = pieces.target()

@@ -116,8 +116,8 @@ class Mates:
             other = "forward" if word & _IN_BACKWARD else "backward"
             raise self._blame(
                 self._ranks[place],
-                f"rank {self._ranks[place]} starts a {other} where rank {self._rank} starts a {self.kind}; every rank must make the same calls in the "
-                "same order",
+                f"rank {self._ranks[place]} starts a {other} where rank {self._rank} starts a {self.kind}; every rank must "
+                "make the same calls in the same order",
             )
 
     def close(self, waits: Callable[[str], None]) -> None:

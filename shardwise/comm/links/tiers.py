@@ -12,43 +12,27 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from shardwise import torch_private
 from shardwise.comm.buffers import Lease
-from shardwise.comm.communicator import BucketEnds, GatherEnds, Pending, Scale, ScatterEnds
+from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.links import unfinished
 from shardwise.comm.links.host import NEXT_FREE, NUM_SLOTS, HostLink
+from shardwise.comm.links.inboxes import NUM_INBOXES, Inboxes
 from shardwise.comm.links.link import SpanKind
-from shardwise.comm.links.parts import section_parts, sum_sections
+from shardwise.comm.links.parts import sum_sections
 from shardwise.comm.links.send_recv import TAG_GATHER, TAG_SCATTER, PeerLink
 from shardwise.errors import TransportError
-from shardwise.layout.bucket import Bucket, align
+from shardwise.layout.bucket import Bucket
 
 _ARRIVED = NEXT_FREE  # the last all-gather whose sections from other hosts are in this rank's inbox
 _TAKEN = NEXT_FREE + 1  # the last all-gather for which, and for all before it, this rank has read all inboxes
 
-NUM_INBOXES = 3  # all-gathers whose sections may be on their way at once
-_ALIGNMENT = 64  # bytes
 _SUM = Scale(1.0)
 _IS_SUM, _HAS_LEFT = 0, 1  # the last element of a message of sums
-
-
-def padded_bytes(num_bytes: int) -> int:
-    """Return what a section of ``num_bytes`` takes in an inbox."""
-    return align(num_bytes, _ALIGNMENT)
-
-
-@dataclass(frozen=True, slots=True)
-class Inboxes:
-    """Where in every segment of a host sections of other hosts are received: from byte ``start`` on, ``slot_bytes`` for each
-    of ``NUM_INBOXES`` all-gathers."""
-
-    start: int
-    slot_bytes: int
 
 
 def column_of(rank: int, ranks_per_host: int, num_ranks: int) -> range:
@@ -69,14 +53,11 @@ class TieredLink:
 
     def __init__(self, inside: HostLink, between: PeerLink, inboxes: Inboxes) -> None:
         self.inside, self.between = inside, between
-        self._inboxes = inboxes
-        self._num_others = between.size - 1  # hosts beside this one
-        self.num_ranks = between.group.size()
+        self.inboxes = inboxes
         self._gathers: list[_Gather] = []  # not waited for yet, in the order of their launches
         self._scatters: list[_Scatter] = []
         self._unsummed: deque[_Scatter] = deque()
         self._num_gathers = self._num_scatters = 0
-        self._parts: dict[tuple[int, int], tuple[Bucket, list[torch.Tensor]]] = {}
         # Receives into inboxes of spans that were left; whoever uses these next waits for them.
         self._strays: list[dist.Work] = []
         weakref.finalize(self, _keep, between.group, self._strays, inside.segments).atexit = False
@@ -138,9 +119,7 @@ class TieredLink:
     # ---- all-gathers ----
 
     def takes_gather(self, pieces: GatherEnds) -> bool:
-        if not self.inside.takes_gather(pieces):
-            return False
-        return sum(_section_bytes(each) for each in pieces.buckets()) * self._num_others <= self._inboxes.slot_bytes
+        return self.inside.takes_gather(pieces) and self.inboxes.takes(pieces)
 
     def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
         return 0, False
@@ -179,13 +158,7 @@ class TieredLink:
         """Copy what all ranks of this host have received for ``gather`` to the full parameters."""
         mates = self.inside.mates
         mates.wait_for_all(_ARRIVED, mates.stamp(gather.index), "parameters from another host")
-        start = self._start(gather.index)
-        for bucket in pieces.buckets():
-            for place in range(len(self.inside.segments)):
-                for number, rank in enumerate(self._others_at(place)):
-                    source = self._received(place, start + number * _section_bytes(bucket), bucket, rank)
-                    torch_private.copy_all(bucket.full_parts(rank), source)
-            start += self._num_others * _section_bytes(bucket)
+        self.inboxes.copy_out(gather.index, pieces.buckets())
 
     def take(self, gather: _Gather) -> None:
         """Take note that this rank needs the inboxes of ``gather`` no more."""
@@ -193,39 +166,13 @@ class TieredLink:
         mates = self.inside.mates
         mates.say(_TAKEN, mates.stamp(self._taken))
 
-    def inbox_windows(self, index: int, buckets: Sequence[BucketEnds]) -> list[dict[int, torch.Tensor]]:
-        """Return where each bucket's sections come to, by the rank that sends them."""
-        start, own = self._start(index), self.inside.segments[self.inside.place]
-        found: list[dict[int, torch.Tensor]] = []
-        for bucket in buckets:
-            size, numel, dtype = _section_bytes(bucket), bucket.layout.section_numel, bucket.full_dtype
-            ranks = enumerate(self._others_at(self.inside.place))
-            found.append({rank: own.tensor(start + number * size, numel, dtype) for number, rank in ranks})
-            start += self._num_others * size
-        return found
-
-    def _start(self, index: int) -> int:
-        return self._inboxes.start + index % NUM_INBOXES * self._inboxes.slot_bytes
-
-    def _others_at(self, place: int) -> list[int]:
-        per_host = len(self.inside.segments)
-        return [rank for rank in range(place, self.num_ranks, per_host) if rank not in self.inside.ranks]
-
-    def _received(self, place: int, start: int, bucket: BucketEnds, rank: int) -> list[torch.Tensor]:
-        known = self._parts.get((start, rank))
-        if known is None or known[0] is not bucket.layout or known[1][0].dtype is not bucket.full_dtype:
-            layout = bucket.layout
-            section = self.inside.segments[place].tensor(start, layout.section_numel, bucket.full_dtype)
-            known = self._parts[start, rank] = layout, section_parts(layout, section, rank)
-        return known[1]
-
     # ---- reductions ----
 
     def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
         return self.inside.takes_scatter(pieces, scale)
 
     def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
-        return 2 * self._num_others * (layout.section_numel + 1) * itemsize
+        return 2 * len(self.between.peers) * (layout.section_numel + 1) * itemsize
 
     def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
         self.go_on()
@@ -249,10 +196,6 @@ class TieredLink:
 def _keep(group: dist.ProcessGroup, strays: list[dist.Work], memory: Sequence[object]) -> None:
     if strays:
         unfinished.keep(group, strays, memory)
-
-
-def _section_bytes(bucket: BucketEnds) -> int:
-    return padded_bytes(bucket.layout.section_numel * bucket.full_dtype.itemsize)
 
 
 class _Gather:
@@ -287,7 +230,7 @@ class _Gather:
         """Launch the receives, into the inbox."""
         assert self._pieces is not None
         self.is_expected = True
-        self._receive(self._link.inbox_windows(self.index, self._pieces.buckets()))
+        self._receive(self._link.inboxes.windows(self.index, self._pieces.buckets()))
 
     def _receive(self, windows: Sequence[dict[int, torch.Tensor]]) -> None:
         between = self._link.between
@@ -354,7 +297,7 @@ class _Scatter:
         self._link = link
         self._pieces: ScatterEnds | None = pieces
         between = link.between
-        divisor = float(link.num_ranks) if scale.divisor is None else scale.divisor
+        divisor = float(link.inside.num_ranks) if scale.divisor is None else scale.divisor
         self._scale = replace(scale, divisor=divisor)
         self._is_sent = False
         self._works: list[dist.Work] = []
