@@ -63,7 +63,7 @@ def test_two_hosts_train_what_messages_train_up_to_the_order_of_sums() -> None:
 
 
 @on_ranks(4)
-def test_sums_of_a_host_come_first_and_hosts_in_their_order_to_the_bit() -> None:
+def test_sums_of_a_host_come_first_to_the_bit() -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     plain = nn.Linear(16, 16)
