@@ -155,18 +155,18 @@ def test_what_some_do_not_want_any_more_reaches_the_others() -> None:
 
 
 def test_hosts_are_added_in_their_order_to_the_bit() -> None:
-    tensors = [torch.randn(6, generator=torch.Generator().manual_seed(rank)) * 10.0**rank for rank in range(6)]
+    tensors = [torch.randn(60, generator=torch.Generator().manual_seed(rank)) for rank in range(6)]
     of_hosts = [tensors[rank] + tensors[rank + 1] for rank in (0, 2, 4)]
     expected = (of_hosts[0] + of_hosts[1]) + of_hosts[2]
     assert not torch.equal(expected, (of_hosts[2] + of_hosts[1]) + of_hosts[0]), "the orders must differ"
 
     def add(at: Rank) -> None:
-        reduction = Gradients(at, 0.0, (((6,), 0),))
+        reduction = Gradients(at, 0.0, (((60,), 0),))
         reduction.tensors = [tensors[at.rank].clone()]
         assert at.link.open("backward", False)
         at.link.reduce_scatter(reduction, Scale(1.0)).wait()
         at.link.close()
         assert reduction.section is not None
-        assert torch.equal(reduction.section, expected[at.rank : at.rank + 1])
+        assert torch.equal(reduction.section, expected[10 * at.rank : 10 * at.rank + 10])
 
     assert on_all(make_ranks(3, 2), add) == [None] * 6
