@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from shardwise.comm.links.host import Host, HostLink
+from shardwise.comm.links.host import HostLink
+from shardwise.comm.links.mates import Host
 from shardwise.comm.links.segment import HEADER_BYTES, Segment
 
 SEGMENT_BYTES = HEADER_BYTES + 4096
@@ -15,5 +16,6 @@ def make_links(num_ranks: int = 2, pids: Sequence[int] | None = None, timeout_s:
     """Return each rank's link; ``pids``: of the processes that they say they are, this one by default."""
     found = tuple(pids or [os.getpid()] * num_ranks)
     segments = tuple(Segment.create(SEGMENT_BYTES) for _ in found)
-    hosts = [Host(segments, found, rank, lambda rank, number: []) for rank in range(len(found))]
+    ranks = range(len(found))
+    hosts = [Host(segments, found, rank, ranks, len(ranks), lambda rank, number: []) for rank in ranks]
     return [HostLink(host, HEADER_BYTES, 64, timeout_s=timeout_s) for host in hosts]
