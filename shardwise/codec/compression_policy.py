@@ -29,8 +29,8 @@ class CompressionPolicy:
         error_feedback: add what coding has lost of a gradient to the next one.  Costs 4 bytes on every rank for each coded
             element that it sends a gradient of: of the whole unit where parameters are sharded, of the shard between replicas.
         min_bytes: tensors whose whole is smaller stay exact.
-        exact: shell patterns of names of parameters that stay exact, from the root or from any module below it: ``"head.weight"``
-            is that of every ``head``, ``"*embed*"`` all below an embedding.
+        exact: shell patterns of names of parameters that stay exact, from the root or from any module below it:
+            ``("*embed*", "head.weight")``.
         warn_above: warn when coding has changed a unit's parameters or gradients by more than this, relative, in the 2-norm.
 
     Raises: ConfigError for other values.

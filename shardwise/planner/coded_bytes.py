@@ -9,7 +9,7 @@ import torch
 
 from shardwise.codec.block_codes import BlockCode
 from shardwise.codec.coded_sections import CodedSection
-from shardwise.codec.compression_policy import CompressionPolicy
+from shardwise.codec.compression_policy import CompressionPolicy, takes
 from shardwise.layout.bucket import Bucket, align, by_size
 from shardwise.layout.shard import ChunkShard
 from shardwise.planner.profile import ParamFacts
@@ -63,5 +63,5 @@ class Codings:
         return Coded(section.message_bytes, section.coded_numel, section.rest_numel * itemsize)
 
     def is_coded(self, param: ParamFacts) -> bool:
-        """Return True if the policy takes ``param``, by its path from the root."""
-        return param.is_floating and self.policy.takes(param.name, param.shape, param.itemsize)
+        """Return True if the policy takes ``param``."""
+        return param.is_floating and takes(self.policy, param.name, param.shape, param.itemsize)

@@ -87,6 +87,16 @@ def test_norms_biases_small_and_named_tensors_stay_exact() -> None:
     assert not takes(policy, "up.weight", (64, 64), 8)
 
 
+def test_names_that_stay_exact_are_those_of_the_unit_and_those_of_the_root() -> None:
+    """A parameter is called ``down.weight`` before the first forward, and ``blocks.0.down.weight`` from then on."""
+    for pattern in ("down*", "down.weight", "*down*", "*.weight"):
+        policy = CompressionPolicy(gather="int8", exact=(pattern,))
+        assert not takes(policy, "down.weight", (64, 64), 4)
+        assert not takes(policy, "blocks.0.down.weight", (64, 64), 4)
+    policy = CompressionPolicy(gather="int8", exact=("gate*", "own"))
+    assert takes(policy, "blocks.1.down.weight", (64, 64), 4)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
