@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
@@ -84,6 +85,26 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward ends; it is dropped, not run, if that backward raises."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_START_GATHER: Callable[..., dist.Work] = getattr(dist.ProcessGroup, "all_gather_single", dist.ProcessGroup._allgather_base)
+_START_SCATTER: Callable[..., dist.Work] = getattr(
+    dist.ProcessGroup, "reduce_scatter_single", dist.ProcessGroup._reduce_scatter_base
+)
+
+
+def launch_all_gather(group: dist.ProcessGroup, output: torch.Tensor, shard: torch.Tensor) -> dist.Work:
+    """Launch ``output = concat(shard of every rank)`` of real numbers, as ``dist.all_gather_single(async_op=True)`` does."""
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return _START_GATHER(group, output, shard, options)
+
+
+def launch_reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, packed: torch.Tensor, op: Any) -> dist.Work:
+    """Launch ``output = my section of op(packed of every rank)``, as ``dist.reduce_scatter_single(async_op=True)`` does."""
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, True
+    return _START_SCATTER(group, output, packed, options)
 
 
 base_of_view: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")

@@ -72,11 +72,19 @@ class CustomCollectives:
     reduce_group: dist.ProcessGroup | None = None
 
 
+# torch's own functions spend half of their time on what cannot be here: other classes of tensors, strangers to the group,
+# collectives that are put off.  Who has replaced them, to count or to change collectives, is asked.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def all_gather_single(
     output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool = True
 ) -> dist.Work | None:
     """Launch ``output = concat(shard of every rank)``; torch renamed this collective in 2.13."""
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    if async_op and function is _ALL_GATHER and not output.is_complex():
+        return torch_private.launch_all_gather(group, output, shard)
     return function(output, shard, group=group, async_op=async_op)
 
 
@@ -85,6 +93,8 @@ def reduce_scatter_single(
 ) -> dist.Work | None:
     """Launch ``output = my section of op(packed of every rank)``."""
     function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    if async_op and function is _REDUCE_SCATTER:
+        return torch_private.launch_reduce_scatter(group, output, packed, op)
     return function(output, packed, group=group, op=op, async_op=async_op)
 
 
