@@ -72,10 +72,14 @@ def use_counts(tensors: Sequence[torch.Tensor], storages: Sequence[torch.Untyped
     return [found - 1 for found in uses]
 
 
+copy_each: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object] = torch._foreach_copy_
+"""Copies each source into its target, of which there is one at least; shapes match pairwise, dtypes may differ."""
+
+
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target in one call; shapes match pairwise, dtypes may differ."""
+    """Do as :data:`copy_each` does, also with none at all."""
     if targets:
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportArgumentType]
+        copy_each(targets, sources)
 
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -87,24 +91,16 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-_START_GATHER: Callable[..., dist.Work] = getattr(dist.ProcessGroup, "all_gather_single", dist.ProcessGroup._allgather_base)
-_START_SCATTER: Callable[..., dist.Work] = getattr(
-    dist.ProcessGroup, "reduce_scatter_single", dist.ProcessGroup._reduce_scatter_base
+start_all_gather: Callable[[dist.ProcessGroup, torch.Tensor, torch.Tensor, AllgatherOptions], dist.Work] = getattr(
+    dist.ProcessGroup, "all_gather_single", dist.ProcessGroup._allgather_base
 )
+"""Launches ``output = concat(shard of every rank)`` of real numbers, as ``dist.all_gather_single`` does after its checks."""
 
 
-def launch_all_gather(group: dist.ProcessGroup, output: torch.Tensor, shard: torch.Tensor) -> dist.Work:
-    """Launch ``output = concat(shard of every rank)`` of real numbers, as ``dist.all_gather_single(async_op=True)`` does."""
-    options = AllgatherOptions()
-    options.asyncOp = True
-    return _START_GATHER(group, output, shard, options)
-
-
-def launch_reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, packed: torch.Tensor, op: Any) -> dist.Work:
-    """Launch ``output = my section of op(packed of every rank)``, as ``dist.reduce_scatter_single(async_op=True)`` does."""
-    options = ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = op, True
-    return _START_SCATTER(group, output, packed, options)
+start_reduce_scatter: Callable[[dist.ProcessGroup, torch.Tensor, torch.Tensor, ReduceScatterOptions], dist.Work] = (
+    getattr(dist.ProcessGroup, "reduce_scatter_single", dist.ProcessGroup._reduce_scatter_base)
+)
+"""Launches ``output = my section of op(packed of every rank)``, as ``dist.reduce_scatter_single`` does after its checks."""
 
 
 base_of_view: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")

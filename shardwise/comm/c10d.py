@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from shardwise import torch_private
 from shardwise.black_box import EVERYBODY, now, remember, thread
@@ -84,7 +85,9 @@ def all_gather_single(
     """Launch ``output = concat(shard of every rank)``; torch renamed this collective in 2.13."""
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     if async_op and function is _ALL_GATHER and not output.is_complex():
-        return torch_private.launch_all_gather(group, output, shard)
+        gathering = AllgatherOptions()
+        gathering.asyncOp = True
+        return torch_private.start_all_gather(group, output, shard, gathering)
     return function(output, shard, group=group, async_op=async_op)
 
 
@@ -94,7 +97,9 @@ def reduce_scatter_single(
     """Launch ``output = my section of op(packed of every rank)``."""
     function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     if async_op and function is _REDUCE_SCATTER:
-        return torch_private.launch_reduce_scatter(group, output, packed, op)
+        scattering = ReduceScatterOptions()
+        scattering.reduceOp, scattering.asyncOp = op, True
+        return torch_private.start_reduce_scatter(group, output, packed, scattering)
     return function(output, packed, group=group, op=op, async_op=async_op)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -119,9 +117,8 @@ class Shards:
         self._section_bytes = offset
         self._section_numel = buckets[0].layout.section_numel if len(buckets) == 1 else offset
         self._moves = [self._bucket_moves(bucket) for bucket in buckets]
-        self._full_windows: list[list[torch.Tensor]] | None = None
+        self._full_windows: list[torch.Tensor] | None = None
         self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of buffers, while somebody has them
-        self._last: tuple[weakref.ref[torch.Tensor], list[torch.Tensor]] | None = None  # the same of the last one
         self._own_parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._full_parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
@@ -191,23 +188,14 @@ class Shards:
         """Copy every shard from the packed buffer to its place in the full buffers."""
         if self._full_windows is None:
             self._full_windows = [
-                [full_window(full, move, base) for base, move in moves]
+                full_window(full, move, base)
                 for full, moves in zip(fulls, self._moves, strict=True)
+                for base, move in moves
             ]
         if self._num_even:
-            filled = packed if self._num_even == self.num_shards else packed[: self._num_even * self._section_numel]
-            rows = filled.view(self._num_even, self._section_numel)
-            torch.split_with_sizes_copy(rows, self._columns, dim=1, out=self._full_windows[0])
+            rows = packed.view(self.num_shards, self._section_numel)[: self._num_even]
+            torch.split_with_sizes_copy(rows, self._columns, dim=1, out=self._full_windows)
             return
-        if self._last is not None and self._last[0]() is packed:
-            sources = self._last[1]
-        else:
-            sources = self._sources_in(packed)
-            self._last = weakref.ref(packed), sources
-        torch_private.copy_all([*itertools.chain.from_iterable(self._full_windows)], sources)
-
-    def _sources_in(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return the windows of the packed buffer that shards lie in."""
         sources = self._packed_windows.get(packed)
         if sources is None:
             sources = self._packed_windows[packed] = [
@@ -215,7 +203,8 @@ class Shards:
                 for bucket, moves in zip(self.buckets, self._moves, strict=True)
                 for _, move in moves
             ]
-        return sources
+        if sources:
+            torch_private.copy_each(self._full_windows, sources)
 
 
 class ShardEnds:
@@ -326,5 +315,5 @@ class Packing:
     def leave(self) -> None:
         """Give memory back that is kept while nobody uses it: another packing takes the place of this one."""
         for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
-            if all(isinstance(param.full, FreedParameter) for param in bucket.params):
+            if all(type(param.full) is FreedParameter for param in bucket.params):
                 buffer.drop()

@@ -67,6 +67,30 @@ def test_moves_carry_every_element_there_and_back(data: st.DataObject) -> None:
     assert bucket.has_padding or packed.numel() == used
 
 
+@given(
+    st.integers(1, 6),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3)), min_size=1, max_size=4),
+    st.integers(1, 2),
+)
+def test_even_sections_are_columns_of_all_tensors_and_the_others_padding(
+    num_shards: int, shapes: list[tuple[int, int]], alignment: int
+) -> None:
+    bucket = build_bucket([ChunkShard(shape, 0, num_shards) for shape in shapes], alignment)
+    num_even = bucket.num_even
+    if not num_even:
+        chunks = {shard.size / max(shard.chunk, 1) for shard in bucket.shards}
+        assert alignment > 1 or not bucket.section_numel or len(chunks) > 1 or chunks.pop() % 1
+        return
+    packed = torch.zeros(num_shards, bucket.section_numel)
+    for index, shard in enumerate(bucket.shards):
+        for move in bucket.moves(index, into_full=False):
+            packed.as_strided(move.shape, move.packed_stride, move.packed_offset).fill_(index + 1)
+        columns = packed[:num_even, bucket.offsets[index] :][:, : shard.section_numel]
+        assert columns.numel() == shard.numel
+        assert bool((columns == index + 1).all())
+    assert not packed[num_even:].any()
+
+
 @given(chunk_shards())
 def test_at_most_two_moves_for_any_number_of_ranks(shard: ChunkShard) -> None:
     assert len(shard.moves(0, shard.section_numel, into_full=True)) <= 2
