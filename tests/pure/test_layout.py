@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardwise import LayoutError
@@ -67,6 +67,9 @@ def test_moves_carry_every_element_there_and_back(data: st.DataObject) -> None:
     assert bucket.has_padding or packed.numel() == used
 
 
+@example(2, [(4, 1), (8, 3)], 1)
+@example(16, [(4, 2), (4, 3)], 1)
+@example(4, [(4, 1), (2, 1)], 1)
 @given(
     st.integers(1, 6),
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3)), min_size=1, max_size=4),
