@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
@@ -91,16 +90,14 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-start_all_gather: Callable[[dist.ProcessGroup, torch.Tensor, torch.Tensor, AllgatherOptions], dist.Work] = getattr(
-    dist.ProcessGroup, "all_gather_single", dist.ProcessGroup._allgather_base
-)
-"""Launches ``output = concat(shard of every rank)`` of real numbers, as ``dist.all_gather_single`` does after its checks."""
+ALL_GATHER_METHOD = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+"""The method of a process group that ``dist.all_gather_single`` calls after its checks; groups may define it anew."""
 
 
-start_reduce_scatter: Callable[[dist.ProcessGroup, torch.Tensor, torch.Tensor, ReduceScatterOptions], dist.Work] = (
-    getattr(dist.ProcessGroup, "reduce_scatter_single", dist.ProcessGroup._reduce_scatter_base)
+REDUCE_SCATTER_METHOD = (
+    "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
 )
-"""Launches ``output = my section of op(packed of every rank)``, as ``dist.reduce_scatter_single`` does after its checks."""
+"""The same of ``dist.reduce_scatter_single``."""
 
 
 base_of_view: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")

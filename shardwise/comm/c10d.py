@@ -87,7 +87,7 @@ def all_gather_single(
     if async_op and function is _ALL_GATHER and not output.is_complex():
         gathering = AllgatherOptions()
         gathering.asyncOp = True
-        return torch_private.start_all_gather(group, output, shard, gathering)
+        return getattr(group, torch_private.ALL_GATHER_METHOD)(output, shard, gathering)
     return function(output, shard, group=group, async_op=async_op)
 
 
@@ -99,7 +99,7 @@ def reduce_scatter_single(
     if async_op and function is _REDUCE_SCATTER:
         scattering = ReduceScatterOptions()
         scattering.reduceOp, scattering.asyncOp = op, True
-        return torch_private.start_reduce_scatter(group, output, packed, scattering)
+        return getattr(group, torch_private.REDUCE_SCATTER_METHOD)(output, packed, scattering)
     return function(output, packed, group=group, op=op, async_op=async_op)
 
 

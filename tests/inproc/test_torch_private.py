@@ -622,3 +622,20 @@ def test_who_takes_the_place_of_a_collective_of_torchs_is_called(
     else:
         c10d.reduce_scatter_single(shard, packed, group, dist.ReduceOp.SUM)
     assert len(heard) == 1
+
+
+def test_process_groups_that_define_a_collective_anew_are_asked() -> None:
+    heard: list[str] = []
+
+    class Own(dist.ProcessGroup):
+        pass
+
+    def hear(name: str) -> Any:
+        return lambda *_: heard.append(name)
+
+    for name in (private.ALL_GATHER_METHOD, private.REDUCE_SCATTER_METHOD):
+        setattr(Own, name, hear(name))
+    group, shard, packed = Own(0, 4), torch.ones(2), torch.zeros(8)
+    c10d.all_gather_single(packed, shard, group)
+    c10d.reduce_scatter_single(shard, packed, group, dist.ReduceOp.SUM)
+    assert heard == [private.ALL_GATHER_METHOD, private.REDUCE_SCATTER_METHOD]
