@@ -71,10 +71,14 @@ def use_counts(tensors: Sequence[torch.Tensor], storages: Sequence[torch.Untyped
     return [found - 1 for found in uses]
 
 
+copy_each: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object] = torch._foreach_copy_
+"""Copies each source into its target, of which there is one at least; shapes match pairwise, dtypes may differ."""
+
+
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target in one call; shapes match pairwise, dtypes may differ."""
+    """Do as :data:`copy_each` does, also with none at all."""
     if targets:
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportArgumentType]
+        copy_each(targets, sources)
 
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -84,6 +88,16 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward ends; it is dropped, not run, if that backward raises."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+ALL_GATHER_METHOD = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+"""The method of a process group that ``dist.all_gather_single`` calls after its checks; groups may define it anew."""
+
+
+REDUCE_SCATTER_METHOD = (
+    "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
+)
+"""The same of ``dist.reduce_scatter_single``."""
 
 
 base_of_view: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")

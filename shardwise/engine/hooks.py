@@ -29,6 +29,7 @@ from shardwise.units.unit import is_in_backward
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+_NO_RANGE = nullcontext()
 
 
 _WHY_NO_GRAPH = (
@@ -55,7 +56,7 @@ def _range(what: str, unit: str) -> AbstractContextManager[object]:
     if torch_private.is_profiling():
         record_transfers()
         return torch.profiler.record_function(f"FSDP::{what} ({unit})")
-    return nullcontext()
+    return _NO_RANGE
 
 
 class Hooks:

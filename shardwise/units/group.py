@@ -11,9 +11,10 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.codec.compression_policy import Coding, takes
 from shardwise.comm.buffers import BufferPool
-from shardwise.comm.c10d import CustomCollectives, fetch_alone
+from shardwise.comm.c10d import fetch_alone
 from shardwise.comm.coding_state import Compression
 from shardwise.comm.communicator import Pending
+from shardwise.comm.custom import CustomCollectives
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import have_same_bits
 from shardwise.errors import StateError

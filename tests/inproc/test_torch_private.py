@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import torch_private as private
+from shardwise.comm import c10d
 from shardwise.engine.hooks import dynamo_disabled
 
 
@@ -582,3 +583,59 @@ def test_tools_of_torch_find_what_is_put_for_them() -> None:
     assert private.class_that_tools_ask_for() is fsdp.FSDPModule
     private.put_state_that_tools_ask_for(module, state)
     assert fsdp.fully_shard.state(module) is state
+
+
+def test_launched_collectives_are_those_of_torchs_functions(fake_ranks: object) -> None:
+    group, found = dist.distributed_c10d._get_default_group(), []
+    shard, packed = torch.ones(2), torch.zeros(8)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    for calls in (
+        (
+            lambda: c10d.all_gather_single(packed, shard, group),
+            lambda: c10d.reduce_scatter_single(shard, packed, group, dist.ReduceOp.AVG),
+        ),
+        (
+            lambda: gather(packed, shard, group=group, async_op=True),
+            lambda: scatter(shard, packed, op=dist.ReduceOp.AVG, group=group, async_op=True),
+        ),
+    ):
+        packed.zero_()
+        with CommDebugMode() as mode:
+            works = [call() for call in calls]
+        assert all(work.wait() for work in works)
+        found.append((dict(mode.get_comm_counts()), packed.tolist()))
+    assert found[0] == found[1]
+    assert found[0][0]
+
+
+@pytest.mark.parametrize("name", ["all_gather_single", "reduce_scatter_single"])
+def test_who_takes_the_place_of_a_collective_of_torchs_is_called(
+    fake_ranks: object, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[object] = []
+    for each in (name, name.replace("gather_single", "gather_into_tensor").replace("scatter_single", "scatter_tensor")):
+        monkeypatch.setattr(dist, each, lambda *args, **kwargs: heard.append(args), raising=False)
+    group, shard, packed = dist.distributed_c10d._get_default_group(), torch.ones(2), torch.zeros(8)
+    if name == "all_gather_single":
+        c10d.all_gather_single(packed, shard, group)
+    else:
+        c10d.reduce_scatter_single(shard, packed, group, dist.ReduceOp.SUM)
+    assert len(heard) == 1
+
+
+def test_process_groups_that_define_a_collective_anew_are_asked() -> None:
+    heard: list[str] = []
+
+    class Own(dist.ProcessGroup):
+        pass
+
+    def hear(name: str) -> Any:
+        return lambda *_: heard.append(name)
+
+    for name in (private.ALL_GATHER_METHOD, private.REDUCE_SCATTER_METHOD):
+        setattr(Own, name, hear(name))
+    group, shard, packed = Own(0, 4), torch.ones(2), torch.zeros(8)
+    c10d.all_gather_single(packed, shard, group)
+    c10d.reduce_scatter_single(shard, packed, group, dist.ReduceOp.SUM)
+    assert heard == [private.ALL_GATHER_METHOD, private.REDUCE_SCATTER_METHOD]
