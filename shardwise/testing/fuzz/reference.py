@@ -157,7 +157,8 @@ class ReferenceSide(Side):
     def _set(self, name: str, total: Tensor) -> None:
         param = self.net.get_parameter(name)
         if param.grad is None:
-            param.grad = total.to(param.dtype)
+            # In the parameter's order in memory, as autograd does it: torch's fused optimizers go by memory alone.
+            param.grad = torch.empty_like(param).copy_(total)
         else:
             param.grad.add_(total.to(param.dtype))
 

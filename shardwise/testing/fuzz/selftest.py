@@ -86,7 +86,7 @@ def table_of(found: Mapping[str, int], max_cases: int, seed: int) -> str:
     """Return the cases it took to find each fault as a table of Markdown."""
     kinds = {name: "fault" if name in FAULTS else "fix taken back" for name in found}
     lines = [
-        f"Written by `python -m shardwise.testing.fuzz --self-test --seed {seed} --table FILE`, {max_cases} cases each at most.",
+        f"Written by `python -m shardwise.testing.fuzz --self-test --seed {seed} --table FILE`, each after at most {max_cases}.",
         "",
         "| planted, or what holds no more | kind | ranks | areas | cases until found |",
         "| --- | --- | --- | --- | --- |",
