@@ -232,7 +232,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             reshards=table(none=2, yes=2, no=1, two=1),
             ranks=table(two=1, four=3),
             microbatches=2,
-            hold=0.3,
+            hold=0.5,
             gap=0.15,
             extras=table(set=3, eval=2, change=1, take=1, save=1, load=1),
             kinds=table(Mlp=8, Oddments=1, Lookup=1),

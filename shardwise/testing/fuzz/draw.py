@@ -167,15 +167,14 @@ class _Program:
             self._add(do.Step(closure=True))
             return
         count = self._random.randint(1, weights.microbatches)
-        holds = count > 1 and self._chance(weights.hold)
-        is_partial = self._has_replicas and count > 1 and self._chance(weights.hold)
-        defers = count > 1 and self._chance(weights.hold if is_partial else weights.hold / 4)
+        held = ""
+        if count > 1 and self._chance(weights.hold):
+            held = self._random.choice(("requires_gradient_sync", *["requires_all_reduce"] * self._has_replicas))
+        defers = count > 1 and self._chance(0.5 if held == "requires_all_reduce" else weights.hold / 4)
         for number in range(count):
             is_last = number == count - 1
-            if holds:
-                self._add(do.Set("requires_gradient_sync", float(is_last)))
-            if is_partial:
-                self._add(do.Set("requires_all_reduce", float(is_last)))
+            if held:
+                self._add(do.Set(held, float(is_last)))
             if defers:
                 self._add(do.Set("is_last_backward", float(is_last)))
             self._draw_microbatch()

@@ -30,7 +30,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "what is done to full forms reaches the shards": ("changes", "byhand"),
     "memory that somebody holds stays where it is": ("aliases",),
     "nothing gathered is read after its shards have changed": ("byhand", "changes", "accumulation"),
-    "partial sums of deferred backwards count": ("accumulation", "meshes"),
+    "partial sums of deferred backwards count": ("meshes", "meshes", "accumulation"),
     "a plain weight of two replicated modules is one unit's": ("structure", "checkpointing"),
     "names of parameters are no entry of param groups": ("resume",),
     "gradients without elements are not sent": ("structure", "doors"),
@@ -86,7 +86,7 @@ def table_of(found: Mapping[str, int], max_cases: int, seed: int) -> str:
     """Return the cases it took to find each fault as a table of Markdown."""
     kinds = {name: "fault" if name in FAULTS else "fix taken back" for name in found}
     lines = [
-        f"Written by `python -m shardwise.testing.fuzz --self-test --seed {seed} --table FILE`, each after at most {max_cases}.",
+        f"Written by `python -m shardwise.testing.fuzz --self-test --seed {seed} --table FILE`: {max_cases} cases at most.",
         "",
         "| planted, or what holds no more | kind | ranks | areas | cases until found |",
         "| --- | --- | --- | --- | --- |",
