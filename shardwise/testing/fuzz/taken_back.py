@@ -13,7 +13,6 @@ import torch
 
 from shardwise.api import module as api_module
 from shardwise.api.sharded_optimizer import ShardedOptimizer
-from shardwise.engine import build
 from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Hooks
 from shardwise.engine.reductions import Reductions
@@ -22,9 +21,11 @@ from shardwise.optim.elementwise import ElementwiseStep
 from shardwise.torch_private import parameters_of
 from shardwise.units import flat_bucket
 from shardwise.units.backward import Stage
+from shardwise.units.flat_bucket import FlatBucket
 from shardwise.units.gradients import Reduction
 from shardwise.units.group import ShardGroup
-from shardwise.units.param import Slot
+from shardwise.units.param import Slot, UnitParam
+from shardwise.units.place import Place
 from shardwise.units.unit import Unit
 from shardwise.zero import checks, overlap
 from shardwise.zero import gradients as zero_gradients
@@ -33,7 +34,6 @@ from shardwise.zero.stepper import ShareStepper
 # What the functions of these modules look up by name.
 _IN_BUCKET = cast(Any, flat_bucket)
 _IN_OVERLAP = cast(Any, overlap)
-_IN_BUILD = cast(Any, build)
 _IN_STEPPERS = cast(Any, steppers)
 _IN_CHECKS = cast(Any, checks)
 _IN_ZERO_GRADIENTS = cast(Any, zero_gradients)
@@ -91,17 +91,6 @@ def _overwrite_partial_sums() -> None:
     cast(Any, Reductions)._absorb = lambda self, launch, gradients: launch.partial
 
 
-def _let_two_units_have_a_plain_weight() -> None:
-    _IN_BUILD._managed_plain = {}  # what it should hold: keys are set and never found
-    manager_of = _IN_BUILD._manager_of
-
-    def of_shards_alone(param: torch.nn.Parameter) -> object:
-        _IN_BUILD._managed_plain.clear()
-        return manager_of(param)
-
-    _IN_BUILD._manager_of = of_shards_alone
-
-
 def _write_names_into_groups() -> None:
     named_dict = cast(Any, ShardedOptimizer)._named_dict
 
@@ -115,13 +104,19 @@ def _write_names_into_groups() -> None:
 
 
 def _send_nothing() -> None:
-    make = Reduction.__init__
+    make, make_bucket = Reduction.__init__, Place.bucket
 
     def made(self: Reduction, *args: Any, **options: Any) -> None:
         make(self, *args, **options)
         self.has_elements = True
 
+    def bucket(self: Place, params: list[UnitParam], full_dtype: torch.dtype, is_collective: bool) -> FlatBucket:
+        found = make_bucket(self, params, full_dtype, is_collective)
+        found.travels |= is_collective
+        return found
+
     cast(Any, Reduction).__init__ = made
+    cast(Any, Place).bucket = bucket
 
 
 def _take_what_nobody_averaged() -> None:
@@ -156,9 +151,8 @@ FIXES: dict[str, Callable[[], None]] = {
     "memory that somebody holds stays where it is": _move_what_is_held,
     "nothing gathered is read after its shards have changed": _trust_every_gather,
     "partial sums of deferred backwards count": _overwrite_partial_sums,
-    "a plain weight of two replicated modules is one unit's": _let_two_units_have_a_plain_weight,
     "names of parameters are no entry of param groups": _write_names_into_groups,
-    "gradients without elements are not sent": _send_nothing,
+    "what has no elements is not sent": _send_nothing,
     "gradients that nobody has averaged are refused": _take_what_nobody_averaged,
     "optimizers with state per block see whole blocks": _cut_blocks,
     "hooks on streams need no accelerator": _ask_for_an_accelerator,
