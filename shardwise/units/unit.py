@@ -451,8 +451,13 @@ class Unit:
         ``is_late``: some have not come, and the whole backward has ended.
         """
         taken: Gradients = {}
-        if not self.is_full or self.backward.stage is not Stage.RUNNING or not self.policy.unshard_in_backward:
-            mark_full(self.params)  # nobody has waited for it, so that ``.grad`` of what stays registered is the shard's
+        stage = self.backward.stage
+        if (
+            not self.is_full
+            or stage is Stage.ARRIVING
+            or (stage is Stage.RUNNING and not self.policy.unshard_in_backward)
+        ):
+            mark_full(self.params)  # nobody has waited for it, so ``.grad`` of what is registered would be the shard's
         for group in self.groups:
             gradients = take_gradients(group)
             if self.policy.reduces_unused:

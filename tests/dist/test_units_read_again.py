@@ -208,7 +208,7 @@ class Aside(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", ["fully_shard", "replicate", "tensor parallel"])
+@pytest.mark.parametrize("way", ["fully_shard", "replicate", "tensor parallel", "not unsharded in backward"])
 def test_a_unit_that_backward_does_not_come_to_keeps_the_gradient_of_its_shards(way: str) -> None:
     """Its full parameters stay registered, and what their ``.grad`` shows then is no gradient of this backward."""
     torch.manual_seed(0)
@@ -225,6 +225,8 @@ def test_a_unit_that_backward_does_not_come_to_keeps_the_gradient_of_its_shards(
         else:
             fully_shard(block, mesh=mesh, reshard_after_forward=False)
     model.set_reduce_scatter_unused_params(True)
+    for block in (model.first, model.second):
+        block.set_unshard_in_backward(way != "not unsharded in backward")
     for number, uses_first in enumerate((True, False, True)):
         for each in (model, plain):
             each.uses_first = uses_first
