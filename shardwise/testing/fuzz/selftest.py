@@ -30,7 +30,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "what is done to full forms reaches the shards": ("changes", "byhand"),
     "memory that somebody holds stays where it is": ("aliases",),
     "nothing gathered is read after its shards have changed": ("byhand", "changes", "accumulation"),
-    "partial sums of deferred backwards count": ("meshes", "meshes", "accumulation"),
+    "partial sums of deferred backwards count": ("meshes",),
     "names of parameters are no entry of param groups": ("resume",),
     "what has no elements is not sent": ("structure", "doors"),
     "gradients that nobody has averaged are refused": ("doors",),
