@@ -25,6 +25,8 @@ def take_gradients(group: ShardGroup) -> Gradients:
         gradient = full.grad
         if gradient is None:
             continue
+        if type(gradient) is not torch.Tensor and not lies_as(full, gradient):
+            continue  # between calls a full parameter that stays shows the gradient of its shard: it has been reduced
         full.grad = None
         if not param.sharded.requires_grad:
             continue  # frozen since forward
@@ -37,6 +39,13 @@ def take_gradients(group: ShardGroup) -> Gradients:
             dtype = group.dtypes.of_reduction(param, gradient.dtype)
         taken[param] = gradient if gradient.dtype is dtype else gradient.to(dtype)
     return taken
+
+
+def lies_as(full: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Return True if ``gradient`` is one of the full parameter, not of its shard."""
+    if not isinstance(gradient, DTensor):
+        return not isinstance(full, DTensor)
+    return isinstance(full, DTensor) and gradient.device_mesh == full.device_mesh
 
 
 def _local_gradient(gradient: torch.Tensor, param: UnitParam, group: ShardGroup) -> torch.Tensor:
