@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from shardwise.comm.links.link import TRANSPORTS
 from shardwise.testing.chaos.job import Job, Run, run_job
@@ -135,12 +134,10 @@ class Campaign:
         return self._undisturbed[key]
 
 
-def until(
-    jobs: Iterable[Job], minutes: float, most: int | None, now: Callable[[], float] = time.monotonic
-) -> Iterator[Job]:
-    """Yield ``jobs`` until ``minutes`` are over, at most ``most``."""
+def until(jobs: Iterable[Job], minutes: float, now: Callable[[], float] = time.monotonic) -> Iterator[Job]:
+    """Yield ``jobs`` until ``minutes`` are over."""
     end = now() + 60 * minutes
-    for job in islice(jobs, most):
+    for job in jobs:
         if now() >= end:
             return
         yield job
