@@ -10,6 +10,7 @@ import operator
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -290,6 +291,11 @@ def timeout_s_of(group: dist.ProcessGroup, device: torch.device | None = None) -
         except (AttributeError, RuntimeError):
             continue
     return default_pg_timeout.total_seconds()
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Let collectives of ``group`` that begin from now on give up after ``seconds``."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:

@@ -114,17 +114,9 @@ class Bulletin:
         if not problem and len(found) < len(peers):
             absent = [other for other in peers if other not in found]
             problem = str(posts.absence(absent, DesyncError(late(posts.members[absent[0]]))))
-            problem = "; ".join([problem, *self._last_words(absent)])
         if problem:
             self.tell(Position(position.num_calls, position.recent, problem))
             raise DesyncError(f"{problem}\n{_RULE}")
-
-    def _last_words(self, absent: Sequence[int]) -> Iterator[str]:
-        """Yield what ranks that do not come have said of the reason."""
-        with suppress(TransportError):
-            for other, text in self._posts.collect("failure", absent, 0.0).items():
-                if said := Position.from_text(text).note:
-                    yield f"rank {self._posts.members[other]} said: {said}"
 
     def tell(self, position: Position) -> None:
         """Leave where this rank is, and why it goes no further, for the others to read."""

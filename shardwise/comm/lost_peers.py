@@ -9,13 +9,16 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.black_box import explainers, witnesses
 from shardwise.comm import alarm
 from shardwise.comm.alive import is_gone, ranks_in_words
+from shardwise.comm.last_words import cited, gone_in_words, leave, store_of_job, words_of
 from shardwise.errors import ShardwiseError, TransportError
-from shardwise.torch_private import default_store
 
 _T = TypeVar("_T")
-_GRACE_S = 2.0  # a connection is closed before its process has ended
+_MOST_ASKED = 64
+_SAY_S = 3.0  # for ranks to fail after this one, and to say so
+_CLOSED_S = 2.0  # a connection is closed before its process has ended
 
 
 def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], mine: int) -> _T:
@@ -34,20 +37,58 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
         others = tuple(rank for rank in members if rank != mine)
         gone = _gone(others)
         if gone:
-            who = f"{ranks_in_words(gone)} {'is' if len(gone) == 1 else 'are'} gone"
+            who = gone_in_words(store_of_job(), gone)
         else:
             who = f"{ranks_in_words(others)} did not all come, or left by an exception: see their errors"
+            who += cited(store_of_job(), others)
         first = str(error).split("\n")[0]
         raise TransportError(
             f"{what}: {who}; rank {mine} waited. Every rank must make the same calls in the same order; first error: {first}"
         ) from error
 
 
+def hear_of_errors() -> None:
+    """From now on leave what errors of this process say, and add to a backend's own who is gone; again does nothing."""
+    if leave not in witnesses:
+        witnesses.append(leave)
+        explainers.append(_explain)
+
+
+def _explain(error: BaseException) -> str:
+    """Return which ranks a backend's own ``error`` may be of; leave for them what any error says that none of ours is."""
+    store = store_of_job()
+    if store is None or isinstance(error, ShardwiseError | SystemExit):
+        return ""  # it has been said, or there is nothing to say
+    said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    leave(said)
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return ""
+    others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()][:_MOST_ASKED]
+    found = found_among(others, store)
+    leave(f"{said}; {found}")
+    return found
+
+
+def found_among(others: Sequence[int], store: dist.Store) -> str:
+    """Say which of ``others`` are gone, else which say nothing although all whose collective has failed do."""
+    end = time.monotonic() + _SAY_S
+    while True:
+        gone = tuple(rank for rank in others if is_gone(store, rank))
+        if gone:
+            return gone_in_words(store, gone)
+        silent = [rank for rank in others if not words_of(store, rank)]
+        if not silent or time.monotonic() >= end:
+            break
+        time.sleep(0.05)
+    alone = f"{ranks_in_words(silent)} said nothing: stopped, or in another call" if silent else "all ranks have failed"
+    return alone + cited(store, [rank for rank in others if rank not in silent])
+
+
 def _gone(others: Sequence[int]) -> tuple[int, ...]:
-    store = default_store() if dist.is_initialized() else None
+    store = store_of_job()
     if store is None:
         return ()
-    end = time.monotonic() + _GRACE_S
+    end = time.monotonic() + _CLOSED_S
     while True:
         alarm.look()
         found = tuple(rank for rank in others if is_gone(store, rank))

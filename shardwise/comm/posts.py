@@ -17,11 +17,14 @@ import torch.distributed as dist
 
 from shardwise.black_box import EVERYBODY, WAITS, note
 from shardwise.comm import alarm
-from shardwise.comm.alive import LOOK_S, announce, is_gone, ranks_in_words
+from shardwise.comm.alive import LOOK_S, announce, is_gone
 from shardwise.comm.cables import watch_cables
+from shardwise.comm.groups import patience_s
+from shardwise.comm.last_words import cited, gone_in_words, leave
+from shardwise.comm.lost_peers import hear_of_errors
 from shardwise.comm.store import JobStore
 from shardwise.errors import ShardwiseError, TransportError
-from shardwise.torch_private import default_store, process_group_store, timeout_s_of
+from shardwise.torch_private import default_store, process_group_store
 
 GRACE_S = 3.0  # after a rank's own deadline: what others may take to reach theirs and report
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1e-4, 2e-2  # between two questions to the store
@@ -114,9 +117,15 @@ class Posts:
         return [] if self.notes is None else [rank for rank in ranks if is_gone(self.notes, self.members[rank])]
 
     def absence(self, ranks: Sequence[int], late: ShardwiseError) -> ShardwiseError:
-        """Return the error for ``ranks`` that have posted nothing: it names those that are gone; if none is, ``late``."""
+        """Return the error for ``ranks`` that have posted nothing: it names those that are gone; if none is, ``late``.
+
+        Both with the last errors of these ranks: they may have followed another.
+        """
         gone = [self.members[rank] for rank in self.gone(ranks)]
-        return TransportError(f"{ranks_in_words(gone)} {'is' if len(gone) == 1 else 'are'} gone") if gone else late
+        if gone:
+            return TransportError(gone_in_words(self.notes, gone))
+        words = cited(self.notes, [self.members[rank] for rank in ranks])
+        return type(late)(f"{late}{words}") if words else late
 
     def _peek(self, what: str, rank: int) -> str | None:
         return self.store.peek(f"{self.prefix}/{what}/{rank}")
@@ -125,7 +134,7 @@ class Posts:
 def open_posts(group: dist.ProcessGroup, topic: str) -> Posts:
     """Return the posts of ``group`` about the next ``topic``: the n-th call on each of its ranks opens the same."""
     members = tuple(dist.get_process_group_ranks(group))
-    return number_posts(process_group_store(group), topic, members, dist.get_rank(group), timeout_s_of(group))
+    return number_posts(process_group_store(group), topic, members, dist.get_rank(group), patience_s(group))
 
 
 def number_posts(store: dist.Store, topic: str, members: tuple[int, ...], rank: int, timeout_s: float) -> Posts:
@@ -133,6 +142,7 @@ def number_posts(store: dist.Store, topic: str, members: tuple[int, ...], rank: 
     notes = default_store()
     if notes is not None:
         announce(notes, dist.get_rank())
+        hear_of_errors()
     job = JobStore(store, timeout_s)
     place = f"shardwise/{topic}/{hashlib.sha256(repr(members).encode()).hexdigest()[:12]}"
     era = _era_of(members)
@@ -148,6 +158,7 @@ def begin_era(members: Iterable[int]) -> None:
     if store is not None:
         eras, ranks = _eras.setdefault(store, {}), frozenset(members)
         eras[ranks] = eras.get(ranks, 0) + 1
+        leave("")  # what has been said is undone
 
 
 def _era_of(members: Iterable[int]) -> int:

@@ -74,10 +74,10 @@ class JobStore:
             raise
         except (RuntimeError, ValueError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise TransportError(f"{_SILENCE}: {first}") from error
+            raise TransportError(f"{SILENCE}: {first}") from error
 
 
-_SILENCE = (
+SILENCE = (
     "the store of the job does not answer: the process that keeps it (rank 0, unless the launcher does) has ended, is stopped "
     "or cannot be reached"
 )
@@ -94,7 +94,7 @@ class _Line:
 
     def ask(self, question: Callable[[], _T], limit_s: float) -> _T:
         if self._is_silent:
-            raise TransportError(f"{_SILENCE}: a question before has had no answer")
+            raise TransportError(f"{SILENCE}: a question before has had no answer")
         answer: Future[_T] = Future()
         self._questions.put((answer, question))
         try:
@@ -104,7 +104,7 @@ class _Line:
                 raise  # what the store itself says
             self._is_silent = True
             answer.add_done_callback(lambda _: setattr(self, "_is_silent", False))
-            raise TransportError(f"{_SILENCE}: no answer for {limit_s:.0f} s") from None
+            raise TransportError(f"{SILENCE}: no answer for {limit_s:.0f} s") from None
 
     def __del__(self) -> None:
         self._questions.put(None)

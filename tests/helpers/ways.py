@@ -114,7 +114,9 @@ def _shared_memory(way: Way) -> Link | None:
         rows = json.loads(read_posts(outcome.posts, f"sections/{number}", [rank])[0])
         return [ArenaPlace(Segment.open(SegmentAddress(*row[:4])), row[4]) for row in rows]
 
-    link = HostLink(Host(outcome.segments, outcome.pids, way.rank, places_of), HEADER_BYTES, SLOT_BYTES, 20.0)
+    link = HostLink(
+        Host(outcome.segments, outcome.pids, way.rank, outcome.posts.members, places_of), HEADER_BYTES, SLOT_BYTES, 20.0
+    )
 
     def say_where(ends: Sequence[Ends]) -> None:
         places = [each.arena for each in ends if each.arena is not None]

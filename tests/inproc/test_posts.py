@@ -78,7 +78,7 @@ def test_an_absence_names_the_rank_that_is_gone_before_one_that_is_late() -> Non
     announce_as(store, MEMBERS[2], gone_process())
     found = posts.absence([1, 2], LATE)
     assert isinstance(found, TransportError)
-    assert str(found) == "rank 9 is gone"
+    assert str(found).startswith("rank 9 is gone (it has left no word")
 
 
 def test_nobody_is_known_to_be_gone_without_notes() -> None:

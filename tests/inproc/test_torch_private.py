@@ -556,3 +556,12 @@ def test_tools_of_torch_find_what_is_put_for_them() -> None:
     assert private.class_that_tools_ask_for() is fsdp.FSDPModule
     private.put_state_that_tools_ask_for(module, state)
     assert fsdp.fully_shard.state(module) is state
+
+
+def test_a_group_gives_up_after_the_timeout_that_it_is_given_later() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.new_group([0], timeout=timedelta(seconds=50))
+    assert isinstance(group, dist.ProcessGroup)
+    private.set_timeout(group, 7.0)
+    assert private.timeout_s_of(group) == 7.0
+    dist.destroy_process_group()

@@ -23,6 +23,7 @@ from shardwise.black_box import WAITS, note
 from shardwise.comm import alarm
 from shardwise.comm.alive import Liveness
 from shardwise.comm.communicator import BucketEnds, GatherEnds, Pending, Scale, ScatterEnds
+from shardwise.comm.last_words import LOOK_NEXT, cited, gone_in_words, store_of_job
 from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.link import SpanKind
 from shardwise.comm.links.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
@@ -75,6 +76,7 @@ class Host:
         segments: one per rank, in the order of the group: header and outbox.
         pids: process ids, for telling a rank that is gone from one that is late.
         rank: this one's place in the group.
+        members: their global ranks, as errors name them.
         places_of: ``places_of(rank, number)`` returns where the sections of ``rank`` lie, as it has said for the ``number``-th
             time: for each bucket of the link, in order.
     """
@@ -82,6 +84,7 @@ class Host:
     segments: tuple[Segment, ...]
     pids: tuple[int, ...]
     rank: int
+    members: tuple[int, ...]
     places_of: Callable[[int, int], Sequence[ArenaPlace]]
 
 
@@ -114,7 +117,7 @@ class HostLink:
         self._words = tuple(segment.words for segment in host.segments)
         self._mine = self._words[rank]
         self._alive = {peer: Liveness(host.pids[peer]) for peer in self._peers}
-        self._places_of, self._pids = host.places_of, host.pids
+        self._places_of, self._pids, self._names = host.places_of, host.pids, host.members
         self._places: dict[int, tuple[int, Sequence[ArenaPlace]]] = {}
         self._outbox = outbox
         self._slot_bytes = slot_bytes
@@ -171,8 +174,8 @@ class HostLink:
         if found != word:
             other = "forward" if word & _IN_BACKWARD else "backward"
             raise TransportError(
-                f"rank {peer} starts a {other} where rank {self.rank} starts a {self._kind}; every rank must make the same "
-                "calls in the same order"
+                f"rank {self._names[peer]} starts a {other} where rank {self._names[self.rank]} starts a {self._kind}; every "
+                "rank must make the same calls in the same order"
             )
 
     def close(self) -> None:
@@ -319,9 +322,9 @@ class HostLink:
         for peer in self._peers:
             if self._words[peer][_LABELS + index % NUM_SLOTS] != expected:
                 raise TransportError(
-                    f"rank {self.rank} reduces gradients of {pieces.label} ({pieces.section_numel} elements of "
-                    f"{pieces.dtype} per rank) as number {index} of this backward, rank {peer} reduces something else. "
-                    "Every rank must run the same units in the same order and get gradients for the same parameters."
+                    f"rank {self._names[self.rank]} reduces gradients of {pieces.label} ({pieces.section_numel} elements of "
+                    f"{pieces.dtype} per rank) as number {index} of this backward, rank {self._names[peer]} reduces something "
+                    "else. Every rank must run the same units in the same order and get gradients for the same parameters."
                 )
 
     # ---- waiting ----
@@ -354,12 +357,12 @@ class HostLink:
             if waited_s > look_s:
                 look_s = waited_s + _LIVENESS_S
                 if not self._alive[peer].is_alive() and not is_there():
-                    raise TransportError(f"rank {peer} is gone; rank {self.rank} waited for it at {what}")
+                    raise self._lost(peer, f"rank {self._names[self.rank]} waited {waited_s:.1f} s for it at {what}")
                 if waited_s > self._timeout_s:
                     self._mine[_LATE] = self._epoch << _CALL_BITS | peer + 1
                     raise TransportError(
-                        f"rank {self.rank} waited {self._timeout_s:g} s for rank {peer} at {what}; every rank must make the "
-                        "same calls in the same order"
+                        f"rank {self._names[self.rank]} waited {self._timeout_s:g} s for rank {self._names[peer]} at {what}: "
+                        f"{self._last_sign(peer)}; every rank must make the same calls in the same order"
                     )
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
@@ -372,19 +375,37 @@ class HostLink:
         if self._words[peer][_EPOCH] <= self._epoch:
             return
         gone = [p for p in self._peers if self._words[p][_EPOCH] <= self._epoch and not self._alive[p].is_alive()]
+        mine, its = self._names[self.rank], self._names[peer]
         if gone:  # why the other one has left
-            raise TransportError(f"rank {gone[0]} is gone; rank {self.rank} was on its way to {what}")
+            raise self._lost(gone[0], f"rank {mine} was on its way to {what}")
         for other in self._peers:
             epoch, late = divmod(self._words[other][_LATE], 1 << _CALL_BITS)
             if late and epoch == self._epoch < self._words[other][_EPOCH]:
                 raise TransportError(
-                    f"rank {other} waited {self._timeout_s:g} s for rank {late - 1} while rank {self.rank} was on its way to "
-                    f"{what}; every rank must make the same calls in the same order"
+                    f"rank {self._names[other]} waited {self._timeout_s:g} s for rank {self._names[late - 1]} while rank "
+                    f"{mine} was on its way to {what}; every rank must make the same calls in the same order"
                 )
         raise TransportError(
-            f"rank {peer} left the forward or backward by an exception while rank {self.rank} was on its way to {what}; "
-            f"see the error of rank {peer}"
+            f"rank {its} left the forward or backward by an exception while rank {mine} was on its way to {what}; "
+            f"see the error of rank {its}{cited(store_of_job(), [its])}"
         )
+
+    def _last_sign(self, peer: int) -> str:
+        """Say what the words of ``peer`` show that it has done of this span."""
+        words, here = self._words[peer], _stamp(self._epoch, self._span) >> _CALL_BITS
+        done = [
+            f"{words[word] & (1 << _CALL_BITS) - 1} {what}"
+            for word, what in ((_READ, "all-gathers read"), (_POSTED, "reductions begun"))
+            if words[word] >> _CALL_BITS == here
+        ]
+        if words[_OPEN] >> _CALL_BITS != here:
+            return f"rank {self._names[peer]} had not come to this {self._kind}"
+        return f"rank {self._names[peer]} had come to this {self._kind}" + "".join(f", {each}" for each in done)
+
+    def _lost(self, peer: int, where: str) -> TransportError:
+        """Return the error for ``peer``, whose process has ended: what it did last, and what it said."""
+        text = gone_in_words(store_of_job(), [self._names[peer]])
+        return TransportError(f"{text}; {where}: {self._last_sign(peer)}. {LOOK_NEXT}")
 
 
 class _Gather:

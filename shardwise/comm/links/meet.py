@@ -78,7 +78,7 @@ def meet(group: dist.ProcessGroup, offer: Offer) -> Outcome:
     transport = max((fields[0] for fields in found), key=TRANSPORTS.index)
     if transport != "auto":
         return Outcome(transport, posts)
-    segments, problem = _open_all(found, rank, own)
+    segments, problem = _open_all(found, ranks, rank, own)
     posts.post("opened", problem)
     problems = [text for text in read_posts(posts, "opened", range(posts.size)) if text]
     if problems or segments is None:
@@ -112,7 +112,7 @@ def _fields(address: SegmentAddress | None) -> list[int | str]:
 
 
 def _open_all(
-    found: Sequence[Sequence[object]], rank: int, own: Segment | None
+    found: Sequence[Sequence[object]], ranks: Sequence[int], rank: int, own: Segment | None
 ) -> tuple[tuple[Segment, ...] | None, str]:
     problem = next((str(fields[3]) for fields in found if fields[3]), "")
     if not problem and len({fields[2] for fields in found}) > 1:
@@ -130,5 +130,5 @@ def _open_all(
         try:
             segments.append(Segment.open(SegmentAddress(int(str(pid)), int(str(fd)), int(str(num_bytes)), str(token))))
         except OSError as error:
-            return None, f"rank {rank} cannot open the memory of rank {other}: {error}"
+            return None, f"rank {ranks[rank]} cannot open the memory of rank {ranks[other]}: {error}"
     return tuple(segments), ""

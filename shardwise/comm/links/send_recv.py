@@ -55,9 +55,11 @@ class PeerLink:
         for peer, words in theirs.items():
             if not torch.equal(words[:2], mine[:2]):
                 span, is_backward = words[:2].tolist()
+                names = dist.get_process_group_ranks(self.group)
                 raise TransportError(
-                    f"rank {peer} starts a {'backward' if is_backward else 'forward'} (number {span}) where rank {self.rank} "
-                    f"starts a {kind} (number {self._span}); every rank must make the same calls in the same order"
+                    f"rank {names[peer]} starts a {'backward' if is_backward else 'forward'} (number {span}) where rank "
+                    f"{names[self.rank]} starts a {kind} (number {self._span}); every rank must make the same calls in the "
+                    "same order"
                 )
             wants_collectives = wants_collectives or bool(words[2])
         return not wants_collectives

@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -75,6 +75,18 @@ class Job:
         program, fault = self.program, self.fault
         place = f" at {fault.at} of rank {self.struck}" if fault is not None else f" of rank {self.struck}"
         return f"{program.door} {program.transport} W={self.num_ranks} {self.store} store: {self.name}{place}"
+
+    @property
+    def whole(self) -> Program:
+        """What all ranks must have done where they recover: without a fault, and without transactions."""
+        fault, is_skipped = self.fault, self.program.transacts == "skip"
+        left_out = fault.step if fault is not None and fault.kind == "raise" and is_skipped else 0
+        return replace(self.program, transacts="", left_out_step=left_out)
+
+    @property
+    def must_recover(self) -> bool:
+        """True if no rank may end with an error: an exception is undone by a transaction."""
+        return bool(self.program.transacts) and self.fault is not None and self.fault.kind in ("raise", "delay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +252,8 @@ def _outcome(job: Job, rank: int, store: str, folder: str, pipe: Connection) -> 
     except BaseException as error:
         now = time.monotonic()
         is_ours = isinstance(error, ShardwiseError)
-        return _Said("", type(error).__name__, is_ours, str(error), traceback.format_exc(), now)
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        return _Said("", type(error).__name__, is_ours, text, traceback.format_exc(), now)
 
 
 def _join(job: Job, rank: int, store: str) -> None:

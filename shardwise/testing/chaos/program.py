@@ -11,6 +11,7 @@ from shardwise.comm.links.link import Transport
 
 Door: TypeAlias = Literal["fully_shard", "hsdp", "replicate", "zero1", "zero2", "whole_matrix"]
 DOORS: tuple[Door, ...] = ("fully_shard", "hsdp", "replicate", "zero1", "zero2", "whole_matrix")
+Outcome: TypeAlias = Literal["retry", "skip"]
 ENGINE_DOORS = ("fully_shard", "hsdp", "replicate", "whole_matrix")  # those with a transport to choose
 
 
@@ -24,7 +25,9 @@ class Program:
         num_microbatches: of a step; gradients are reduced with the last, or with every one if ``syncs_all``.
         graphless_step: the step in which one microbatch runs without gradients; 0: none.
         skipped_step: the step in which the optimizer does not step; 0: none.
+        left_out_step: one that no rank makes; 0: none.
         last_step: after which the program returns.
+        transacts: steps are made in transactions; what raises in one is undone, and made again or left out.
     """
 
     door: Door
@@ -39,7 +42,9 @@ class Program:
     mesh_is_flat: bool = False
     graphless_step: int = 0
     skipped_step: int = 0
+    left_out_step: int = 0
     last_step: int = 4
+    transacts: Outcome | Literal[""] = ""
 
 
 def _skip_step(program: Program) -> Program:

@@ -1,0 +1,79 @@
+"""The last error that each rank has made: whoever finds a rank gone, or waits for it in vain, can cite the first cause.
+
+A rank that hears of a fault leaves, too, and the next one finds that one gone: without its words the blame would be on who
+followed.  Written when an error is made, into the store of the job; read only where something has failed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from shardwise.comm.alive import ranks_in_words
+from shardwise.comm.store import SILENCE, JobStore
+from shardwise.errors import TransportError
+from shardwise.torch_private import default_store
+
+_PATIENCE_S = 2.0  # with a store that may itself be the reason
+_MOST_TEXT = 600
+_busy = threading.local()  # an error that is made while words are left has none of its own
+LOOK_NEXT = "Look at the end of its log; with shardwise.record(folder), ask: shardwise diagnose folder"
+UNTOLD = "it has left no word: killed, or ended by its own program"
+
+
+def leave(text: str) -> None:
+    """Let the others read ``text``, the reason why this rank may come no more; an empty one takes it back.  Never raises."""
+    store = store_of_job()
+    if store is None or SILENCE in text or getattr(_busy, "is_on", False):
+        return
+    _busy.is_on = True
+    try:
+        put(store, dist.get_rank(), text)
+    except (TransportError, ValueError):  # it is said aloud, at least
+        return
+    finally:
+        _busy.is_on = False
+
+
+def put(store: dist.Store, rank: int, text: str) -> None:
+    """Leave ``text`` as the words of global ``rank``.  Raises: TransportError if the store does not answer."""
+    JobStore(store, _PATIENCE_S).set(_key(rank), " | ".join(text[:_MOST_TEXT].splitlines()))
+
+
+def store_of_job() -> dist.Store | None:
+    """Return the store that the default group was made with, None if there is none."""
+    return default_store() if dist.is_available() and dist.is_initialized() else None
+
+
+def words_of(store: dist.Store | None, rank: int) -> str:
+    """Return what global ``rank`` has left, an empty text if nothing or if that cannot be known."""
+    if store is None:
+        return ""
+    try:
+        return JobStore(store, _PATIENCE_S).peek(_key(rank)) or ""
+    except TransportError:
+        return ""
+
+
+def cited(store: dist.Store | None, ranks: Sequence[int]) -> str:
+    """Return the words of global ``ranks`` as a message goes on with them: "; the last error of rank 3: ..."."""
+    found = [(rank, text) for rank in ranks[:8] if (text := words_of(store, rank))]
+    return "".join(f"; the last error of rank {rank}: {text}" for rank, text in found)
+
+
+def gone_in_words(store: dist.Store | None, ranks: Sequence[int]) -> str:
+    """Say that the processes of global ``ranks`` have ended, and what they have left.
+
+    Example:
+        >>> gone_in_words(None, [3])
+        'rank 3 is gone (it has left no word: killed, or ended by its own program)'
+    """
+    text = f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} gone"
+    found = cited(store, ranks)
+    return text + (found or f" ({UNTOLD})")
+
+
+def _key(rank: int) -> str:
+    return f"shardwise/last words/{rank}"
