@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardwise.black_box import Track
 from shardwise.comm.alive import ranks_in_words
-from shardwise.comm.last_words import cited, gone_in_words
+from shardwise.comm.last_words import cited, gone_in_words, in_short
 from shardwise.comm.posts import GRACE_S, Posts, open_posts
 from shardwise.errors import DesyncError, StateError, TransportError
 
@@ -107,10 +107,9 @@ class Board:
         if absent:
             others = f"{self._names(absent)} did not take part"
             cause = "; ".join(part for part in (self._lost(absent), others, cause) if part)
-        first = str(error).splitlines()[0] if str(error) else repr(error)
         text = (
             f"{what}: {cause or 'the collective failed on every rank'} (timeout {self.posts.timeout_s:g} s). Every rank must "
-            f"make the same calls in the same order; first error: {first}"
+            f"make the same calls in the same order; first error: {in_short(error)}"
         )
         self.report_failure(text)
         return DesyncError(text)
@@ -190,7 +189,7 @@ class Board:
         if failure is not None:
             raise DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
         absent = [rank for rank in range(self.size) if rank not in notes] or [0]
-        late = DesyncError(
+        late = (
             f"{self._names(absent)} did not make this call within {self.posts.timeout_s:g} s. Every rank must make the same "
             "calls in the same order"
         )

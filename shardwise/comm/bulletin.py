@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from shardwise.comm.alive import ranks_in_words
+from shardwise.comm.last_words import in_short
 from shardwise.comm.posts import GRACE_S, Posts
-from shardwise.errors import DesyncError, TransportError
+from shardwise.errors import DesyncError, ShardwiseError, TransportError
 
 _RULE = "Ranks must run the same units in the same order, the same number of times."
 
@@ -113,7 +115,7 @@ class Bulletin:
         problem = next((different(posts.members[other], each) for other, each in found.items() if each != text), "")
         if not problem and len(found) < len(peers):
             absent = [other for other in peers if other not in found]
-            problem = str(posts.absence(absent, DesyncError(late(posts.members[absent[0]]))))
+            problem = posts.absence(absent, late(posts.members[absent[0]]))
         if problem:
             self.tell(Position(position.num_calls, position.recent, problem))
             raise DesyncError(f"{problem}\n{_RULE}")
@@ -125,25 +127,31 @@ class Bulletin:
 
     def explain(self, error: BaseException, position: Position) -> DesyncError:
         """Return an error that says where every rank was when a collective failed on this one."""
-        lines = [f"rank {self._rank} failed at {_describe(position)}: {error}"]
+        why = str(error) if isinstance(error, ShardwiseError) else in_short(error)
+        lines = [f"rank {self._rank} failed at {_describe(position)}: {why}"]
         try:
-            lines += [*self._reports(position), _RULE]
+            lines += [*self._reports(position, str(error)), _RULE]
         except TransportError as gone:
             lines.append(str(gone))
         return DesyncError("\n".join(lines))
 
-    def _reports(self, position: Position) -> Iterator[str]:
-        posts = self._posts
+    def _reports(self, position: Position, said: str) -> Iterator[str]:
+        """Yield where the other ranks are; of those that are gone what ``said`` does not say already."""
+        posts, silent = self._posts, list[int]()
         posts.post("failure", position.to_text())
         deadline = time.monotonic() + GRACE_S
         for other in posts.peers():  # one by one: others may report while one is gone
             rank = posts.members[other]
             text = posts.collect("failure", [other], deadline - time.monotonic()).get(other)
-            if text is None:
-                late = DesyncError(f"rank {rank} has not reported: it is still running, or gone")
-                yield str(posts.absence([other], late))
-            else:
+            if text is not None:
                 yield f"rank {rank} was at {_describe(Position.from_text(text))}"
+            elif not posts.gone([other]):
+                silent.append(other)
+            elif f"rank {rank} is gone" not in said:
+                yield posts.absence([other], "")
+        if silent:
+            names = ranks_in_words([posts.members[other] for other in silent])
+            yield posts.absence(silent, f"{names} said nothing: still running, stopped, or on another host")
 
 
 def _describe(position: Position) -> str:

@@ -6,6 +6,7 @@ followed.  Written when an error is made, into the store of the job; read only w
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 
@@ -37,9 +38,21 @@ def leave(text: str) -> None:
         _busy.is_on = False
 
 
+def in_short(error: BaseException) -> str:
+    """Return the first line of ``error``, of a backend's own without the line of its source and its advice.
+
+    Example:
+        >>> in_short(RuntimeError("[/a/pair.cc:553] Connection closed by peer. This is typically caused by a crash. GLHF!"))
+        'Connection closed by peer'
+    """
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", first).partition(". This is typically caused by")[0]
+
+
 def put(store: dist.Store, rank: int, text: str) -> None:
     """Leave ``text`` as the words of global ``rank``.  Raises: TransportError if the store does not answer."""
-    JobStore(store, _PATIENCE_S).set(_key(rank), " | ".join(text[:_MOST_TEXT].splitlines()))
+    said = text.replace(LOOK_NEXT, "")[:_MOST_TEXT]  # advice is for the first who reads it
+    JobStore(store, _PATIENCE_S).set(_key(rank), " | ".join(line.strip() for line in said.splitlines()))
 
 
 def store_of_job() -> dist.Store | None:

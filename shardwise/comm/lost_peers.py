@@ -12,7 +12,8 @@ import torch.distributed as dist
 from shardwise.black_box import explainers, witnesses
 from shardwise.comm import alarm
 from shardwise.comm.alive import is_gone, ranks_in_words
-from shardwise.comm.last_words import cited, gone_in_words, leave, store_of_job, words_of
+from shardwise.comm.last_words import cited, gone_in_words, in_short, leave, store_of_job, words_of
+from shardwise.comm.store import keeps_store
 from shardwise.errors import ShardwiseError, TransportError
 
 _T = TypeVar("_T")
@@ -41,9 +42,9 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
         else:
             who = f"{ranks_in_words(others)} did not all come, or left by an exception: see their errors"
             who += cited(store_of_job(), others)
-        first = str(error).split("\n")[0]
         raise TransportError(
-            f"{what}: {who}; rank {mine} waited. Every rank must make the same calls in the same order; first error: {first}"
+            f"{what}: {who}; rank {mine} waited. Every rank must make the same calls in the same order; first error: "
+            f"{in_short(error)}"
         ) from error
 
 
@@ -57,16 +58,26 @@ def hear_of_errors() -> None:
 def _explain(error: BaseException) -> str:
     """Return which ranks a backend's own ``error`` may be of; leave for them what any error says that none of ours is."""
     store = store_of_job()
-    if store is None or isinstance(error, ShardwiseError | SystemExit):
-        return ""  # it has been said, or there is nothing to say
-    said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    leave(said)
-    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+    if store is None or isinstance(error, SystemExit):
         return ""
     others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()][:_MOST_ASKED]
-    found = found_among(others, store)
-    leave(f"{said}; {found}")
+    found = ""
+    if not isinstance(error, ShardwiseError):  # which has been left, and names whom it is of
+        said = f"{type(error).__name__}: {in_short(error)}"
+        leave(said)
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            found = found_among(others, store)
+            leave(f"{said}; {found}")
+    if keeps_store(store):
+        _stay_for(others, store)
     return found
+
+
+def _stay_for(others: Sequence[int], store: dist.Store) -> None:
+    """Wait until ``others`` have failed, too: without the store, which ends with this process, they know no reason."""
+    end = time.monotonic() + _SAY_S
+    while time.monotonic() < end and any(not words_of(store, rank) and not is_gone(store, rank) for rank in others):
+        time.sleep(0.05)
 
 
 def found_among(others: Sequence[int], store: dist.Store) -> str:

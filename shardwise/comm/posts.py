@@ -20,10 +20,9 @@ from shardwise.comm import alarm
 from shardwise.comm.alive import LOOK_S, announce, is_gone
 from shardwise.comm.cables import watch_cables
 from shardwise.comm.groups import patience_s
-from shardwise.comm.last_words import cited, gone_in_words, leave
+from shardwise.comm.last_words import LOOK_NEXT, cited, gone_in_words, leave
 from shardwise.comm.lost_peers import hear_of_errors
 from shardwise.comm.store import JobStore
-from shardwise.errors import ShardwiseError, TransportError
 from shardwise.torch_private import default_store, process_group_store
 
 GRACE_S = 3.0  # after a rank's own deadline: what others may take to reach theirs and report
@@ -116,16 +115,16 @@ class Posts:
         """Return which of ``ranks`` were processes of this host that have ended, as far as it can be known."""
         return [] if self.notes is None else [rank for rank in ranks if is_gone(self.notes, self.members[rank])]
 
-    def absence(self, ranks: Sequence[int], late: ShardwiseError) -> ShardwiseError:
-        """Return the error for ``ranks`` that have posted nothing: it names those that are gone; if none is, ``late``.
+    def absence(self, ranks: Sequence[int], late: str) -> str:
+        """Return what to say of ``ranks`` that have posted nothing: which are gone, if any is; else ``late``.
 
         Both with the last errors of these ranks: they may have followed another.
         """
         gone = [self.members[rank] for rank in self.gone(ranks)]
-        if gone:
-            return TransportError(gone_in_words(self.notes, gone))
-        words = cited(self.notes, [self.members[rank] for rank in ranks])
-        return type(late)(f"{late}{words}") if words else late
+        if not gone:
+            return late + cited(self.notes, [self.members[rank] for rank in ranks])
+        waited = f"rank {self.members[self.rank]} waited for {'it' if len(gone) == 1 else 'them'}"
+        return f"{gone_in_words(self.notes, gone)}; {waited}. {LOOK_NEXT}"
 
     def _peek(self, what: str, rank: int) -> str | None:
         return self.store.peek(f"{self.prefix}/{what}/{rank}")

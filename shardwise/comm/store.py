@@ -126,10 +126,20 @@ def _answer_all(questions: _Questions) -> None:
 _lines: weakref.WeakKeyDictionary[dist.Store, _Line] = weakref.WeakKeyDictionary()
 
 
-def _line_to(store: dist.Store) -> _Line | None:
-    """Return the thread that asks ``store``, None for one that no other process keeps."""
+def keeps_store(store: dist.Store) -> bool:
+    """Return True if ``store`` may end with this process: rank 0 keeps it, unless the launcher does."""
+    return isinstance(_innermost(store), dist.TCPStore) and dist.get_rank() == 0
+
+
+def _innermost(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
+    return store
+
+
+def _line_to(store: dist.Store) -> _Line | None:
+    """Return the thread that asks ``store``, None for one that no other process keeps."""
+    store = _innermost(store)
     if not isinstance(store, dist.TCPStore):
         return None
     line = _lines.get(store)

@@ -391,16 +391,20 @@ class HostLink:
         )
 
     def _last_sign(self, peer: int) -> str:
-        """Say what the words of ``peer`` show that it has done of this span."""
-        words, here = self._words[peer], _stamp(self._epoch, self._span) >> _CALL_BITS
+        """Say what the words of ``peer`` show that it has done last."""
+        words, name = self._words[peer], self._names[peer]
+        span, mine = words[_OPEN] >> _CALL_BITS, self._mine[_OPEN] >> _CALL_BITS
+        if not span:
+            return f"rank {name} had come to no forward yet"
+        which = "the same" if span == mine else "an earlier" if span < mine else "a later"
+        kind = "backward" if words[_OPEN] & _IN_BACKWARD else "forward"
         done = [
-            f"{words[word] & (1 << _CALL_BITS) - 1} {what}"
+            f", {words[word] & (1 << _CALL_BITS) - 1} {what}"
             for word, what in ((_READ, "all-gathers read"), (_POSTED, "reductions begun"))
-            if words[word] >> _CALL_BITS == here
+            if words[word] >> _CALL_BITS == span
         ]
-        if words[_OPEN] >> _CALL_BITS != here:
-            return f"rank {self._names[peer]} had not come to this {self._kind}"
-        return f"rank {self._names[peer]} had come to this {self._kind}" + "".join(f", {each}" for each in done)
+        ended = ", done with its part" if words[_CLOSED] >> _CALL_BITS == span else ""
+        return f"rank {name} was in {which} {kind} as rank {self._names[self.rank]}{''.join(done)}{ended}"
 
     def _lost(self, peer: int, where: str) -> TransportError:
         """Return the error for ``peer``, whose process has ended: what it did last, and what it said."""

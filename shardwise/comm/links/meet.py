@@ -14,7 +14,7 @@ from shardwise.comm.links.arena import can_share_memory
 from shardwise.comm.links.link import TRANSPORTS, Transport
 from shardwise.comm.links.segment import Segment, SegmentAddress
 from shardwise.comm.posts import Posts, open_posts
-from shardwise.errors import DesyncError
+from shardwise.errors import DesyncError, TransportError
 
 _log = logging.getLogger(__name__)
 
@@ -36,11 +36,12 @@ def read_posts(posts: Posts, what: str, ranks: Sequence[int]) -> list[str]:
     found = posts.collect(what, ranks)
     absent = [rank for rank in ranks if rank not in found]
     if absent:
-        late = DesyncError(
+        late = (
             f"rank {posts.members[absent[0]]} did not come to its first forward or backward within {posts.timeout_s:g} s of "
             f"rank {posts.members[posts.rank]}; every rank must run the same units in the same order"
         )
-        raise posts.absence(absent, late)
+        kind = TransportError if posts.gone(absent) else DesyncError
+        raise kind(posts.absence(absent, late))
     return list(found.values())
 
 

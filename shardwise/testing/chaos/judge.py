@@ -37,7 +37,7 @@ def judge(job: Job, endings: Sequence[Ending], undisturbed: Sequence[str]) -> Ve
     message = _line_about(job.struck, others[0].text) if others else ""
     if all(each.digest for each in endings):
         is_same = [each.digest for each in endings] == list(undisturbed)
-        is_allowed = is_same or (job.divergence and not diverges(job.program, job.divergence))
+        is_allowed = is_same or (job.divergence and not diverges(job.program, job.divergence, job.num_ranks))
         faults = () if is_allowed else ("every rank ended as if nothing had happened, with other numbers",)
         return Verdict(faults, "recovered" if is_same else "allowed", seconds, message)
     if job.must_recover:

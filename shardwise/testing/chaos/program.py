@@ -27,7 +27,7 @@ class Program:
         skipped_step: the step in which the optimizer does not step; 0: none.
         left_out_step: one that no rank makes; 0: none.
         last_step: after which the program returns.
-        transacts: steps are made in transactions; what raises in one is undone, and made again or left out.
+        transacts: steps are made in transactions; what raises in one is undone, and made again or left out.  No evaluation.
     """
 
     door: Door
@@ -69,7 +69,7 @@ DIVERGENCES: Mapping[str, Callable[[Program], Program]] = MappingProxyType(
 )
 
 
-def diverges(program: Program, name: str) -> bool:
+def diverges(program: Program, name: str, num_ranks: int) -> bool:
     """Return True if ranks behind this door must notice the divergence.
 
     Where nothing is reduced before the end of a step, or gradients add up on each rank, how many microbatches there were
@@ -85,6 +85,6 @@ def diverges(program: Program, name: str) -> bool:
         return name not in ("one microbatch fewer", "no_grad", "order")
     if program.door == "zero1":
         return name not in ("order", "one microbatch fewer", "no_grad")
-    if program.door == "replicate":
+    if program.door == "replicate" or (program.door == "hsdp" and num_ranks == 2):  # two replicas of one shard
         return name not in ("order", "one microbatch fewer", "no_grad")
     return True

@@ -116,7 +116,8 @@ def train(program: Program, folder: Path) -> str:
     parts = build(program)
     for step in range(1, program.last_step + 1):
         _make(program, parts, step)
-        _evaluate(program, parts)
+        if not program.transacts:  # else its all-gathers would be taken for those of the next step
+            _evaluate(program, parts)
         if step == _SAVED_AFTER:
             save(folder, {"model": parts.plain, "optimizer": parts.optimizer}, step=step)
             finish(folder)
