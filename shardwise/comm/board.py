@@ -111,7 +111,7 @@ class Board:
             f"{what}: {cause or 'the collective failed on every rank'} (timeout {self.posts.timeout_s:g} s). Every rank must "
             f"make the same calls in the same order; first error: {in_short(error)}"
         )
-        self.report_failure(text)
+        self.report_failure(f"rank {self.name} was in {text}")
         return DesyncError(text)
 
     def _lost(self, ranks: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from shardwise.comm.alive import ranks_in_words
-from shardwise.comm.last_words import in_short
+from shardwise.comm.last_words import ASKS, in_short, leave
 from shardwise.comm.posts import GRACE_S, Posts
 from shardwise.errors import DesyncError, ShardwiseError, TransportError
 
@@ -63,7 +63,8 @@ class Bulletin:
                 position,
                 lambda other, theirs: _first_difference(calls, json.loads(theirs), self._rank, other),
                 lambda other: (
-                    f"rank {other} has not changed its order of units, rank {self._rank} has: {position.note}"
+                    f"rank {other} did not come to the end of a step within {self._posts.timeout_s:g} s of rank {self._rank}"
+                    f"{', which has changed its order of units: ' * bool(position.note)}{position.note}"
                 ),
             )
             self._agreed.add(text)
@@ -111,7 +112,10 @@ class Bulletin:
         place = f"{topic}/{self._counts[topic]}"
         posts.post(place, text)
         peers = (0,) if posts.rank else posts.peers()
-        found = posts.collect(place, peers, is_enough=lambda found: any(theirs != text for theirs in found.values()))
+        limit_s = posts.timeout_s + (GRACE_S if posts.rank else 0.0)  # the first knows who is missing, and says so
+        found = posts.collect(
+            place, peers, limit_s, is_enough=lambda found: any(theirs != text for theirs in found.values())
+        )
         problem = next((different(posts.members[other], each) for other, each in found.items() if each != text), "")
         if not problem and len(found) < len(peers):
             absent = [other for other in peers if other not in found]
@@ -129,6 +133,7 @@ class Bulletin:
         """Return an error that says where every rank was when a collective failed on this one."""
         why = str(error) if isinstance(error, ShardwiseError) else in_short(error)
         lines = [f"rank {self._rank} failed at {_describe(position)}: {why}"]
+        leave(f"{lines[0]}{ASKS}")
         try:
             lines += [*self._reports(position, str(error)), _RULE]
         except TransportError as gone:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -19,6 +21,8 @@ from shardwise.torch_private import default_store
 
 _PATIENCE_S = 2.0  # with a store that may itself be the reason
 _MOST_TEXT = 600
+_ASKING_S = 4.0
+ASKS = " (asks the others)"  # at the end of words that may change
 _busy = threading.local()  # an error that is made while words are left has none of its own
 LOOK_NEXT = "Look at the end of its log; with shardwise.record(folder), ask: shardwise diagnose folder"
 UNTOLD = "it has left no word: killed, or ended by its own program"
@@ -51,8 +55,9 @@ def in_short(error: BaseException) -> str:
 
 def put(store: dist.Store, rank: int, text: str) -> None:
     """Leave ``text`` as the words of global ``rank``.  Raises: TransportError if the store does not answer."""
-    said = text.replace(LOOK_NEXT, "")[:_MOST_TEXT]  # advice is for the first who reads it
-    JobStore(store, _PATIENCE_S).set(_key(rank), " | ".join(line.strip() for line in said.splitlines()))
+    said = text.removesuffix(ASKS).replace(LOOK_NEXT, "")[:_MOST_TEXT]  # advice is for the first who reads it
+    line = " | ".join(each.strip() for each in said.splitlines())
+    JobStore(store, _PATIENCE_S).set(_key(rank), line + ASKS * text.endswith(ASKS))
 
 
 def store_of_job() -> dist.Store | None:
@@ -61,13 +66,18 @@ def store_of_job() -> dist.Store | None:
 
 
 def words_of(store: dist.Store | None, rank: int) -> str:
-    """Return what global ``rank`` has left, an empty text if nothing or if that cannot be known."""
-    if store is None:
-        return ""
-    try:
-        return JobStore(store, _PATIENCE_S).peek(_key(rank)) or ""
-    except TransportError:
-        return ""
+    """Return what global ``rank`` has left, an empty text if nothing or if that cannot be known.
+
+    One that is asking the others for the reason is waited for: it will know more.
+    """
+    end = time.monotonic() + _ASKING_S
+    with suppress(TransportError):  # the store may itself be the reason
+        while store is not None:
+            text = JobStore(store, _PATIENCE_S).peek(_key(rank)) or ""
+            if not text.endswith(ASKS) or time.monotonic() >= end:
+                return text.removesuffix(ASKS)
+            time.sleep(0.05)
+    return ""
 
 
 def cited(store: dist.Store | None, ranks: Sequence[int]) -> str:

@@ -48,13 +48,6 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
         ) from error
 
 
-def hear_of_errors() -> None:
-    """From now on leave what errors of this process say, and add to a backend's own who is gone; again does nothing."""
-    if leave not in witnesses:
-        witnesses.append(leave)
-        explainers.append(_explain)
-
-
 def _explain(error: BaseException) -> str:
     """Return which ranks a backend's own ``error`` may be of; leave for them what any error says that none of ours is."""
     store = store_of_job()
@@ -106,3 +99,8 @@ def _gone(others: Sequence[int]) -> tuple[int, ...]:
         if found or time.monotonic() >= end:
             return found
         time.sleep(0.05)
+
+
+# From the first import on: errors of this process are there for the others to read, and a backend's own says who is gone.
+witnesses.append(leave)
+explainers.append(_explain)

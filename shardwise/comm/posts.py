@@ -21,7 +21,6 @@ from shardwise.comm.alive import LOOK_S, announce, is_gone
 from shardwise.comm.cables import watch_cables
 from shardwise.comm.groups import patience_s
 from shardwise.comm.last_words import LOOK_NEXT, cited, gone_in_words, leave
-from shardwise.comm.lost_peers import hear_of_errors
 from shardwise.comm.store import JobStore
 from shardwise.torch_private import default_store, process_group_store
 
@@ -141,7 +140,6 @@ def number_posts(store: dist.Store, topic: str, members: tuple[int, ...], rank: 
     notes = default_store()
     if notes is not None:
         announce(notes, dist.get_rank())
-        hear_of_errors()
     job = JobStore(store, timeout_s)
     place = f"shardwise/{topic}/{hashlib.sha256(repr(members).encode()).hexdigest()[:12]}"
     era = _era_of(members)

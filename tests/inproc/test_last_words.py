@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,8 +15,8 @@ from helpers.posts import announce_as, gone_process, make_posts
 from shardwise import DesyncError, TransportError, record
 from shardwise.comm import lost_peers
 from shardwise.comm.groups import patience_s
-from shardwise.comm.last_words import gone_in_words, put, store_of_job, words_of
-from shardwise.comm.lost_peers import found_among, hear_of_errors
+from shardwise.comm.last_words import ASKS, gone_in_words, put, store_of_job, words_of
+from shardwise.comm.lost_peers import found_among
 from shardwise.comm.posts import begin_era
 from shardwise.comm.store import SILENCE
 from shardwise.doctor.rank_record import read_record
@@ -25,7 +27,6 @@ def job() -> Iterator[dist.Store]:
     """A job of this process alone, whose group has a timeout of 20 s."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))
-    hear_of_errors()
     yield store
     dist.destroy_process_group()
 
@@ -65,6 +66,16 @@ def test_a_rank_that_is_gone_is_cited_and_one_that_said_nothing_is_not_blamed_on
     put(store, 5, "TransportError: rank 9 is gone")
     assert gone_in_words(store, [5]) == "rank 5 is gone; the last error of rank 5: TransportError: rank 9 is gone"
     assert gone_in_words(store, [4]).startswith("rank 4 is gone (it has left no word")
+
+
+def test_a_rank_that_asks_the_others_is_waited_for_until_it_knows_the_reason() -> None:
+    store = dist.HashStore()
+    put(store, 5, f"DesyncError: rank 5 failed{ASKS}")
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(words_of, store, 5)
+        time.sleep(0.1)
+        put(store, 5, "DesyncError: rank 9 is gone")
+        assert found.result() == "DesyncError: rank 9 is gone"
 
 
 def test_a_rank_that_is_late_is_cited_with_why_it_left() -> None:
