@@ -65,16 +65,16 @@ def store_of_job() -> dist.Store | None:
     return default_store() if dist.is_available() and dist.is_initialized() else None
 
 
-def words_of(store: dist.Store | None, rank: int) -> str:
+def words_of(store: dist.Store | None, rank: int, waits: bool = True) -> str:
     """Return what global ``rank`` has left, an empty text if nothing or if that cannot be known.
 
-    One that is asking the others for the reason is waited for: it will know more.
+    ``waits``: for one that is asking the others for the reason, because it will know more.
     """
     end = time.monotonic() + _ASKING_S
     with suppress(TransportError):  # the store may itself be the reason
         while store is not None:
             text = JobStore(store, _PATIENCE_S).peek(_key(rank)) or ""
-            if not text.endswith(ASKS) or time.monotonic() >= end:
+            if not (waits and text.endswith(ASKS)) or time.monotonic() >= end:
                 return text.removesuffix(ASKS)
             time.sleep(0.05)
     return ""

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from shardwise.black_box import explainers, witnesses
 from shardwise.comm import alarm
 from shardwise.comm.alive import is_gone, ranks_in_words
-from shardwise.comm.last_words import cited, gone_in_words, in_short, leave, store_of_job, words_of
-from shardwise.comm.store import keeps_store
+from shardwise.comm.last_words import ASKS, cited, gone_in_words, in_short, leave, store_of_job, words_of
+from shardwise.comm.store import JobStore, keeps_store
 from shardwise.errors import ShardwiseError, TransportError
 
 _T = TypeVar("_T")
 _MOST_ASKED = 64
+_PATIENCE_S = 2.0  # with a store that may itself be the reason
 _SAY_S = 3.0  # for ranks to fail after this one, and to say so
-_CLOSED_S = 2.0  # a connection is closed before its process has ended
 
 
 def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], mine: int) -> _T:
@@ -35,13 +35,12 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
     except (ShardwiseError, torch.OutOfMemoryError):
         raise  # it says what happened
     except RuntimeError as error:
-        others = tuple(rank for rank in members if rank != mine)
-        gone = _gone(others)
-        if gone:
-            who = gone_in_words(store_of_job(), gone)
-        else:
+        others, store = tuple(rank for rank in members if rank != mine), store_of_job()
+        if store is None:
             who = f"{ranks_in_words(others)} did not all come, or left by an exception: see their errors"
-            who += cited(store_of_job(), others)
+        else:
+            leave(f"{what} on rank {mine}: {in_short(error)}{ASKS}")
+            who = found_among(others, store)
         raise TransportError(
             f"{what}: {who}; rank {mine} waited. Every rank must make the same calls in the same order; first error: "
             f"{in_short(error)}"
@@ -53,7 +52,7 @@ def _explain(error: BaseException) -> str:
     store = store_of_job()
     if store is None or isinstance(error, SystemExit):
         return ""
-    others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()][:_MOST_ASKED]
+    others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
     found = ""
     if not isinstance(error, ShardwiseError):  # which has been left, and names whom it is of
         said = f"{type(error).__name__}: {in_short(error)}"
@@ -75,29 +74,21 @@ def _stay_for(others: Sequence[int], store: dist.Store) -> None:
 
 def found_among(others: Sequence[int], store: dist.Store) -> str:
     """Say which of ``others`` are gone, else which say nothing although all whose collective has failed do."""
-    end = time.monotonic() + _SAY_S
-    while True:
-        gone = tuple(rank for rank in others if is_gone(store, rank))
-        if gone:
-            return gone_in_words(store, gone)
-        silent = [rank for rank in others if not words_of(store, rank)]
-        if not silent or time.monotonic() >= end:
-            break
-        time.sleep(0.05)
-    alone = f"{ranks_in_words(silent)} said nothing: stopped, or in another call" if silent else "all ranks have failed"
-    return alone + cited(store, [rank for rank in others if rank not in silent])
-
-
-def _gone(others: Sequence[int]) -> tuple[int, ...]:
-    store = store_of_job()
-    if store is None:
-        return ()
-    end = time.monotonic() + _CLOSED_S
+    others, end = others[:_MOST_ASKED], time.monotonic() + _SAY_S
     while True:
         alarm.look()
-        found = tuple(rank for rank in others if is_gone(store, rank))
-        if found or time.monotonic() >= end:
-            return found
+        try:
+            JobStore(store, _PATIENCE_S).check([""])
+        except TransportError as silence:
+            return str(silence)
+        gone = [rank for rank in others if is_gone(store, rank)]
+        if gone:
+            return gone_in_words(store, gone)
+        silent = [rank for rank in others if not words_of(store, rank, waits=False)]
+        if not silent:
+            return f"all ranks have failed{cited(store, others)}"
+        if time.monotonic() >= end:
+            return f"{ranks_in_words(silent)} said nothing: stopped, or in another call"
         time.sleep(0.05)
 
 
