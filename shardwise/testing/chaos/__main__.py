@@ -48,7 +48,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _title(what: Draw, at_once: int) -> str:
-    of = f"Of the {len(list(matrix(what.ranks))):,} jobs of the matrix" if what.ranks else "Random jobs"
+    of = f"Of the {len(list(matrix(what.sizes))):,} jobs of the matrix" if what.sizes else "Random jobs"
     return f"{of}, seed {what.seed}, {at_once} at once"
 
 
