@@ -88,7 +88,7 @@ def found_among(others: Sequence[int], store: dist.Store) -> str:
         if not silent:
             return f"all ranks have failed{cited(store, others)}"
         if time.monotonic() >= end:
-            return f"{ranks_in_words(silent)} said nothing: stopped, or in another call"
+            return f"{ranks_in_words(silent)} said nothing: stopped, in another call, or caught what it raised"
         time.sleep(0.05)
 
 

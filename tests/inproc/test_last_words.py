@@ -96,7 +96,7 @@ def test_of_a_backends_own_error_the_rank_that_says_nothing_is_named(monkeypatch
     store = dist.HashStore()
     put(store, 1, "RuntimeError: Timed out")
     found = found_among([1, 2], store)
-    assert found == "rank 2 said nothing: stopped, or in another call"
+    assert found == "rank 2 said nothing: stopped, in another call, or caught what it raised"
 
 
 @pytest.mark.usefixtures("job")

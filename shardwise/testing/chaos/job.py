@@ -79,8 +79,10 @@ class Job:
     @property
     def whole(self) -> Program:
         """What all ranks must have done where they recover: without a fault, and without transactions."""
-        fault, is_skipped = self.fault, self.program.transacts == "skip"
-        left_out = fault.step if fault is not None and fault.kind == "raise" and is_skipped else 0
+        fault, left_out = self.fault, 0
+        if fault is not None and fault.kind == "raise" and self.program.transacts == "skip":
+            # ZeRO sends parameters once its inner optimizer has stepped, with which a step ends for faults.
+            left_out = fault.step - (fault.at == "all-gather" and self.program.door in ("zero1", "zero2"))
         return replace(self.program, transacts="", left_out_step=left_out)
 
     @property
