@@ -15,11 +15,10 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from shardwise.comm.alive import ranks_in_words
-from shardwise.comm.store import SILENCE, JobStore
+from shardwise.comm.store import BRIEF_S, SILENCE, JobStore
 from shardwise.errors import TransportError
 from shardwise.torch_private import default_store
 
-_PATIENCE_S = 2.0  # with a store that may itself be the reason
 _MOST_TEXT = 600
 _ASKING_S = 4.0
 ASKS = " (asks the others)"  # at the end of words that may change
@@ -57,7 +56,7 @@ def put(store: dist.Store, rank: int, text: str) -> None:
     """Leave ``text`` as the words of global ``rank``.  Raises: TransportError if the store does not answer."""
     said = text.removesuffix(ASKS).replace(LOOK_NEXT, "")[:_MOST_TEXT]  # advice is for the first who reads it
     line = " | ".join(each.strip() for each in said.splitlines())
-    JobStore(store, _PATIENCE_S).set(_key(rank), line + ASKS * text.endswith(ASKS))
+    JobStore(store, BRIEF_S).set(_key(rank), line + ASKS * text.endswith(ASKS))
 
 
 def store_of_job() -> dist.Store | None:
@@ -65,25 +64,26 @@ def store_of_job() -> dist.Store | None:
     return default_store() if dist.is_available() and dist.is_initialized() else None
 
 
-def words_of(store: dist.Store | None, rank: int, waits: bool = True) -> str:
+def words_of(store: dist.Store | None, rank: int, patience_s: float = 0.0) -> str:
     """Return what global ``rank`` has left, an empty text if nothing or if that cannot be known.
 
-    ``waits``: for one that is asking the others for the reason, because it will know more.
+    ``patience_s``: for one that is asking the others for the reason, because it will know more.
     """
-    end = time.monotonic() + _ASKING_S
+    end = time.monotonic() + patience_s
     with suppress(TransportError):  # the store may itself be the reason
         while store is not None:
-            text = JobStore(store, _PATIENCE_S).peek(_key(rank)) or ""
-            if not (waits and text.endswith(ASKS)) or time.monotonic() >= end:
+            text = JobStore(store, BRIEF_S).peek(_key(rank)) or ""
+            if not text.endswith(ASKS) or time.monotonic() >= end:
                 return text.removesuffix(ASKS)
             time.sleep(0.05)
     return ""
 
 
-def cited(store: dist.Store | None, ranks: Sequence[int]) -> str:
+def cited(store: dist.Store | None, ranks: Sequence[int], patience_s: float = _ASKING_S) -> str:
     """Return the words of global ``ranks`` as a message goes on with them: "; the last error of rank 3: ..."."""
-    found = [(rank, text) for rank in ranks[:8] if (text := words_of(store, rank))]
-    return "".join(f"; the last error of rank {rank}: {text}" for rank, text in found)
+    end = time.monotonic() + patience_s
+    found = [(rank, words_of(store, rank, end - time.monotonic())) for rank in ranks[:8]]
+    return "".join(f"; the last error of rank {rank}: {text}" for rank, text in found if text)
 
 
 def gone_in_words(store: dist.Store | None, ranks: Sequence[int]) -> str:

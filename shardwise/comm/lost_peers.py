@@ -13,12 +13,11 @@ from shardwise.black_box import explainers, witnesses
 from shardwise.comm import alarm
 from shardwise.comm.alive import is_gone, ranks_in_words
 from shardwise.comm.last_words import ASKS, cited, gone_in_words, in_short, leave, store_of_job, words_of
-from shardwise.comm.store import JobStore, keeps_store
+from shardwise.comm.store import BRIEF_S, JobStore, keeps_store
 from shardwise.errors import ShardwiseError, TransportError
 
 _T = TypeVar("_T")
 _MOST_ASKED = 64
-_PATIENCE_S = 2.0  # with a store that may itself be the reason
 _SAY_S = 3.0  # for ranks to fail after this one, and to say so
 
 
@@ -78,15 +77,15 @@ def found_among(others: Sequence[int], store: dist.Store) -> str:
     while True:
         alarm.look()
         try:
-            JobStore(store, _PATIENCE_S).check([""])
+            JobStore(store, BRIEF_S).check([""])
         except TransportError as silence:
             return str(silence)
         gone = [rank for rank in others if is_gone(store, rank)]
         if gone:
             return gone_in_words(store, gone)
-        silent = [rank for rank in others if not words_of(store, rank, waits=False)]
+        silent = [rank for rank in others if not words_of(store, rank)]
         if not silent:
-            return f"all ranks have failed{cited(store, others)}"
+            return f"all ranks have failed{cited(store, others, patience_s=0.0)}"  # each would wait for all
         if time.monotonic() >= end:
             return f"{ranks_in_words(silent)} said nothing: stopped, in another call, or caught what it raised"
         time.sleep(0.05)

@@ -18,22 +18,24 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from shardwise.errors import TransportError
+from shardwise.torch_private import timeout_s_of
 
 _T = TypeVar("_T")
-PATIENCE_S = 30.0
+PATIENCE_S = 30.0  # or the timeout of the job, if that is less
+BRIEF_S = 2.0  # for a store that may itself be the reason of a wait
 
 
 class JobStore:
     """What shardwise asks of torch's stores.
 
     Args:
-        patience_s: how long an answer may take.
+        patience_s: how long an answer may take; None: as long as the job waits for a rank, at most half a minute.
     Raises: TransportError, from every method, if the keeper of the store has ended, is stopped or out of reach.
     """
 
-    def __init__(self, store: dist.Store, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, store: dist.Store, patience_s: float | None = None) -> None:
         self._store = store
-        self._patience_s = patience_s
+        self._patience_s = _patience_s() if patience_s is None else patience_s
         self._line = _line_to(store)
 
     def set(self, key: str, text: str) -> None:
@@ -81,6 +83,11 @@ SILENCE = (
     "the store of the job does not answer: the process that keeps it (rank 0, unless the launcher does) has ended, is stopped "
     "or cannot be reached"
 )
+
+
+def _patience_s() -> float:
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return PATIENCE_S if world is None else min(PATIENCE_S, timeout_s_of(world))
 
 
 class _Line:

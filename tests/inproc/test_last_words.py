@@ -72,7 +72,7 @@ def test_a_rank_that_asks_the_others_is_waited_for_until_it_knows_the_reason() -
     store = dist.HashStore()
     put(store, 5, f"DesyncError: rank 5 failed{ASKS}")
     with ThreadPoolExecutor(1) as threads:
-        found = threads.submit(words_of, store, 5)
+        found = threads.submit(words_of, store, 5, 60.0)
         time.sleep(0.1)
         put(store, 5, "DesyncError: rank 9 is gone")
         assert found.result() == "DesyncError: rank 9 is gone"

@@ -42,7 +42,7 @@ def run_beside(what: Draw, at_once: int) -> Iterator[Result]:
     """Run the jobs of ``what``, ``at_once`` beside each other, with patience for that; yield results as they come."""
     campaign = Campaign()
     warm_up()
-    patience = 1.0 + 0.25 * (at_once - 1)
+    patience = 1.0 + 0.1 * (at_once - 1)
     jobs = (replace(job, limit_s=patience * job.limit_s) for job in until(what.jobs(), what.minutes))
     with ThreadPoolExecutor(at_once) as threads:
         running: set[Future[Result]] = {threads.submit(campaign.run, job) for job in islice(jobs, at_once)}
