@@ -94,7 +94,7 @@ def gone_in_words(store: dist.Store | None, ranks: Sequence[int]) -> str:
         'rank 3 is gone (it has left no word: killed, or ended by its own program)'
     """
     text = f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} gone"
-    found = cited(store, ranks)
+    found = cited(store, ranks, patience_s=0.0)  # they will say no more
     return text + (found or f" ({UNTOLD})")
 
 
