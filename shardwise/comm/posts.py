@@ -20,11 +20,12 @@ from shardwise.comm import alarm
 from shardwise.comm.alive import LOOK_S, announce, is_gone
 from shardwise.comm.cables import watch_cables
 from shardwise.comm.groups import patience_s
-from shardwise.comm.last_words import LOOK_NEXT, cited, gone_in_words, leave
+from shardwise.comm.last_words import LOOK_NEXT, cited, gone_in_words, leave, words_of
 from shardwise.comm.store import JobStore
 from shardwise.torch_private import default_store, process_group_store
 
 GRACE_S = 3.0  # after a rank's own deadline: what others may take to reach theirs and report
+_HEED_S = 2.0  # for a rank that is late to say why
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1e-4, 2e-2  # between two questions to the store
 
 # How often ranks have gone back to the state before a step, by the ranks that did: what they open then is numbered from one
@@ -117,11 +118,16 @@ class Posts:
     def absence(self, ranks: Sequence[int], late: str) -> str:
         """Return what to say of ``ranks`` that have posted nothing: which are gone, if any is; else ``late``.
 
-        Both with the last errors of these ranks: they may have followed another.
+        Both with the last errors of these ranks: they may have followed another, or wait for it and give up a moment later.
         """
-        gone = [self.members[rank] for rank in self.gone(ranks)]
+        names, end = [self.members[rank] for rank in ranks], time.monotonic() + _HEED_S
+        while not (gone := [self.members[rank] for rank in self.gone(ranks)]) and time.monotonic() < end:
+            if all(words_of(self.notes, name) for name in names):
+                break
+            alarm.look()
+            time.sleep(_MOST_PAUSE_S)
         if not gone:
-            return late + cited(self.notes, [self.members[rank] for rank in ranks])
+            return late + cited(self.notes, names)
         waited = f"rank {self.members[self.rank]} waited for {'it' if len(gone) == 1 else 'them'}"
         return f"{gone_in_words(self.notes, gone)}; {waited}. {LOOK_NEXT}"
 

@@ -54,7 +54,6 @@ def test_a_rank_that_leaves_an_exchange_of_whole_matrices_is_named(num_ranks: in
             assert error is not None
             assert error[0] is TransportError
             assert re.search(r"rank 1\b", error[1]), error[1]
-            assert "gone" in error[1]
 
 
 def raises_in_an_exchange_and_lives_on() -> str:
