@@ -18,6 +18,7 @@ from shardwise.errors import ShardwiseError, TransportError
 
 _T = TypeVar("_T")
 _MOST_ASKED = 64
+_STAY_S = 6.0  # for ranks to have asked each other
 _SAY_S = 3.0  # for ranks to fail after this one, and to say so
 
 
@@ -66,9 +67,10 @@ def _explain(error: BaseException) -> str:
 
 def _stay_for(others: Sequence[int], store: dist.Store) -> None:
     """Wait until ``others`` have failed, too: without the store, which ends with this process, they know no reason."""
-    end = time.monotonic() + _SAY_S
-    while time.monotonic() < end and any(not words_of(store, rank) and not is_gone(store, rank) for rank in others):
-        time.sleep(0.05)
+    end = time.monotonic() + _STAY_S
+    for rank in others[:_MOST_ASKED]:
+        while time.monotonic() < end and not words_of(store, rank, end - time.monotonic()) and not is_gone(store, rank):
+            time.sleep(0.05)
 
 
 def found_among(others: Sequence[int], store: dist.Store) -> str:
