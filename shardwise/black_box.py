@@ -27,7 +27,9 @@ Hearer: TypeAlias = Callable[[str, str, object], bool]
 
 _ring: deque[Entry] = deque(maxlen=NUM_EVENTS)  # of this process: who looks at it wants to see all threads
 hearers: list[Hearer] = []  # changed by hearing() alone
-_witnesses: list[Callable[[str], None]] = []  # changed by witnessing() alone
+witnesses: list[Callable[[str], None]] = []  # hear every error of ours, where it is made
+# Told of an error, not ours, that leaves the program; what they return is added to it as a note.
+explainers: list[Callable[[BaseException], str]] = []
 _numbers: dict[str, itertools.count[int]] = {}
 # What is crossed at every call of a step writes its entry itself, without a call in Python: an Entry into ``remember``, and
 # :func:`tell` only if there are ``hearers``.  Everybody else calls :func:`note`.
@@ -43,8 +45,16 @@ def note(place: str, what: str = "", subject: object = None) -> bool:
 def note_error(text: str) -> None:
     """Say that an error of ours was made here."""
     remember((now(), thread(), "", 0, ERROR, text))
-    for witness in list(_witnesses):
+    for witness in list(witnesses):
         witness(text)
+
+
+def explain_end(error: BaseException) -> str:
+    """Return what this process knows of the reason of ``error``, which leaves the program; ``error`` gets it as a note."""
+    text = "; ".join([found for explain in list(explainers) if (found := explain(error))])
+    if text and hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(f"shardwise: {text}")
+    return text
 
 
 class Track:
@@ -103,11 +113,11 @@ def hearing(hearer: Hearer) -> Generator[None, None, None]:
 @contextmanager
 def witnessing(witness: Callable[[str], None]) -> Generator[None, None, None]:
     """Let ``witness`` be called with the text of every error of ours, where it is made."""
-    _witnesses.append(witness)
+    witnesses.append(witness)
     try:
         yield
     finally:
-        _witnesses.remove(witness)
+        witnesses.remove(witness)
 
 
 def tell(place: str, what: str, subject: object = None) -> bool:

@@ -10,6 +10,7 @@ import operator
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -71,14 +72,14 @@ def use_counts(tensors: Sequence[torch.Tensor], storages: Sequence[torch.Untyped
     return [found - 1 for found in uses]
 
 
-copy_each: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object] = torch._foreach_copy_
+copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
 """Copies each source into its target, of which there is one at least; shapes match pairwise, dtypes may differ."""
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Do as :data:`copy_each` does, also with none at all."""
     if targets:
-        copy_each(targets, sources)
+        copy_each(list(targets), list(sources))
 
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -311,6 +312,11 @@ def timeout_s_of(group: dist.ProcessGroup, device: torch.device | None = None) -
         except (AttributeError, RuntimeError):
             continue
     return default_pg_timeout.total_seconds()
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Let collectives of ``group`` that begin from now on give up after ``seconds``."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:

@@ -26,7 +26,8 @@ def together(roll: RollCall, what: str, do: Callable[[], Any]) -> list[Any]:
     try:
         said = [json.loads(text) for text in roll.call(json.dumps(report))]
     except TransportError as gone:
-        raise CheckpointError(f"{what}: {gone}; nothing has changed") from (error or gone)
+        rest = "" if "nothing has changed" in what else "; nothing has changed"
+        raise CheckpointError(f"{what}: {gone}{rest}") from (error or gone)
     failures = [(rank, failure) for rank, (_, failure) in enumerate(said) if failure is not None]
     if not failures:
         return [value for value, _ in said]

@@ -14,10 +14,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardwise.comm.cables import post_addresses
-from shardwise.comm.store import JobStore
+from shardwise.comm.store import BRIEF_S, JobStore
 
 LOOK_S = 0.5  # between two looks at the process of a rank that is late
-_PATIENCE_S = 2.0  # with a store that may itself be the reason of a wait
 
 # Ranks that have left their note in a store: every fully_shard comes by, one note is enough.
 _announced: weakref.WeakKeyDictionary[dist.Store, set[int]] = weakref.WeakKeyDictionary()
@@ -82,7 +81,7 @@ def announce(store: dist.Store, rank: int) -> None:
 def is_gone(store: dist.Store, rank: int) -> bool:
     """Return True if global rank ``rank`` was a process of this host that has ended; False if that cannot be known."""
     try:
-        text = JobStore(store, _PATIENCE_S).peek(_note_key(rank))
+        text = JobStore(store, BRIEF_S).peek(_note_key(rank))
         if text is None:
             return False
         *space, pid = json.loads(text)

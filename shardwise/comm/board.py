@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 
 from shardwise.black_box import Track
+from shardwise.comm.alive import ranks_in_words
+from shardwise.comm.last_words import cited, gone_in_words, in_short
 from shardwise.comm.posts import GRACE_S, Posts, open_posts
 from shardwise.errors import DesyncError, StateError, TransportError
 
@@ -25,7 +27,8 @@ DETAIL_LIMIT = 400  # characters of one rank's fact that an error quotes
 class Board:
     """One rank's view of the board of one object (``topic``); all ranks must open their boards in the same order.
 
-    ``rank`` and ``size`` are those of ``group``; ``has_peers`` is False where nobody else could answer (one rank, or
+    ``rank`` and ``size`` are those of ``group``, ``name`` is the global rank, as errors name it; ``has_peers`` is False
+    where nobody else could answer (one rank, or
     torch's "fake" backend).  What has been agreed on is forgotten again, so that long runs do not fill the store.
     """
 
@@ -34,12 +37,14 @@ class Board:
     has_peers: bool
     rank: int = field(init=False)
     size: int = field(init=False)
+    name: int = field(init=False)
     num_agreements: int = field(default=0)
     num_renewals: int = field(default=0)
     track: Track = field(default_factory=lambda: Track(""))
 
     def __post_init__(self) -> None:
         self.rank, self.size = self.posts.rank, self.posts.size
+        self.name = self.posts.members[self.rank]
 
     def agree(self, what: str, facts: Sequence[str] = (), error: BaseException | None = None) -> None:
         """Return once every rank has called this with the same ``what`` and ``facts``; else raise on all ranks.
@@ -85,35 +90,40 @@ class Board:
         try:
             return self._explain(what, error)
         except TransportError as gone:
-            return DesyncError(f"{what} cannot finish on rank {self.rank}: {gone}")
+            return DesyncError(f"{what} cannot finish on rank {self.name}: {gone}")
 
     def _explain(self, what: str, error: BaseException) -> DesyncError:
         failure = self.failure()
         if failure is not None:
-            return DesyncError(f"{what} cannot finish on rank {self.rank}: {failure}")
+            return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
         self.posts.post("stuck", what)
         found = self._collect("stuck", GRACE_S)
         failure = self.failure()  # one that was reported meanwhile knows more than this rank
         if failure is not None:
-            return DesyncError(f"{what} cannot finish on rank {self.rank}: {failure}")
+            return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
         absent = [rank for rank in range(self.size) if rank not in found]
         elsewhere = {rank: place for rank, place in found.items() if place != what}
-        cause = "; ".join(f"rank {rank} was in {place}" for rank, place in elsewhere.items())
+        cause = "; ".join(f"rank {self.posts.members[rank]} was in {place}" for rank, place in elsewhere.items())
         if absent:
-            others = f"rank(s) {', '.join(map(str, absent))} of {self.size} did not take part"
-            cause = "; ".join(part for part in (self.gone(absent), others, cause) if part)
-        first = str(error).splitlines()[0] if str(error) else repr(error)
+            others = f"{self._names(absent)} did not take part"
+            cause = "; ".join(part for part in (self._lost(absent), others, cause) if part)
         text = (
             f"{what}: {cause or 'the collective failed on every rank'} (timeout {self.posts.timeout_s:g} s). Every rank must "
-            f"make the same calls in the same order; first error: {first}"
+            f"make the same calls in the same order; first error: {in_short(error)}"
         )
-        self.report_failure(text)
+        self.report_failure(f"rank {self.name} was in {text}")
         return DesyncError(text)
 
-    def gone(self, ranks: Sequence[int]) -> str:
-        """Say which of ``ranks`` were processes of this host that have ended; an empty text if none is known to."""
-        found = self.posts.gone(ranks)
-        return f"the process of rank {', '.join(map(str, found))} of {self.size} has ended" if found else ""
+    def _lost(self, ranks: Sequence[int]) -> str:
+        """Say which of ``ranks`` were processes of this host that have ended, and what they or the others said last."""
+        names = [self.posts.members[rank] for rank in ranks]
+        gone = [self.posts.members[rank] for rank in self.posts.gone(ranks)]
+        return gone_in_words(self.posts.notes, gone) if gone else cited(self.posts.notes, names).removeprefix("; ")
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        members = self.posts.members
+        whole = self.size if members == tuple(range(self.size)) else f"the group of {ranks_in_words(members)}"
+        return f"rank(s) {', '.join(str(members[rank]) for rank in ranks)} of {whole}"
 
     def _compare(
         self, what: str, facts: Sequence[str], error: BaseException | None, said: str | None = None
@@ -156,36 +166,35 @@ class Board:
     def _raise_disagreement(self, place: str, rows: list[list[str]], facts: Sequence[str], what: str) -> None:
         failed = [(rank, text) for rank, _, _, text in rows if text]
         if failed:
-            causes = "; ".join(f"rank {rank} raised {_short(str(text))}" for rank, text in failed)
-            raise DesyncError(f"{what} stopped on rank {self.rank} because {causes}")
-        calls = _by_value({int(rank): str(call) for rank, call, _, _ in rows})
-        if len(calls) > 1:
-            elsewhere = ", ".join(str(rank) for rank, call, _, _ in rows if call != rows[0][1])
-            raise DesyncError(
-                f"{rows[0][1]}: rank(s) {elsewhere} of {self.size} are in another call: {_listing(calls)}"
+            causes = "; ".join(
+                f"rank {self.posts.members[int(rank)]} raised {_short(str(text))}" for rank, text in failed
             )
+            raise DesyncError(f"{what} stopped on rank {self.name} because {causes}")
+        members = self.posts.members
+        calls = _by_value({members[int(rank)]: str(call) for rank, call, _, _ in rows})
+        if len(calls) > 1:
+            elsewhere = self._names([int(rank) for rank, call, _, _ in rows if call != rows[0][1]])
+            raise DesyncError(f"{rows[0][1]}: {elsewhere} are in another call: {_listing(calls)}")
         self.posts.post(f"{place}/detail", json.dumps(list(facts)))
         found = self._collect(f"{place}/detail", GRACE_S + self.posts.timeout_s)
         raise DesyncError(
             f"{what}: ranks disagree. "
-            + first_difference({rank: [str(fact) for fact in json.loads(text)] for rank, text in found.items()})
+            + first_difference(
+                {members[rank]: [str(fact) for fact in json.loads(text)] for rank, text in found.items()}
+            )
         )
 
     def _explain_absence(self, what: str, notes: dict[int, str]) -> None:
         failure = self.failure()
         if failure is not None:
-            raise DesyncError(f"{what} cannot finish on rank {self.rank}: {failure}")
+            raise DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
         absent = [rank for rank in range(self.size) if rank not in notes] or [0]
-        gone = self.gone(absent)
-        text = (
-            f"{what}: {gone}"
-            if gone
-            else (
-                f"{what}: rank(s) {', '.join(map(str, absent))} of {self.size} did not make this call within "
-                f"{self.posts.timeout_s:g} s. Every rank must make the same calls in the same order."
-            )
+        late = (
+            f"{self._names(absent)} did not make this call within {self.posts.timeout_s:g} s. Every rank must make the same "
+            "calls in the same order"
         )
-        self.report_failure(f"rank {self.rank} made a call alone: {text}")
+        text = f"{what}: {self.posts.absence(absent, late)}"
+        self.report_failure(f"rank {self.name} made a call alone: {text}")
         self.posts.post("stuck", what)
         raise DesyncError(text)
 

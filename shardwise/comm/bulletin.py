@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from shardwise.comm.alive import ranks_in_words
+from shardwise.comm.last_words import ASKS, in_short, leave
 from shardwise.comm.posts import GRACE_S, Posts
-from shardwise.errors import DesyncError, TransportError
+from shardwise.errors import DesyncError, ShardwiseError, TransportError
 
 _RULE = "Ranks must run the same units in the same order, the same number of times."
 
@@ -61,7 +63,8 @@ class Bulletin:
                 position,
                 lambda other, theirs: _first_difference(calls, json.loads(theirs), self._rank, other),
                 lambda other: (
-                    f"rank {other} has not changed its order of units, rank {self._rank} has: {position.note}"
+                    f"rank {other} did not come to the end of a step within {self._posts.timeout_s:g} s of rank {self._rank}"
+                    f"{', which has changed its order of units: ' * bool(position.note)}{position.note}"
                 ),
             )
             self._agreed.add(text)
@@ -109,22 +112,17 @@ class Bulletin:
         place = f"{topic}/{self._counts[topic]}"
         posts.post(place, text)
         peers = (0,) if posts.rank else posts.peers()
-        found = posts.collect(place, peers, is_enough=lambda found: any(theirs != text for theirs in found.values()))
+        limit_s = posts.timeout_s + (GRACE_S if posts.rank else 0.0)  # the first knows who is missing, and says so
+        found = posts.collect(
+            place, peers, limit_s, is_enough=lambda found: any(theirs != text for theirs in found.values())
+        )
         problem = next((different(posts.members[other], each) for other, each in found.items() if each != text), "")
         if not problem and len(found) < len(peers):
             absent = [other for other in peers if other not in found]
-            problem = str(posts.absence(absent, DesyncError(late(posts.members[absent[0]]))))
-            problem = "; ".join([problem, *self._last_words(absent)])
+            problem = posts.absence(absent, late(posts.members[absent[0]]))
         if problem:
             self.tell(Position(position.num_calls, position.recent, problem))
             raise DesyncError(f"{problem}\n{_RULE}")
-
-    def _last_words(self, absent: Sequence[int]) -> Iterator[str]:
-        """Yield what ranks that do not come have said of the reason."""
-        with suppress(TransportError):
-            for other, text in self._posts.collect("failure", absent, 0.0).items():
-                if said := Position.from_text(text).note:
-                    yield f"rank {self._posts.members[other]} said: {said}"
 
     def tell(self, position: Position) -> None:
         """Leave where this rank is, and why it goes no further, for the others to read."""
@@ -133,25 +131,32 @@ class Bulletin:
 
     def explain(self, error: BaseException, position: Position) -> DesyncError:
         """Return an error that says where every rank was when a collective failed on this one."""
-        lines = [f"rank {self._rank} failed at {_describe(position)}: {error}"]
+        why = str(error) if isinstance(error, ShardwiseError) else in_short(error)
+        lines = [f"rank {self._rank} failed at {_describe(position)}: {why}"]
+        leave(f"{lines[0]}{ASKS}")
         try:
-            lines += [*self._reports(position), _RULE]
+            lines += [*self._reports(position, str(error)), _RULE]
         except TransportError as gone:
             lines.append(str(gone))
         return DesyncError("\n".join(lines))
 
-    def _reports(self, position: Position) -> Iterator[str]:
-        posts = self._posts
+    def _reports(self, position: Position, said: str) -> Iterator[str]:
+        """Yield where the other ranks are; of those that are gone what ``said`` does not say already."""
+        posts, silent = self._posts, list[int]()
         posts.post("failure", position.to_text())
         deadline = time.monotonic() + GRACE_S
         for other in posts.peers():  # one by one: others may report while one is gone
             rank = posts.members[other]
             text = posts.collect("failure", [other], deadline - time.monotonic()).get(other)
-            if text is None:
-                late = DesyncError(f"rank {rank} has not reported: it is still running, or gone")
-                yield str(posts.absence([other], late))
-            else:
+            if text is not None:
                 yield f"rank {rank} was at {_describe(Position.from_text(text))}"
+            elif not posts.gone([other]):
+                silent.append(other)
+            elif f"rank {rank} is gone" not in said:
+                yield posts.absence([other], "")
+        if silent:
+            names = ranks_in_words([posts.members[other] for other in silent])
+            yield posts.absence(silent, f"{names} said nothing: still running, stopped, or on another host")
 
 
 def _describe(position: Position) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardwise.comm.store import JobStore
+from shardwise.comm.store import BRIEF_S, JobStore
 from shardwise.errors import ConfigError, TransportError
 
 _limit_s = [5.0]  # one entry, set by set_host_timeout alone
@@ -61,7 +61,7 @@ def watch_cables(store: dist.Store) -> int:
     if _limit_s[0] == 0 or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return 0
     try:
-        lines = (JobStore(store).peek(_ADDRESSES) or "").splitlines()
+        lines = (JobStore(store, BRIEF_S).peek(_ADDRESSES) or "").splitlines()
     except TransportError:
         return 0
     if len(lines) < 2:

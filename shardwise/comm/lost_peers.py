@@ -9,13 +9,17 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.black_box import explainers, witnesses
 from shardwise.comm import alarm
 from shardwise.comm.alive import is_gone, ranks_in_words
+from shardwise.comm.last_words import ASKS, cited, gone_in_words, in_short, leave, store_of_job, words_of
+from shardwise.comm.store import BRIEF_S, JobStore, keeps_store
 from shardwise.errors import ShardwiseError, TransportError
-from shardwise.torch_private import default_store
 
 _T = TypeVar("_T")
-_GRACE_S = 2.0  # a connection is closed before its process has ended
+_MOST_ASKED = 64
+_STAY_S = 6.0  # for ranks to have asked each other
+_SAY_S = 3.0  # for ranks to fail after this one, and to say so
 
 
 def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], mine: int) -> _T:
@@ -31,26 +35,64 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
     except (ShardwiseError, torch.OutOfMemoryError):
         raise  # it says what happened
     except RuntimeError as error:
-        others = tuple(rank for rank in members if rank != mine)
-        gone = _gone(others)
-        if gone:
-            who = f"{ranks_in_words(gone)} {'is' if len(gone) == 1 else 'are'} gone"
-        else:
+        others, store = tuple(rank for rank in members if rank != mine), store_of_job()
+        if store is None:
             who = f"{ranks_in_words(others)} did not all come, or left by an exception: see their errors"
-        first = str(error).split("\n")[0]
+        else:
+            leave(f"{what} on rank {mine}: {in_short(error)}{ASKS}")
+            who = found_among(others, store)
         raise TransportError(
-            f"{what}: {who}; rank {mine} waited. Every rank must make the same calls in the same order; first error: {first}"
+            f"{what}: {who}; rank {mine} waited. Every rank must make the same calls in the same order; first error: "
+            f"{in_short(error)}"
         ) from error
 
 
-def _gone(others: Sequence[int]) -> tuple[int, ...]:
-    store = default_store() if dist.is_initialized() else None
-    if store is None:
-        return ()
-    end = time.monotonic() + _GRACE_S
+def _explain(error: BaseException) -> str:
+    """Return which ranks a backend's own ``error`` may be of; leave for them what any error says that none of ours is."""
+    store = store_of_job()
+    if store is None or isinstance(error, SystemExit):
+        return ""
+    others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    found = ""
+    if not isinstance(error, ShardwiseError):  # which has been left, and names whom it is of
+        said = f"{type(error).__name__}: {in_short(error)}"
+        leave(said)
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            found = found_among(others, store)
+            leave(f"{said}; {found}")
+    if keeps_store(store):
+        _stay_for(others, store)
+    return found
+
+
+def _stay_for(others: Sequence[int], store: dist.Store) -> None:
+    """Wait until ``others`` have failed, too: without the store, which ends with this process, they know no reason."""
+    end = time.monotonic() + _STAY_S
+    for rank in others[:_MOST_ASKED]:
+        while time.monotonic() < end and not words_of(store, rank, end - time.monotonic()) and not is_gone(store, rank):
+            time.sleep(0.05)
+
+
+def found_among(others: Sequence[int], store: dist.Store) -> str:
+    """Say which of ``others`` are gone, else which say nothing although all whose collective has failed do."""
+    others, end = others[:_MOST_ASKED], time.monotonic() + _SAY_S
     while True:
         alarm.look()
-        found = tuple(rank for rank in others if is_gone(store, rank))
-        if found or time.monotonic() >= end:
-            return found
+        try:
+            JobStore(store, BRIEF_S).check([""])
+        except TransportError as silence:
+            return str(silence)
+        gone = [rank for rank in others if is_gone(store, rank)]
+        if gone:
+            return gone_in_words(store, gone)
+        silent = [rank for rank in others if not words_of(store, rank)]
+        if not silent:
+            return f"all ranks have failed{cited(store, others, patience_s=0.0)}"  # each would wait for all
+        if time.monotonic() >= end:
+            return f"{ranks_in_words(silent)} said nothing: stopped, in another call, or caught what it raised"
         time.sleep(0.05)
+
+
+# From the first import on: errors of this process are there for the others to read, and a backend's own says who is gone.
+witnesses.append(leave)
+explainers.append(_explain)

@@ -223,7 +223,7 @@ def _wait(work: dist.Work, board: Board, what: str, device: torch.device) -> Non
                 raise board.explain(what, error) from error
             failure = board.failure()
             if failure is not None:
-                raise DesyncError(f"{what} cannot finish on rank {board.rank}: {failure}") from error
+                raise DesyncError(f"{what} cannot finish on rank {board.name}: {failure}") from error
 
 
 def send_tensor(tensor: torch.Tensor, to: int, board: Board, what: str) -> None:

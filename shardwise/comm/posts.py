@@ -17,13 +17,15 @@ import torch.distributed as dist
 
 from shardwise.black_box import EVERYBODY, WAITS, note
 from shardwise.comm import alarm
-from shardwise.comm.alive import LOOK_S, announce, is_gone, ranks_in_words
+from shardwise.comm.alive import LOOK_S, announce, is_gone
 from shardwise.comm.cables import watch_cables
+from shardwise.comm.groups import patience_s
+from shardwise.comm.last_words import LOOK_NEXT, cited, gone_in_words, leave, words_of
 from shardwise.comm.store import JobStore
-from shardwise.errors import ShardwiseError, TransportError
-from shardwise.torch_private import default_store, process_group_store, timeout_s_of
+from shardwise.torch_private import default_store, process_group_store
 
 GRACE_S = 3.0  # after a rank's own deadline: what others may take to reach theirs and report
+_HEED_S = 2.0  # for a rank that is late to say why
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1e-4, 2e-2  # between two questions to the store
 
 # How often ranks have gone back to the state before a step, by the ranks that did: what they open then is numbered from one
@@ -113,10 +115,24 @@ class Posts:
         """Return which of ``ranks`` were processes of this host that have ended, as far as it can be known."""
         return [] if self.notes is None else [rank for rank in ranks if is_gone(self.notes, self.members[rank])]
 
-    def absence(self, ranks: Sequence[int], late: ShardwiseError) -> ShardwiseError:
-        """Return the error for ``ranks`` that have posted nothing: it names those that are gone; if none is, ``late``."""
-        gone = [self.members[rank] for rank in self.gone(ranks)]
-        return TransportError(f"{ranks_in_words(gone)} {'is' if len(gone) == 1 else 'are'} gone") if gone else late
+    def absence(self, ranks: Sequence[int], late: str) -> str:
+        """Return what to say of ``ranks`` that have posted nothing: which are gone, if any is; else ``late``.
+
+        Both with the last errors of these ranks: they may have followed another, or wait for it and give up a moment later.
+        """
+        names, end = (
+            [self.members[rank] for rank in ranks],
+            time.monotonic() + (_HEED_S if self.notes is not None else 0.0),
+        )
+        while not (gone := [self.members[rank] for rank in self.gone(ranks)]) and time.monotonic() < end:
+            if all(words_of(self.notes, name) for name in names):
+                break
+            alarm.look()
+            time.sleep(_MOST_PAUSE_S)
+        if not gone:
+            return late + cited(self.notes, names)
+        waited = f"rank {self.members[self.rank]} waited for {'it' if len(gone) == 1 else 'them'}"
+        return f"{gone_in_words(self.notes, gone)}; {waited}. {LOOK_NEXT}"
 
     def _peek(self, what: str, rank: int) -> str | None:
         return self.store.peek(f"{self.prefix}/{what}/{rank}")
@@ -125,7 +141,7 @@ class Posts:
 def open_posts(group: dist.ProcessGroup, topic: str) -> Posts:
     """Return the posts of ``group`` about the next ``topic``: the n-th call on each of its ranks opens the same."""
     members = tuple(dist.get_process_group_ranks(group))
-    return number_posts(process_group_store(group), topic, members, dist.get_rank(group), timeout_s_of(group))
+    return number_posts(process_group_store(group), topic, members, dist.get_rank(group), patience_s(group))
 
 
 def number_posts(store: dist.Store, topic: str, members: tuple[int, ...], rank: int, timeout_s: float) -> Posts:
@@ -148,6 +164,7 @@ def begin_era(members: Iterable[int]) -> None:
     if store is not None:
         eras, ranks = _eras.setdefault(store, {}), frozenset(members)
         eras[ranks] = eras.get(ranks, 0) + 1
+        leave("")  # what has been said is undone
 
 
 def _era_of(members: Iterable[int]) -> int:

@@ -59,8 +59,7 @@ class RollCall:
 
 
 def _absence(posts: Posts, ranks: list[int]) -> str:
-    late = TransportError(f"rank {posts.members[ranks[0]]} did not come within {posts.timeout_s:g} s")
-    return str(posts.absence(ranks, late))
+    return posts.absence(ranks, f"rank {posts.members[ranks[0]]} did not come within {posts.timeout_s:g} s")
 
 
 def open_roll_call(group: dist.ProcessGroup | None, topic: str) -> RollCall:

@@ -18,22 +18,24 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from shardwise.errors import TransportError
+from shardwise.torch_private import timeout_s_of
 
 _T = TypeVar("_T")
-PATIENCE_S = 30.0
+PATIENCE_S = 30.0  # or the timeout of the job, if that is less
+BRIEF_S = 2.0  # for a store that may itself be the reason of a wait
 
 
 class JobStore:
     """What shardwise asks of torch's stores.
 
     Args:
-        patience_s: how long an answer may take.
+        patience_s: how long an answer may take; None: as long as the job waits for a rank, at most half a minute.
     Raises: TransportError, from every method, if the keeper of the store has ended, is stopped or out of reach.
     """
 
-    def __init__(self, store: dist.Store, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, store: dist.Store, patience_s: float | None = None) -> None:
         self._store = store
-        self._patience_s = patience_s
+        self._patience_s = _patience_s() if patience_s is None else patience_s
         self._line = _line_to(store)
 
     def set(self, key: str, text: str) -> None:
@@ -74,13 +76,18 @@ class JobStore:
             raise
         except (RuntimeError, ValueError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise TransportError(f"{_SILENCE}: {first}") from error
+            raise TransportError(f"{SILENCE}: {first}") from error
 
 
-_SILENCE = (
+SILENCE = (
     "the store of the job does not answer: the process that keeps it (rank 0, unless the launcher does) has ended, is stopped "
     "or cannot be reached"
 )
+
+
+def _patience_s() -> float:
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return PATIENCE_S if world is None else min(PATIENCE_S, timeout_s_of(world))
 
 
 class _Line:
@@ -94,7 +101,7 @@ class _Line:
 
     def ask(self, question: Callable[[], _T], limit_s: float) -> _T:
         if self._is_silent:
-            raise TransportError(f"{_SILENCE}: a question before has had no answer")
+            raise TransportError(f"{SILENCE}: a question before has had no answer")
         answer: Future[_T] = Future()
         self._questions.put((answer, question))
         try:
@@ -104,7 +111,7 @@ class _Line:
                 raise  # what the store itself says
             self._is_silent = True
             answer.add_done_callback(lambda _: setattr(self, "_is_silent", False))
-            raise TransportError(f"{_SILENCE}: no answer for {limit_s:.0f} s") from None
+            raise TransportError(f"{SILENCE}: no answer for {limit_s:.0f} s") from None
 
     def __del__(self) -> None:
         self._questions.put(None)
@@ -126,10 +133,20 @@ def _answer_all(questions: _Questions) -> None:
 _lines: weakref.WeakKeyDictionary[dist.Store, _Line] = weakref.WeakKeyDictionary()
 
 
-def _line_to(store: dist.Store) -> _Line | None:
-    """Return the thread that asks ``store``, None for one that no other process keeps."""
+def keeps_store(store: dist.Store) -> bool:
+    """Return True if ``store`` may end with this process: rank 0 keeps it, unless the launcher does."""
+    return isinstance(_innermost(store), dist.TCPStore) and dist.get_rank() == 0
+
+
+def _innermost(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
+    return store
+
+
+def _line_to(store: dist.Store) -> _Line | None:
+    """Return the thread that asks ``store``, None for one that no other process keeps."""
+    store = _innermost(store)
     if not isinstance(store, dist.TCPStore):
         return None
     line = _lines.get(store)

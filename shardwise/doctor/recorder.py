@@ -65,7 +65,8 @@ class Recorder:
 
     def _write_raised(self, error: BaseException, trace: TracebackType | None) -> None:
         frames = _lines_of_trace(trace)
-        self._write(_describe(error, frames), frames)
+        known = black_box.explain_end(error)
+        self._write("; ".join(part for part in (_describe(error, frames), known) if part), frames)
 
     def _write(self, reason: str, raised: tuple[str, ...]) -> Path | None:
         if os.getpid() != self._pid or not self._lock.acquire(timeout=1.0):  # a forked child has no say; see a signal

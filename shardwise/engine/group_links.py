@@ -142,9 +142,8 @@ class GroupLink:
             try:
                 found.append(ArenaPlace(Segment.open(SegmentAddress(pid, fd, num_bytes, token)), offset))
             except OSError as error:
-                raise TransportError(
-                    f"rank {self._process_group.rank()} cannot read the shards of rank {rank}: {error}"
-                ) from error
+                mine, its = self._posts.members[self._posts.rank], self._posts.members[rank]
+                raise TransportError(f"rank {mine} cannot read the shards of rank {its}: {error}") from error
         return found
 
     def is_for(self, gathers: Sequence[ShardGroup], reduces: Sequence[ShardGroup], transport: Transport) -> bool:
@@ -170,7 +169,7 @@ class GroupLink:
             assert owner is not None  # it owns the link
             return owner._places_of(rank, number)
 
-        host = Host(meeting.segments, meeting.pids, mates.index(rank), mates, sizes.num_ranks, places_of)
+        host = Host(meeting.segments, meeting.pids, mates.index(rank), mates, meeting.posts.members, places_of)
         self._inside = inside = HostLink(host, HEADER_BYTES, sizes.slot_bytes, self._timeout_s)
         if len(mates) == sizes.num_ranks:
             return inside

@@ -12,6 +12,7 @@ from shardwise import torch_private
 from shardwise.comm.bulletin import Bulletin, Position
 from shardwise.comm.c10d import C10dCommunicator
 from shardwise.comm.coding_state import Compression
+from shardwise.comm.groups import patience_s
 from shardwise.comm.lanes import Lane
 from shardwise.comm.links.compressed import CompressedCommunicator
 from shardwise.comm.links.link import Transport, default_transport
@@ -79,7 +80,7 @@ def _bulletin(units: list[Unit], device: torch.device) -> Bulletin | None:
     ranks = tuple(largest.mesh.flatten().tolist())
     if len(ranks) == 1:
         return None
-    timeout_s = torch_private.timeout_s_of(largest.get_group(0), device)
+    timeout_s = patience_s(largest.get_group(0), device)
     return Bulletin(number_posts(store, "engine", ranks, ranks.index(dist.get_rank()), timeout_s))
 
 
@@ -131,7 +132,7 @@ def bind_units(engine: Engine) -> None:
         wanted = gathers.get(name, []), reduces.get(name, []), means.transport
         link = means.links.get(name)
         if link is None or not link.is_for(*wanted):
-            timeout_s = torch_private.timeout_s_of(process_group, means.device)
+            timeout_s = patience_s(process_group, means.device)
             link = means.links[name] = GroupLink(process_group, *wanted, means.pool, timeout_s)
             means.spans.register(process_group, link.prepare)
 

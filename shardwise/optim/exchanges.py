@@ -9,6 +9,7 @@ import torch
 
 from shardwise import torch_private
 from shardwise.comm import matrices
+from shardwise.comm.last_words import in_short, leave
 from shardwise.comm.lost_peers import naming_lost_peers
 from shardwise.comm.matrices import Expected, Ranks
 from shardwise.comm.mending import break_off
@@ -38,7 +39,8 @@ def _together(act: Callable[[], _T], ranks: Ranks) -> _T:
         return naming_lost_peers(act, _WHAT, ranks.members, ranks.members[ranks.rank])
     except RuntimeError:  # of the backend, or ours: the others have it, too
         raise
-    except BaseException:
+    except BaseException as error:
+        leave(f"{type(error).__name__}: {in_short(error)}")
         if ranks.group is not None and torch_private.is_gloo(ranks.group):
             break_off(ranks.group)
         raise

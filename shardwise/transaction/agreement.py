@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from shardwise.black_box import EVERYBODY, Track, note
 from shardwise.comm.alive import Liveness
+from shardwise.comm.last_words import cited
 from shardwise.comm.links.link import default_transport
 from shardwise.comm.links.meet import Offer, meet
 from shardwise.comm.links.segment import HEADER_BYTES
 from shardwise.comm.mending import break_off, groups_within
 from shardwise.comm.sync import all_have_come
-from shardwise.errors import ShardwiseError, StepError, TransportError
+from shardwise.errors import StepError, TransportError
 from shardwise.transaction.first_cause import Report, first_cause
 
 # Words of a segment: the last step that this rank has come to the end of; the one it has failed in; 1 if it failed for good.
@@ -164,7 +165,7 @@ class Agreement:
             if mine.follows and self.was_committed(number):
                 return None
             absent = [rank for rank in range(posts.size) if rank not in found]
-            late = TransportError(
+            late = (
                 f"rank {posts.members[absent[0]]} has not come out of its step within {posts.timeout_s:g} s of rank "
                 f"{mine.rank}, which failed: {mine.kind}: {mine.text}"
             )
@@ -181,22 +182,21 @@ class Agreement:
         found = posts.collect(f"{number}/back", range(posts.size))
         absent = [rank for rank in range(posts.size) if rank not in found]
         if absent:
-            late = TransportError(
-                f"rank {posts.members[absent[0]]} has not undone its step within {posts.timeout_s:g} s"
-            )
+            late = f"rank {posts.members[absent[0]]} has not undone its step within {posts.timeout_s:g} s"
             raise self._named(absent, late)
         wrong = {posts.members[rank]: text for rank, text in found.items() if text}
         if wrong:
             what = "; ".join(f"rank {rank}: {text}" for rank, text in wrong.items())
             raise TransportError(f"the step could not be undone on all ranks; start again from a checkpoint. {what}")
 
-    def _named(self, absent: Sequence[int], late: TransportError) -> ShardwiseError:
+    def _named(self, absent: Sequence[int], late: str) -> TransportError:
         gone = self._posts.gone(absent)
         if not gone:
-            return late
+            return TransportError(self._posts.absence(absent, late))
+        names = [self._posts.members[rank] for rank in gone]
         return TransportError(
-            f"rank {self._posts.members[gone[0]]} is gone in a transaction; what the others hold of the step is not undone. "
-            "Start again from a checkpoint (shardwise train --max-restarts does)"
+            f"rank {names[0]} is gone in a transaction{cited(self._posts.notes, names)}; what the others hold of the step is "
+            "not undone. Start again from a checkpoint (shardwise train --max-restarts does)"
         )
 
     def _key(self, number: int, what: str) -> str:

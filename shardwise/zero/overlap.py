@@ -116,7 +116,7 @@ def _check_memory_order(overlap: Overlap) -> None:
                 "then make DDP and the hook"
             )
             board = overlap.stepper.board
-            board.report_failure(f"rank {board.rank}: {text}")
+            board.report_failure(f"rank {board.name}: {text}")
             raise ConfigError(text)
 
 

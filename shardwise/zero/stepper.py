@@ -73,7 +73,7 @@ class ShareStepper:
     def report_failure(self, text: str) -> None:
         """Tell the ranks whose inputs ran out in Join, which wait for this one; without Join all meet the same error."""
         if self.is_joining:
-            self.board.report_failure(f"rank {self.board.rank}: {text}")
+            self.board.report_failure(f"rank {self.board.name}: {text}")
 
     # ---- what changes between steps ----
 
@@ -139,7 +139,7 @@ class ShareStepper:
             if closure is not None:
                 self.board.agree(f"the closure of {what}", error=error)
             elif error is not None:
-                self.board.report_failure(f"rank {self.board.rank} raised {type(error).__name__} in {what}: {error}")
+                self.board.report_failure(f"rank {self.board.name} raised {type(error).__name__} in {what}: {error}")
                 raise error
         finally:
             del error

@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from shardwise.one_host import PREFIX
-from shardwise.testing.chaos.campaign import Campaign, diverging, faulty
+from shardwise.testing.chaos.campaign import Campaign, diverging, faulty, transacting
 from shardwise.testing.chaos.job import Job
 from shardwise.testing.chaos.program import Program
 
 JOBS = [
     faulty(Program("fully_shard", "auto"), 2, "kill", "backward", rank=1),
     faulty(Program("fully_shard", "gloo"), 2, "kill", "reduction", rank=0),
-    faulty(Program("hsdp", "auto"), 4, "MemoryError", "all-gather", rank=2),
-    faulty(Program("replicate", "auto"), 2, "raise", "optimizer step", rank=1),
-    faulty(Program("replicate", "auto"), 2, "SIGTERM", "checkpoint save", rank=1),
+    faulty(Program("hsdp", "auto"), 4, "kill", "evaluation", rank=1),  # ranks 2 and 3 wait for one that follows
+    transacting(faulty(Program("replicate", "auto"), 2, "raise", "optimizer step", rank=1), "retry"),
     faulty(Program("zero1", "auto"), 2, "SIGINT", "consolidation", rank=1),
     faulty(Program("zero2", "auto"), 2, "kill", "reduction", rank=0, store="tcp"),
     faulty(Program("fully_shard", "auto"), 2, "late", "forward", rank=0),

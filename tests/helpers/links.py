@@ -12,10 +12,16 @@ from shardwise.comm.links.segment import HEADER_BYTES, Segment
 SEGMENT_BYTES = HEADER_BYTES + 4096
 
 
-def make_links(num_ranks: int = 2, pids: Sequence[int] | None = None, timeout_s: float = 60.0) -> list[HostLink]:
-    """Return each rank's link; ``pids``: of the processes that they say they are, this one by default."""
+def make_links(
+    num_ranks: int = 2, pids: Sequence[int] | None = None, timeout_s: float = 60.0, members: Sequence[int] = ()
+) -> list[HostLink]:
+    """Return each rank's link.
+
+    ``pids``: of the processes that they say they are, this one by default.  ``members``: their global ranks, from 0 by default.
+    """
     found = tuple(pids or [os.getpid()] * num_ranks)
     segments = tuple(Segment.create(SEGMENT_BYTES) for _ in found)
     ranks = range(len(found))
-    hosts = [Host(segments, found, rank, ranks, len(ranks), lambda rank, number: []) for rank in ranks]
+    named = tuple(members or ranks)
+    hosts = [Host(segments, found, rank, ranks, named, lambda rank, number: []) for rank in ranks]
     return [HostLink(host, HEADER_BYTES, 64, timeout_s=timeout_s) for host in hosts]

@@ -128,7 +128,7 @@ def _shared_memory(way: Way, per_host: int | None = None) -> Link | None:
         return [ArenaPlace(Segment.open(SegmentAddress(*row[:4])), row[4]) for row in rows]
 
     mates = outcome.mates
-    host = Host(outcome.segments, outcome.pids, mates.index(way.rank), mates, way.size, places_of)
+    host = Host(outcome.segments, outcome.pids, mates.index(way.rank), mates, outcome.posts.members, places_of)
     link = HostLink(host, HEADER_BYTES, SLOT_BYTES, 20.0)
 
     def say_where(ends: Sequence[Ends]) -> None:

@@ -8,6 +8,7 @@ from helpers.posts import announce_as, gone_process, make_posts, on_threads
 
 from shardwise import DesyncError
 from shardwise.comm.bulletin import Bulletin, Position
+from shardwise.comm.last_words import put
 from shardwise.comm.posts import Posts
 
 
@@ -28,8 +29,10 @@ def test_a_rank_that_does_not_come_is_cited_with_the_reason_that_it_left() -> No
     store = dist.HashStore()
     posts = make_posts(store, timeout_s=5.0)
     announce_as(store, 5, gone_process())
-    Bulletin(posts[1]).tell(Position(1, (), "rank 9 has shards of other sizes"))
-    assert "rank 5 is gone; rank 5 said: rank 9 has shards of other sizes" in _raises(posts[0], ["y"])
+    put(store, 5, "DesyncError: rank 9 has shards of other sizes")
+    assert "rank 5 is gone; the last error of rank 5: DesyncError: rank 9 has shards of other sizes" in _raises(
+        posts[0], ["y"]
+    )
 
 
 def test_a_rank_that_left_without_a_word_is_named_alone() -> None:
@@ -37,4 +40,4 @@ def test_a_rank_that_left_without_a_word_is_named_alone() -> None:
     posts = make_posts(store, timeout_s=5.0)
     posts[2].post("plan/1", '["y"]')
     announce_as(store, 5, gone_process())
-    assert _raises(posts[0], ["y"]).startswith("rank 5 is gone\n")
+    assert _raises(posts[0], ["y"]).startswith("rank 5 is gone (it has left no word")

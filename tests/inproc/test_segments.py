@@ -114,7 +114,10 @@ def test_processes_of_other_hosts_and_containers_are_not_looked_for(
 def test_a_link_names_the_rank_that_is_gone_not_the_one_that_left_because_of_it(gone_pid: int) -> None:
     links = make_links(pids=[os.getpid(), os.getpid(), gone_pid])
     links[1].segments[1].words[0] = 1  # rank 1 has left a span by an exception
-    with pytest.raises(TransportError, match="rank 2 is gone; rank 0 was on its way to the start of a forward"):
+    with pytest.raises(
+        TransportError,
+        match="rank 2 is gone .*; rank 0 was on its way to the start of a forward: rank 2 had come to no forward",
+    ):
         links[0].open("forward", False)
 
 
@@ -122,4 +125,10 @@ def test_a_link_names_a_rank_that_left_alone() -> None:
     links = make_links(3)
     links[1].segments[1].words[0] = 1
     with pytest.raises(TransportError, match="rank 1 left the forward or backward by an exception"):
+        links[0].open("forward", False)
+
+
+def test_a_link_of_some_ranks_names_them_as_the_job_does(gone_pid: int) -> None:
+    links = make_links(pids=[os.getpid(), gone_pid], members=(2, 3))
+    with pytest.raises(TransportError, match="rank 3 is gone .*; rank 2 waited .* s for it at the start of a forward"):
         links[0].open("forward", False)

@@ -57,10 +57,10 @@ def make_ranks(hosts: int, per_host: int) -> list[Rank]:
         place, first = rank % per_host, rank - rank % per_host
         mates = range(first, first + per_host)
         own = tuple(segments[mate] for mate in mates)
-        host = Host(own, (os.getpid(),) * per_host, place, mates, size, lambda rank, number: places[rank])
+        host = Host(own, (os.getpid(),) * per_host, place, mates, tuple(range(size)), lambda rank, number: places[rank])
         pool: BufferPool = BufferPool(torch.device("cpu"))
         group: Any = FakeGroup(wires, rank, size)
-        between = PeerLink(group, pool, column_of(rank, per_host, size))
+        between = PeerLink(group, pool, column_of(rank, per_host, size), tuple(range(size)))
         inside = HostLink(host, HEADER_BYTES, SLOT_BYTES, timeout_s=10.0)
         link = TieredLink(inside, between, Inboxes(inside, INBOXES, size * SLOT_BYTES))
         ranks.append(Rank(rank, size, pool, link, places))

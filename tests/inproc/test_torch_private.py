@@ -639,3 +639,12 @@ def test_process_groups_that_define_a_collective_anew_are_asked() -> None:
     c10d.all_gather_single(packed, shard, group)
     c10d.reduce_scatter_single(shard, packed, group, dist.ReduceOp.SUM)
     assert heard == [private.ALL_GATHER_METHOD, private.REDUCE_SCATTER_METHOD]
+
+
+def test_a_group_gives_up_after_the_timeout_that_it_is_given_later() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.new_group([0], timeout=timedelta(seconds=50))
+    assert isinstance(group, dist.ProcessGroup)
+    private.set_timeout(group, 7.0)
+    assert private.timeout_s_of(group) == 7.0
+    dist.destroy_process_group()

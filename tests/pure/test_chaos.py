@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from shardwise.testing.chaos.campaign import diverging, draw, faulty, matrix, places_of
+from shardwise.testing.chaos.campaign import diverging, draw, faulty, matrix, places_of, transacting
 from shardwise.testing.chaos.job import Ending, Job
 from shardwise.testing.chaos.judge import judge
 from shardwise.testing.chaos.outcomes import BEGIN, END, embed
@@ -65,7 +65,9 @@ def test_a_rank_that_was_to_be_killed_and_lives_is_wrong() -> None:
 def test_what_ddp_itself_raises_is_the_users_and_what_comes_from_our_optimizer_is_not() -> None:
     job = faulty(Program("zero1", "auto"), 2, "kill", "backward", rank=1)
     raw = Ending(0, error="RuntimeError", text="Connection closed", seconds=0.5)
-    assert wrong(job, replace(raw, trace="torch/nn/parallel/distributed.py"), GONE) == ""
+    known = replace(raw, text="Connection closed\nshardwise: rank 1 is gone")
+    assert wrong(job, replace(known, trace="torch/nn/parallel/distributed.py"), GONE) == ""
+    assert "does not name rank 1" in wrong(job, replace(raw, trace="torch/nn/parallel/distributed.py"), GONE)
     assert "raw" in wrong(job, replace(raw, trace="shardwise/zero/stepper.py"), GONE)
     assert "raw" in wrong(KILL, replace(raw, trace="torch/nn/parallel/distributed.py"), GONE)
 
@@ -92,3 +94,18 @@ def test_a_table_replaces_what_is_between_the_markers_alone() -> None:
     assert embed(f"a\n{BEGIN}\nold\n{END}\nb", "new") == f"a\n{BEGIN}\n\nnew\n\n{END}\nb"
     with pytest.raises(ValueError, match="lacks a marker"):
         embed("a", "new")
+
+
+def test_an_exception_in_a_transaction_that_ends_a_rank_is_wrong() -> None:
+    retried = transacting(faulty(PROGRAM, 2, "raise", "forward", rank=1), "retry")
+    assert "rank 0: the transaction did not undo it" in wrong(retried, NAMED, NAMED)
+    assert wrong(retried, *WHOLE) == ""
+    killed = transacting(faulty(PROGRAM, 2, "kill", "forward", rank=1), "retry")
+    assert wrong(killed, NAMED, GONE) == ""
+
+
+def test_a_step_that_is_made_again_is_that_of_a_whole_run_and_one_that_is_skipped_of_a_run_without_it() -> None:
+    fault = faulty(PROGRAM, 2, "raise", "forward", rank=1)
+    assert transacting(fault, "retry").whole == PROGRAM
+    assert transacting(fault, "skip").whole == replace(PROGRAM, left_out_step=3)
+    assert transacting(faulty(PROGRAM, 2, "late", "forward", rank=1), "skip").whole == PROGRAM

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
@@ -86,10 +87,19 @@ def test_a_keeper_that_is_stopped_is_waited_for_no_longer_than_said(stopped: dis
         JobStore(stopped, patience_s=600.0).add("number", 1)
 
 
+def test_a_store_is_waited_for_no_longer_than_the_job_waits_for_a_rank(stopped: dist.TCPStore) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=1))
+    try:
+        with pytest.raises(TransportError, match="no answer for 1 s"):
+            JobStore(stopped).check(["key"])
+    finally:
+        dist.destroy_process_group()
+
+
 def test_nobody_is_known_to_be_gone_while_the_store_is_silent(
     stopped: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alive, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(alive, "BRIEF_S", 0.2)
     assert not alive.is_gone(stopped, 0)
 
 

@@ -62,7 +62,7 @@ class HostLink:
 
     Attributes:
         mates: the ranks of this host.  ranks: their numbers in the group.  place: this rank's among them.
-        num_ranks: of the group.
+        num_ranks: of the group.  members: the global rank of each of them, as errors name them.
         rank: this rank's number in the group.
         gathers: those launched in this span and not waited for yet.
     """
@@ -72,10 +72,10 @@ class HostLink:
 
     def __init__(self, host: Host, outbox: int, slot_bytes: int, timeout_s: float) -> None:
         assert NEXT_FREE < NUM_WORDS
-        self.mates = Mates(host, timeout_s)
+        self.mates = Mates(host, timeout_s, ((_READ, "all-gathers read"), (_POSTED, "reductions begun")))
         self.segments = host.segments
         self.rank = host.ranks[host.place]
-        self.place, self.ranks, self.num_ranks = host.place, host.ranks, host.num_ranks
+        self.place, self.ranks, self.num_ranks, self.members = host.place, host.ranks, len(host.members), host.members
         self._places_of = host.places_of
         self._places: dict[int, tuple[int, Sequence[ArenaPlace]]] = {}
         self._outbox = outbox
@@ -226,9 +226,10 @@ class HostLink:
         expected = _digest(pieces)
         for place in self.mates.others:
             if self.mates.hear(place, _LABELS + index % NUM_SLOTS) != expected:
+                its = self.members[self.ranks[place]]
                 raise TransportError(
-                    f"rank {self.rank} reduces gradients of {pieces.label} ({pieces.section_numel} elements of "
-                    f"{pieces.dtype} per rank) as number {index} of this backward, rank {self.ranks[place]} reduces "
+                    f"rank {self.members[self.rank]} reduces gradients of {pieces.label} ({pieces.section_numel} elements of "
+                    f"{pieces.dtype} per rank) as number {index} of this backward, rank {its} reduces "
                     "something else. Every rank must run the same units in the same order and get gradients for the same "
                     "parameters."
                 )

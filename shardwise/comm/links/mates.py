@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from shardwise.black_box import WAITS, note
 from shardwise.comm import alarm
 from shardwise.comm.alive import Liveness
+from shardwise.comm.last_words import LOOK_NEXT, cited, gone_in_words, store_of_job
 from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.link import SpanKind
 from shardwise.comm.links.segment import Segment
@@ -48,7 +49,7 @@ class Host:
         segments: one per rank of this host, in the order of the group: a header, then what they exchange.
         pids: process ids, for telling a rank that is gone from one that is late.
         place: this rank's among them.
-        ranks: their numbers in the group.  num_ranks: of the group.
+        ranks: their numbers in the group.  members: the global rank of each rank of the group, as errors name them.
         places_of: ``places_of(rank, number)`` returns where the sections of ``rank`` (of the group) lie, as it has said for the
             ``number``-th time: for each bucket of the link, in order.
     """
@@ -57,7 +58,7 @@ class Host:
     pids: tuple[int, ...]
     place: int
     ranks: range
-    num_ranks: int
+    members: tuple[int, ...]
     places_of: Callable[[int, int], Sequence[ArenaPlace]]
 
 
@@ -70,18 +71,20 @@ class Mates:
     Args:
         host: the ranks.
         timeout_s: how long to wait for a rank that is alive.
+        signs: words of those who move bytes that errors tell of, and what each counts.
 
     Attributes:
         others: the places of the others.  kind: of the last span.
         blamed: the rank that the last error here was about.
     """
 
-    def __init__(self, host: Host, timeout_s: float) -> None:
+    def __init__(self, host: Host, timeout_s: float, signs: Sequence[tuple[int, str]] = ()) -> None:
         assert len(host.segments) == len(host.pids) == len(host.ranks)
         self.others = tuple(place for place in range(len(host.segments)) if place != host.place)
         self.kind: SpanKind = "forward"
         self.blamed = host.ranks[host.place]
-        self._ranks, self._rank, self._pids = host.ranks, host.ranks[host.place], host.pids
+        self._ranks, self._pids, self._signs = host.ranks, host.pids, signs
+        self._members, self._name = host.members, host.members[self.blamed]
         self._words = tuple(segment.words for segment in host.segments)
         self._mine = self._words[host.place]
         assert max(host.ranks) + 1 < 1 << _CALL_BITS
@@ -115,8 +118,8 @@ class Mates:
         if found != word:
             other = "forward" if word & _IN_BACKWARD else "backward"
             raise self._blame(
-                self._ranks[place],
-                f"rank {self._ranks[place]} starts a {other} where rank {self._rank} starts a {self.kind}; every rank must "
+                place,
+                f"rank {self._name_of(place)} starts a {other} where rank {self._name} starts a {self.kind}; every rank must "
                 "make the same calls in the same order",
             )
 
@@ -192,15 +195,13 @@ class Mates:
             if waited_s > look_s:
                 look_s = waited_s + _LIVENESS_S
                 if not self._alive[place].is_alive() and not is_there():
-                    raise TransportError(
-                        f"rank {self._ranks[place]} is gone; rank {self._rank} waited for it at {what}"
-                    )
+                    raise self._lost(place, f"rank {self._name} waited {waited_s:.1f} s for it at {what}")
                 if waited_s > self._timeout_s:
-                    self.blamed = self._ranks[place]
                     self._mine[_LATE] = self._epoch << _CALL_BITS | self._ranks[place] + 1
-                    raise TransportError(
-                        f"rank {self._rank} waited {self._timeout_s:g} s for rank {self._ranks[place]} at {what}; every rank "
-                        "must make the same calls in the same order"
+                    raise self._blame(
+                        place,
+                        f"rank {self._name} waited {self._timeout_s:g} s for rank {self._name_of(place)} at {what}: "
+                        f"{self._last_sign(place)}; every rank must make the same calls in the same order",
                     )
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
@@ -214,26 +215,49 @@ class Mates:
             return
         gone = [each for each in self.others if self._has_stayed(each) and not self._alive[each].is_alive()]
         if gone:  # why the other one has left
-            raise self._blame(
-                self._ranks[gone[0]], f"rank {self._ranks[gone[0]]} is gone; rank {self._rank} was on its way to {what}"
-            )
+            raise self._lost(gone[0], f"rank {self._name} was on its way to {what}")
         for other in self.others:
             epoch, late = divmod(self._words[other][_LATE], 1 << _CALL_BITS)
             if late and epoch == self._epoch < self._words[other][_EPOCH]:
                 self.blamed = late - 1
                 raise TransportError(
-                    f"rank {self._ranks[other]} waited {self._timeout_s:g} s for rank {late - 1} while rank {self._rank} was "
-                    f"on its way to {what}; every rank must make the same calls in the same order"
+                    f"rank {self._name_of(other)} waited {self._timeout_s:g} s for rank {self._members[late - 1]} while rank "
+                    f"{self._name} was on its way to {what}; every rank must make the same calls in the same order"
                 )
+        its = self._name_of(place)
         raise self._blame(
-            self._ranks[place],
-            f"rank {self._ranks[place]} left the forward or backward by an exception while rank {self._rank} was on its way "
-            f"to {what}; see the error of rank {self._ranks[place]}",
+            place,
+            f"rank {its} left the forward or backward by an exception while rank {self._name} was on its way to {what}; "
+            f"see the error of rank {its}{cited(store_of_job(), [its])}",
         )
 
-    def _blame(self, rank: int, problem: str) -> TransportError:
-        self.blamed = rank
+    def _name_of(self, place: int) -> int:
+        return self._members[self._ranks[place]]
+
+    def _blame(self, place: int, problem: str) -> TransportError:
+        self.blamed = self._ranks[place]
         return TransportError(problem)
+
+    def _lost(self, place: int, where: str) -> TransportError:
+        """Return the error for the rank at ``place``, whose process has ended: what it did last, and what it said."""
+        text = gone_in_words(store_of_job(), [self._name_of(place)])
+        return self._blame(place, f"{text}; {where}: {self._last_sign(place)}. {LOOK_NEXT}")
+
+    def _last_sign(self, place: int) -> str:
+        """Say what the words of the rank at ``place`` show that it has done last."""
+        words, name = self._words[place], self._name_of(place)
+        span, mine = words[_OPEN] >> _CALL_BITS, self._mine[_OPEN] >> _CALL_BITS
+        if not span:
+            return f"rank {name} had come to no forward yet"
+        which = "the same" if span == mine else "an earlier" if span < mine else "a later"
+        kind = "backward" if words[_OPEN] & _IN_BACKWARD else "forward"
+        done = [
+            f", {words[word] & (1 << _CALL_BITS) - 1} {what}"
+            for word, what in self._signs
+            if words[word] >> _CALL_BITS == span
+        ]
+        ended = ", done with its part" if words[CLOSED] >> _CALL_BITS == span else ""
+        return f"rank {name} was in {which} {kind} as rank {self._name}{''.join(done)}{ended}"
 
     def _has_stayed(self, place: int) -> bool:
         return self._words[place][_EPOCH] <= self._epoch

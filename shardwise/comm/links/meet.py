@@ -14,7 +14,7 @@ from shardwise.comm.links.arena import can_share_memory
 from shardwise.comm.links.link import TRANSPORTS, Transport
 from shardwise.comm.links.segment import Segment, SegmentAddress
 from shardwise.comm.posts import Posts, open_posts
-from shardwise.errors import DesyncError
+from shardwise.errors import DesyncError, TransportError
 
 _log = logging.getLogger(__name__)
 
@@ -36,11 +36,12 @@ def read_posts(posts: Posts, what: str, ranks: Sequence[int]) -> list[str]:
     found = posts.collect(what, ranks)
     absent = [rank for rank in ranks if rank not in found]
     if absent:
-        late = DesyncError(
+        late = (
             f"rank {posts.members[absent[0]]} did not come to its first forward or backward within {posts.timeout_s:g} s of "
             f"rank {posts.members[posts.rank]}; every rank must run the same units in the same order"
         )
-        raise posts.absence(absent, late)
+        kind = TransportError if posts.gone(absent) else DesyncError
+        raise kind(posts.absence(absent, late))
     return list(found.values())
 
 
@@ -99,7 +100,7 @@ def meet(group: dist.ProcessGroup, offer: Offer) -> Outcome:
     if transport != "auto":
         return Outcome(transport, posts)
     mates = mates_of(rank, [fields[2] for fields in found])
-    segments, problem = _open_all(found, rank, own, mates)
+    segments, problem = _open_all(found, posts, own, mates)
     posts.post("opened", problem)
     problems = [text for text in read_posts(posts, "opened", range(posts.size)) if text]
     if problems:
@@ -133,7 +134,7 @@ def _fields(address: SegmentAddress | None) -> list[int | str]:
 
 
 def _open_all(
-    found: Sequence[Sequence[object]], rank: int, own: Segment | None, mates: range
+    found: Sequence[Sequence[object]], posts: Posts, own: Segment | None, mates: range
 ) -> tuple[tuple[Segment, ...], str]:
     problem = next((str(fields[3]) for fields in found if fields[3]), "")
     if not problem and not mates:
@@ -147,11 +148,11 @@ def _open_all(
     segments: list[Segment] = []
     for mate in mates:
         pid, fd, num_bytes, token = found[mate][4:]
-        if mate == rank:
+        if mate == posts.rank:
             segments.append(own)
             continue
         try:
             segments.append(Segment.open(SegmentAddress(int(str(pid)), int(str(fd)), int(str(num_bytes)), str(token))))
         except OSError as error:
-            return (), f"rank {rank} cannot open the memory of rank {mate}: {error}"
+            return (), f"rank {posts.members[posts.rank]} cannot open the memory of rank {posts.members[mate]}: {error}"
     return tuple(segments), ""

@@ -5,6 +5,7 @@ Gloo's own all-gather fills one buffer that must be copied out, and its reduce-s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,16 +38,19 @@ class _Exchange:
 class PeerLink:
     """Point-to-point messages in place of collectives; for groups of up to ``MAX_RANKS`` ranks.
 
-    ``members``: the ranks of ``group`` that it is between, this one among them; all of them by default.
+    ``ranks``: those of ``group`` that it is between, this one among them; all of them by default.  ``members``: the global
+    rank of each rank of ``group``, as errors name them, if torch is not to be asked.
     """
 
     name = "send/recv"
     compares_contents = False
 
-    def __init__(self, group: dist.ProcessGroup, pool: BufferPool, members: range | None = None) -> None:
-        self.group = group
+    def __init__(
+        self, group: dist.ProcessGroup, pool: BufferPool, ranks: range | None = None, members: Sequence[int] = ()
+    ) -> None:
+        self.group, self._named = group, members
         self.rank = group.rank()
-        found = range(group.size()) if members is None else members
+        found = range(group.size()) if ranks is None else ranks
         self.size = len(found)
         # Each rank starts with its right neighbour, so that not all of them send to the same one first.
         place = found.index(self.rank)
@@ -67,17 +71,24 @@ class PeerLink:
         for peer, words in found.theirs.items():
             span, is_backward, wants, blamed = words.tolist()
             if [span, is_backward] != found.mine[:2].tolist():
+                names = self._members()
                 raise TransportError(
-                    f"rank {peer} starts a {'backward' if is_backward else 'forward'} (number {span}) where rank {self.rank} "
-                    f"starts a {kind} (number {self._span}); every rank must make the same calls in the same order"
+                    f"rank {names[peer]} starts a {'backward' if is_backward else 'forward'} (number {span}) where rank "
+                    f"{names[self.rank]} starts a {kind} (number {self._span}); every rank must make the same calls in the "
+                    "same order"
                 )
             if blamed:
+                names = self._members()
                 raise TransportError(
-                    f"rank {blamed - 1} is not with rank {peer}, on whose host it is, where rank {self.rank} starts a {kind}; "
-                    f"see the error of rank {peer}"
+                    f"rank {names[blamed - 1]} is not with rank {names[peer]}, on whose host it is, where rank "
+                    f"{names[self.rank]} starts a {kind}; see the error of rank {names[peer]}"
                 )
             wants_collectives = wants_collectives or bool(wants)
         return not wants_collectives
+
+    def _members(self) -> Sequence[int]:
+        """Return the global ranks, as errors name them."""
+        return self._named or dist.get_process_group_ranks(self.group)
 
     def refuse(self, kind: SpanKind, blamed: int) -> None:
         """Enter a span for nothing but letting the others know, without waiting, that rank ``blamed`` does not."""

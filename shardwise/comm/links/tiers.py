@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shardwise.comm.buffers import Lease
 from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds
+from shardwise.comm.last_words import cited, store_of_job
 from shardwise.comm.links import unfinished
 from shardwise.comm.links.host import NEXT_FREE, NUM_SLOTS, HostLink
 from shardwise.comm.links.inboxes import NUM_INBOXES, Inboxes
@@ -340,9 +341,10 @@ class _Scatter:
         for peer, lease in self._received.items():
             message = lease.tensor(pieces.dtype)
             if message[numel] != _IS_SUM:
+                its = link.inside.members[peer]
                 raise TransportError(
-                    f"rank {peer} left the backward by an exception before it could send gradients of {pieces.label} to rank "
-                    f"{link.inside.rank}; see the error of rank {peer}"
+                    f"rank {its} left the backward by an exception before it could send gradients of {pieces.label} to rank "
+                    f"{link.inside.members[link.inside.rank]}; see the error of rank {its}{cited(store_of_job(), [its])}"
                 )
             sums[peer] = message[:numel]
         sum_sections(pieces.layout, [sums[rank] for rank in sorted(sums)], self._scale, link.inside.rank, out)

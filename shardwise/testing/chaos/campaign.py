@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 
 from shardwise.comm.links.link import TRANSPORTS
 from shardwise.testing.chaos.job import Job, Run, run_job
 from shardwise.testing.chaos.judge import Verdict, judge
-from shardwise.testing.chaos.program import DIVERGENCES, DOORS, ENGINE_DOORS, Program
+from shardwise.testing.chaos.program import DIVERGENCES, DOORS, ENGINE_DOORS, Outcome, Program
 from shardwise.testing.faults import Fault
 from shardwise.testing.faults.fault import Kind
 
@@ -26,6 +25,8 @@ FAULTS: dict[str, tuple[Kind, type[BaseException]]] = {
     "late": ("delay", RuntimeError),
     "drop": ("drop", RuntimeError),
 }
+# In transactions: the fault, and what is done with the step.
+TRANSACTED: tuple[tuple[str, Outcome], ...] = (("raise", "retry"), ("MemoryError", "skip"), ("kill", "retry"))
 _STEP_OF = {"init": 1, "checkpoint save": 2, "checkpoint load": 3, "consolidation": 5}
 _SHORT_TIMEOUT_S, _LONG_TIMEOUT_S = 6.0, 30.0
 _PROMPT_S, _AFTER_TIMEOUT_S = 12.0, 14.0
@@ -56,6 +57,17 @@ def places_of(program: Program, num_ranks: int) -> tuple[str, ...]:
     return (*found, "checkpoint save", "checkpoint load")
 
 
+def places_in_step(program: Program, num_ranks: int) -> tuple[str, ...]:
+    """Return the places that ranks come to within a step, where a transaction undoes what they raise."""
+    others = ("init", "evaluation", "consolidation", "checkpoint save", "checkpoint load")
+    return tuple(place for place in places_of(program, num_ranks) if place not in others)
+
+
+def transacting(job: Job, outcome: Outcome) -> Job:
+    """Return ``job`` with its steps in transactions."""
+    return replace(job, program=replace(job.program, transacts=outcome), name=f"{job.name}, {outcome}")
+
+
 def draw(rng: random.Random) -> Job:
     """Return a random job with a fault or a divergence."""
     door = rng.choice(DOORS)
@@ -64,6 +76,9 @@ def draw(rng: random.Random) -> Job:
     num_ranks = rng.choice((2, 2, 4))
     if rng.random() < 0.25:
         return diverging(program, num_ranks, rng.choice(sorted(DIVERGENCES)))
+    if rng.random() < 0.25:
+        (name, outcome), place = rng.choice(TRANSACTED), rng.choice(places_in_step(program, num_ranks))
+        return transacting(faulty(program, num_ranks, name, place, rank=rng.randrange(num_ranks)), outcome)
     name, place = rng.choice(sorted(FAULTS)), rng.choice(places_of(program, num_ranks))
     if name == "drop":
         place = "all-gather" if "all-gather" in places_of(program, num_ranks) else "reduction"
@@ -105,6 +120,11 @@ def matrix(sizes: Sequence[int]) -> Iterator[Job]:
                             number += 1
                             store, rank = ("tcp", 0) if number % 3 == 0 else ("file", 1)
                             yield faulty(program, num_ranks, name, place, rank=rank, store=store)
+                for place in places_in_step(program, num_ranks):
+                    for name, outcome in TRANSACTED:
+                        number += 1
+                        store, rank = ("tcp", 0) if number % 3 == 0 else ("file", 1)
+                        yield transacting(faulty(program, num_ranks, name, place, rank=rank, store=store), outcome)
                 for name in DIVERGENCES:
                     if name != "other mesh" or num_ranks > 2:
                         yield diverging(program, num_ranks, name)
@@ -121,7 +141,7 @@ class Campaign:
         run = run_job(job)
         expected = ("",) * job.num_ranks  # of no rank that has numbers
         if any(ending.digest for ending in run.endings):
-            expected = self.undisturbed(job.program, job.num_ranks)
+            expected = self.undisturbed(job.whole, job.num_ranks)
         return Result(job, run, judge(job, run.endings, expected))
 
     def undisturbed(self, program: Program, num_ranks: int) -> tuple[str, ...]:
@@ -135,12 +155,10 @@ class Campaign:
         return self._undisturbed[key]
 
 
-def until(
-    jobs: Iterable[Job], minutes: float, most: int | None, now: Callable[[], float] = time.monotonic
-) -> Iterator[Job]:
-    """Yield ``jobs`` until ``minutes`` are over, at most ``most``."""
+def until(jobs: Iterable[Job], minutes: float, now: Callable[[], float] = time.monotonic) -> Iterator[Job]:
+    """Yield ``jobs`` until ``minutes`` are over."""
     end = now() + 60 * minutes
-    for job in islice(jobs, most):
+    for job in jobs:
         if now() >= end:
             return
         yield job

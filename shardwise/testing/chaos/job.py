@@ -10,11 +10,12 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -37,6 +38,7 @@ from shardwise.testing.faults import Fault, inject
 _PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "shardwise.testing.chaos.rank_program")
 _STALL_S = 4.0
 _LEAVE_S = 5.0  # for ranks that have said how they ended to end
+_PROCESSES = threading.Lock()  # multiprocessing asks after all children of this process, whichever thread started them
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,20 @@ class Job:
         program, fault = self.program, self.fault
         place = f" at {fault.at} of rank {self.struck}" if fault is not None else f" of rank {self.struck}"
         return f"{program.door} {program.transport} W={self.num_ranks} {self.store} store: {self.name}{place}"
+
+    @property
+    def whole(self) -> Program:
+        """What all ranks must have done where they recover: without a fault, and without transactions."""
+        fault, left_out = self.fault, 0
+        if fault is not None and fault.kind == "raise" and self.program.transacts == "skip":
+            # ZeRO sends parameters once its inner optimizer has stepped, with which a step ends for faults.
+            left_out = (fault.step or 0) - (fault.at == "all-gather" and self.program.door in ("zero1", "zero2"))
+        return replace(self.program, transacts="", left_out_step=left_out)
+
+    @property
+    def must_recover(self) -> bool:
+        """True if no rank may end with an error: an exception is undone by a transaction."""
+        return bool(self.program.transacts) and self.fault is not None and self.fault.kind in ("raise", "delay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +134,23 @@ class Run:
     report: tuple[str, ...]
 
 
-def run_job(job: Job) -> Run:
-    """Run ``job`` to its end."""
+def _context() -> Any:
     context: Any = mp.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOAD))
+    return context
+
+
+def warm_up() -> None:
+    """Start the process that all ranks are forked from: its imports are not to be taken for a fault's time."""
+    with _PROCESSES:
+        process = _context().Process(target=int)
+        process.start()
+        process.join()
+
+
+def run_job(job: Job) -> Run:
+    """Run ``job`` to its end.  Threads may run several beside each other."""
+    context = _context()
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}chaos-") as name:
         place = Path(name)
         store = str(place / "store") if job.store == "file" else str(_free_port())
@@ -131,7 +160,8 @@ def run_job(job: Job) -> Run:
         for rank in range(job.num_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_run_rank, args=(job, rank, store, str(place), theirs))
-            process.start()
+            with _PROCESSES:
+                process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
@@ -139,9 +169,10 @@ def run_job(job: Job) -> Run:
             struck, said = _listen(job, pipes, started)
             codes = _end(processes)
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            with _PROCESSES:
+                for process in processes:
+                    process.kill()
+                    process.join()
             for pipe in pipes:
                 pipe.close()
         ranks = range(job.num_ranks)
@@ -179,11 +210,13 @@ def _listen(job: Job, pipes: Sequence[Connection], started: float) -> tuple[floa
 
 def _end(processes: Sequence[Any]) -> list[int | None]:
     deadline = time.monotonic() + _LEAVE_S
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+    while True:
+        with _PROCESSES:
+            alive = [process.pid for process in processes if process.is_alive()]
+            codes = [process.exitcode for process in processes]
+        if all(_is_stopped(pid) for pid in alive) or time.monotonic() >= deadline:
+            return codes
         time.sleep(0.01)
-        if all(not process.is_alive() or _is_stopped(process.pid) for process in processes):
-            break
-    return [None if process.is_alive() else process.exitcode for process in processes]
 
 
 def _is_stopped(pid: int) -> bool:
@@ -221,7 +254,8 @@ def _outcome(job: Job, rank: int, store: str, folder: str, pipe: Connection) -> 
     except BaseException as error:
         now = time.monotonic()
         is_ours = isinstance(error, ShardwiseError)
-        return _Said("", type(error).__name__, is_ours, str(error), traceback.format_exc(), now)
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        return _Said("", type(error).__name__, is_ours, text, traceback.format_exc(), now)
 
 
 def _join(job: Job, rank: int, store: str) -> None:

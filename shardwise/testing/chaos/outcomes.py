@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from shardwise.testing.chaos.campaign import FAULTS, Result
+from shardwise.testing.chaos.campaign import FAULTS, TRANSACTED, Result
 from shardwise.testing.chaos.program import DIVERGENCES
 
 BEGIN = "<!-- written by python -m shardwise.testing.chaos --matrix --table: run it again -->"
@@ -51,7 +51,8 @@ def _seconds(results: Sequence[Result]) -> Iterator[str]:
     doors = list(dict.fromkeys(each.job.program.door for each in results))
     yield f"| fault | {' | '.join(doors)} |"
     yield f"| --- |{' ---: |' * len(doors)}"
-    for name in [*FAULTS, *(f"diverge: {each}" for each in DIVERGENCES)]:
+    transacted = [f"{name}, {outcome}" for name, outcome in TRANSACTED]
+    for name in [*FAULTS, *transacted, *(f"diverge: {each}" for each in DIVERGENCES)]:
         cells = [_cell([r for r in results if r.job.name == name and r.job.program.door == door]) for door in doors]
         if any(cells):
             yield f"| {name} | {' | '.join(cells)} |"

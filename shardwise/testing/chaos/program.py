@@ -11,6 +11,7 @@ from shardwise.comm.links.link import Transport
 
 Door: TypeAlias = Literal["fully_shard", "hsdp", "replicate", "zero1", "zero2", "whole_matrix"]
 DOORS: tuple[Door, ...] = ("fully_shard", "hsdp", "replicate", "zero1", "zero2", "whole_matrix")
+Outcome: TypeAlias = Literal["retry", "skip"]
 ENGINE_DOORS = ("fully_shard", "hsdp", "replicate", "whole_matrix")  # those with a transport to choose
 
 
@@ -24,7 +25,9 @@ class Program:
         num_microbatches: of a step; gradients are reduced with the last, or with every one if ``syncs_all``.
         graphless_step: the step in which one microbatch runs without gradients; 0: none.
         skipped_step: the step in which the optimizer does not step; 0: none.
+        left_out_step: one that no rank makes; 0: none.
         last_step: after which the program returns.
+        transacts: steps are made in transactions; what raises in one is undone, and made again or left out.  No evaluation.
     """
 
     door: Door
@@ -39,7 +42,9 @@ class Program:
     mesh_is_flat: bool = False
     graphless_step: int = 0
     skipped_step: int = 0
+    left_out_step: int = 0
     last_step: int = 4
+    transacts: Outcome | Literal[""] = ""
 
 
 def _skip_step(program: Program) -> Program:
@@ -64,7 +69,7 @@ DIVERGENCES: Mapping[str, Callable[[Program], Program]] = MappingProxyType(
 )
 
 
-def diverges(program: Program, name: str) -> bool:
+def diverges(program: Program, name: str, num_ranks: int) -> bool:
     """Return True if ranks behind this door must notice the divergence.
 
     Where nothing is reduced before the end of a step, or gradients add up on each rank, how many microbatches there were
@@ -80,6 +85,6 @@ def diverges(program: Program, name: str) -> bool:
         return name not in ("one microbatch fewer", "no_grad", "order")
     if program.door == "zero1":
         return name not in ("order", "one microbatch fewer", "no_grad")
-    if program.door == "replicate":
+    if program.door == "replicate" or (program.door == "hsdp" and num_ranks == 2):  # two replicas of one shard
         return name not in ("order", "one microbatch fewer", "no_grad")
     return True

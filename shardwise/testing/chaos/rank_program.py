@@ -17,7 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 
-from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard, replicate, set_default_transport
+from shardwise import (
+    ShardedOptimizer,
+    ZeroRedundancyOptimizer,
+    fully_shard,
+    replicate,
+    set_default_transport,
+    transaction,
+)
 from shardwise.checkpoint import finish, load, save
 from shardwise.testing.chaos.program import Program
 from shardwise.torch_private import timeout_s_of
@@ -108,8 +115,9 @@ def train(program: Program, folder: Path) -> str:
     """Run ``program``; return a digest of this rank's parameters at its end."""
     parts = build(program)
     for step in range(1, program.last_step + 1):
-        _step(program, parts, step)
-        _evaluate(program, parts)
+        _make(program, parts, step)
+        if not program.transacts:  # else its all-gathers would be taken for those of the next step
+            _evaluate(program, parts)
         if step == _SAVED_AFTER:
             save(folder, {"model": parts.plain, "optimizer": parts.optimizer}, step=step)
             finish(folder)
@@ -134,6 +142,20 @@ def digest(model: nn.Module) -> str:
 def _inputs(program: Program, step: int, microbatch: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + dist.get_rank())
     return torch.randn(4, 8, generator=generator).to(getattr(torch, program.dtype))
+
+
+def _make(program: Program, parts: Parts, step: int) -> None:
+    if step == program.left_out_step:
+        return
+    if not program.transacts:
+        _step(program, parts, step)
+        return
+    retry, skip = (Exception, ()) if program.transacts == "retry" else ((), Exception)
+    is_due = True
+    while is_due:
+        with transaction(parts.model, parts.optimizer, retry=retry, skip=skip) as made:
+            _step(program, parts, step)
+        is_due = made.again
 
 
 def _step(program: Program, parts: Parts, step: int) -> None:

@@ -1,0 +1,102 @@
+"""The last error that each rank has made: whoever finds a rank gone, or waits for it in vain, can cite the first cause.
+
+A rank that hears of a fault leaves, too, and the next one finds that one gone: without its words the blame would be on who
+followed.  Written when an error is made, into the store of the job; read only where something has failed.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from shardwise.comm.alive import ranks_in_words
+from shardwise.comm.store import BRIEF_S, SILENCE, JobStore
+from shardwise.errors import TransportError
+from shardwise.torch_private import default_store
+
+_MOST_TEXT = 600
+_ASKING_S = 4.0
+ASKS = " (asks the others)"  # at the end of words that may change
+_busy = threading.local()  # an error that is made while words are left has none of its own
+LOOK_NEXT = "Look at the end of its log; with shardwise.record(folder), ask: shardwise diagnose folder"
+UNTOLD = "it has left no word: killed, or ended by its own program"
+
+
+def leave(text: str) -> None:
+    """Let the others read ``text``, the reason why this rank may come no more; an empty one takes it back.  Never raises."""
+    store = store_of_job()
+    if store is None or SILENCE in text or getattr(_busy, "is_on", False):
+        return
+    _busy.is_on = True
+    try:
+        put(store, dist.get_rank(), text)
+    except (TransportError, ValueError):  # it is said aloud, at least
+        return
+    finally:
+        _busy.is_on = False
+
+
+def in_short(error: BaseException) -> str:
+    """Return the first line of ``error``, of a backend's own without the line of its source and its advice.
+
+    Example:
+        >>> in_short(RuntimeError("[/a/pair.cc:553] Connection closed by peer. This is typically caused by a crash. GLHF!"))
+        'Connection closed by peer'
+    """
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", first).partition(". This is typically caused by")[0]
+
+
+def put(store: dist.Store, rank: int, text: str) -> None:
+    """Leave ``text`` as the words of global ``rank``.  Raises: TransportError if the store does not answer."""
+    said = text.removesuffix(ASKS).replace(LOOK_NEXT, "")[:_MOST_TEXT]  # advice is for the first who reads it
+    line = " | ".join(each.strip() for each in said.splitlines())
+    JobStore(store, BRIEF_S).set(_key(rank), line + ASKS * text.endswith(ASKS))
+
+
+def store_of_job() -> dist.Store | None:
+    """Return the store that the default group was made with, None if there is none."""
+    return default_store() if dist.is_available() and dist.is_initialized() else None
+
+
+def words_of(store: dist.Store | None, rank: int, patience_s: float = 0.0) -> str:
+    """Return what global ``rank`` has left, an empty text if nothing or if that cannot be known.
+
+    ``patience_s``: for one that is asking the others for the reason, because it will know more.
+    """
+    end = time.monotonic() + patience_s
+    with suppress(TransportError):  # the store may itself be the reason
+        while store is not None:
+            text = JobStore(store, BRIEF_S).peek(_key(rank)) or ""
+            if not text.endswith(ASKS) or time.monotonic() >= end:
+                return text.removesuffix(ASKS)
+            time.sleep(0.05)
+    return ""
+
+
+def cited(store: dist.Store | None, ranks: Sequence[int], patience_s: float = _ASKING_S) -> str:
+    """Return the words of global ``ranks`` as a message goes on with them: "; the last error of rank 3: ..."."""
+    end = time.monotonic() + patience_s
+    found = [(rank, words_of(store, rank, end - time.monotonic())) for rank in ranks[:8]]
+    return "".join(f"; the last error of rank {rank}: {text}" for rank, text in found if text)
+
+
+def gone_in_words(store: dist.Store | None, ranks: Sequence[int]) -> str:
+    """Say that the processes of global ``ranks`` have ended, and what they have left.
+
+    Example:
+        >>> gone_in_words(None, [3])
+        'rank 3 is gone (it has left no word: killed, or ended by its own program)'
+    """
+    text = f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} gone"
+    found = cited(store, ranks, patience_s=0.0)  # they will say no more
+    return text + (found or f" ({UNTOLD})")
+
+
+def _key(rank: int) -> str:
+    return f"shardwise/last words/{rank}"

@@ -1,0 +1,123 @@
+"""Whoever is found gone, or does not come, is cited with its last error: the first cause is named, not who followed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from helpers.posts import announce_as, gone_process, make_posts
+
+from shardwise import DesyncError, TransportError, record
+from shardwise.comm import lost_peers
+from shardwise.comm.groups import patience_s
+from shardwise.comm.last_words import ASKS, gone_in_words, put, store_of_job, words_of
+from shardwise.comm.lost_peers import found_among
+from shardwise.comm.posts import begin_era
+from shardwise.comm.store import SILENCE
+from shardwise.doctor.rank_record import read_record
+
+
+@pytest.fixture
+def job() -> Iterator[dist.Store]:
+    """A job of this process alone, whose group has a timeout of 20 s."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))
+    yield store
+    dist.destroy_process_group()
+
+
+def _words() -> str:
+    return words_of(store_of_job(), 0)
+
+
+@pytest.mark.usefixtures("job")
+def test_an_error_of_ours_is_there_for_the_other_ranks_to_read() -> None:
+    DesyncError("rank 3 has another plan\nEvery rank must")
+    assert _words() == "DesyncError: rank 3 has another plan | Every rank must"
+
+
+@pytest.mark.usefixtures("job")
+def test_what_has_been_said_is_taken_back_when_a_step_is_undone() -> None:
+    DesyncError("rank 3 has another plan")
+    begin_era([0])
+    assert _words() == ""
+
+
+@pytest.mark.usefixtures("job")
+def test_that_the_store_is_silent_is_not_said_to_the_store() -> None:
+    TransportError(f"{SILENCE}: no answer for 30 s")
+    assert _words() == ""
+
+
+@pytest.mark.usefixtures("job")
+def test_an_error_of_users_that_leaves_a_recorded_run_is_left_too(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), record(tmp_path):
+        raise KeyError("sample 7")
+    assert _words() == "KeyError: 'sample 7'"
+
+
+def test_a_rank_that_is_gone_is_cited_and_one_that_said_nothing_is_not_blamed_on_others() -> None:
+    store = dist.HashStore()
+    put(store, 5, "TransportError: rank 9 is gone")
+    assert gone_in_words(store, [5]) == "rank 5 is gone; the last error of rank 5: TransportError: rank 9 is gone"
+    assert gone_in_words(store, [4]).startswith("rank 4 is gone (it has left no word")
+
+
+def test_a_rank_that_asks_the_others_is_waited_for_until_it_knows_the_reason() -> None:
+    store = dist.HashStore()
+    put(store, 5, f"DesyncError: rank 5 failed{ASKS}")
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(words_of, store, 5, 60.0)
+        time.sleep(0.1)
+        put(store, 5, "DesyncError: rank 9 is gone")
+        assert found.result() == "DesyncError: rank 9 is gone"
+
+
+def test_a_rank_that_is_late_is_cited_with_why_it_left() -> None:
+    store = dist.HashStore()
+    put(store, 5, "DesyncError: rank 9 has another plan")
+    found = make_posts(store)[0].absence([1], "rank 5 did not come")
+    assert found == "rank 5 did not come; the last error of rank 5: DesyncError: rank 9 has another plan"
+
+
+def test_of_a_backends_own_error_the_rank_that_is_gone_is_named() -> None:
+    store = dist.HashStore()
+    announce_as(store, 2, gone_process())
+    assert found_among([1, 2], store).startswith("rank 2 is gone")
+
+
+def test_of_a_backends_own_error_the_rank_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_peers, "_SAY_S", 0.2)
+    store = dist.HashStore()
+    put(store, 1, "RuntimeError: Timed out")
+    found = found_among([1, 2], store)
+    assert found == "rank 2 said nothing: stopped, in another call, or caught what it raised"
+
+
+@pytest.mark.usefixtures("job")
+def test_a_backends_own_error_carries_what_is_known_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_peers, "found_among", lambda *_: "rank 1 is gone")
+    with pytest.raises(RuntimeError) as raised, record(tmp_path):
+        raise RuntimeError("Connection closed by peer")
+    assert getattr(raised.value, "__notes__", ["shardwise: rank 1 is gone"]) == ["shardwise: rank 1 is gone"]
+    written = read_record(tmp_path / "rank-00000.jsonl")
+    assert written is not None
+    assert "rank 1 is gone" in written.reasons[-1].text
+    assert _words().endswith("Connection closed by peer; rank 1 is gone")
+
+
+@pytest.mark.usefixtures("job")
+def test_a_group_that_was_given_no_timeout_waits_as_long_as_the_job() -> None:
+    group = dist.new_group([0])
+    given = dist.new_group([0], timeout=timedelta(seconds=70))
+    assert isinstance(group, dist.ProcessGroup)
+    assert isinstance(given, dist.ProcessGroup)
+    assert [patience_s(each) for each in (group, given)] == [20.0, 70.0]
+    assert patience_s(group) == 20.0
