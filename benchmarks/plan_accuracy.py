@@ -11,13 +11,17 @@ Run: python benchmarks/plan_accuracy.py [--only NAME ...] [--time] [--out result
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,17 +32,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise import shard_model, torch_private
+from shardwise.cli.measure_shared import measured_shared
+from shardwise.comm.links.segment import Segment, SegmentAddress
 from shardwise.planner.dry_run import DryRun, dry_run
 from shardwise.planner.hardware import HARDWARE, Wire
 from shardwise.planner.measure import measured
 from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of
 from shardwise.planner.rank_units import rank_units
 from shardwise.planner.search import evaluate
-from shardwise.planner.setting import ONE_UNIT, Setting
+from shardwise.planner.setting import ONE_UNIT, SHARED, UNIT_DOORS, Setting
+from shardwise.planner.split import Split
 from shardwise.planner.step_order import steps_of
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.doors import DOORS
 from shardwise.recipes.gpt import GPT
+from shardwise.recipes.parallel import HEADS, split_heads
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import TiedModel
 
@@ -54,6 +62,7 @@ class Meter(TorchDispatchMode):
         self.live = self.peak = 0
         self.at = ""
         self.seen: dict[int, Any] = {}
+        self.others: list[tuple[int, int]] = []  # memory of other ranks, which this one reads
         self.ranges: dict[int, tuple[int, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -74,6 +83,8 @@ class Meter(TorchDispatchMode):
         start, size = storage.data_ptr(), storage.nbytes()
         if any(low <= start and start + size <= high for low, high in self.ranges.values()):
             size = 0  # a part of memory that counts already
+        if any(low <= start < high for low, high in self.others):
+            size = 0
 
         def forget(_: object) -> None:
             self.live -= size
@@ -108,7 +119,12 @@ class Case:
             accumulate=setting.accumulate,
             min_unit_bytes=setting.min_unit_bytes,
             transport=self.transport,
+            tp=setting.tensor,
         )
+
+    @property
+    def ranks(self) -> int:
+        return self.setting.ranks * self.setting.tensor
 
     def build(self) -> nn.Module:
         if self.model == "tied":
@@ -136,6 +152,9 @@ CASES = (
     Case("full, tied", FULL, model="tied"),
     Case("full, 4 ranks", replace(FULL, ranks=4), batch=2),
     Case("hybrid 2x2", Setting(door="hybrid", ranks=4, replicas=2), batch=2),
+    Case("full, shared memory", replace(FULL, transport=SHARED), transport="auto"),
+    Case("full, shared memory, bf16", replace(FULL, transport=SHARED, precision="bf16"), transport="auto"),
+    Case("full 2, tp 2", replace(FULL, tensor=2), batch=2),
     Case("replicate", Setting(door="replicate", ranks=2)),
     Case("replicate, bf16", Setting(door="replicate", ranks=2, precision="bf16")),
     Case("ZeRO-2", Setting(door="gradients", ranks=2)),
@@ -162,9 +181,12 @@ class Job:
         setting = case.setting
         sizes = (setting.replicas, setting.num_shards) if setting.door == "hybrid" else (setting.ranks,)
         names = ("replicate", "shard") if setting.door == "hybrid" else ("dp",)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        mesh = init_device_mesh("cpu", (*sizes, setting.tensor), mesh_dim_names=(*names, "tp"))
+        split, mesh = mesh["tp"], mesh[names if len(names) > 1 else names[0]]
         self.config, self.door, self.accumulate = case.config, DOORS[setting.door], setting.accumulate
         plain = case.build()
+        if setting.tensor > 1:
+            split_heads(plain, split)
         self.model = shard_tied(case, plain, mesh) if case.model == "tied" else self.door.wrap(plain, self.config, mesh)
         self.optimizer = self.door.build_optimizer(self.model, self.config)
 
@@ -179,9 +201,26 @@ class Job:
         self.optimizer.zero_grad()
 
 
+@contextmanager
+def leaving_out_others(meter: Meter) -> Iterator[None]:
+    """Do not count what other ranks share with this one, which shares as if nobody watched."""
+    opened = Segment.open
+
+    def open_segment(address: SegmentAddress) -> Segment:
+        segment = opened(address)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(segment.mapping))
+        meter.others.append((start, start + segment.num_bytes))
+        return segment
+
+    # While somebody watches operations ours are collectives, so that they are seen.
+    unseen = mock.patch.object(torch_private, "has_dispatch_mode", return_value=False)
+    with mock.patch.object(Segment, "open", open_segment), unseen:
+        yield
+
+
 def held_on_rank(case: Case) -> dict[str, Any]:
     """Return the peak of the third step on this rank."""
-    with Meter() as meter:
+    with Meter() as meter, leaving_out_others(meter):
         job = Job(case)
         inputs = case.inputs()
         for _ in range(WARM_STEPS):
@@ -208,7 +247,8 @@ def timed_on_rank(case: Case, steps: int) -> tuple[float, float]:
 def profile_of(case: Case) -> DryRun:
     with torch.device("meta"):
         model = case.build()
-    return dry_run(model, case.inputs(), loss_of, precision=case.setting.computes_in)
+    split = Split(case.setting.tensor, HEADS) if case.setting.tensor > 1 else None
+    return dry_run(model, case.inputs(), loss_of, precision=case.setting.computes_in, split=split)
 
 
 def predict(case: Case, run: DryRun) -> RankMemory:
@@ -217,7 +257,7 @@ def predict(case: Case, run: DryRun) -> RankMemory:
 
 
 def compare_memory(case: Case, pool: WorkerPool) -> dict[str, Any]:
-    found = pool.run(held_on_rank, num_ranks=case.setting.ranks, timeout_s=300, case=case)
+    found = pool.run(held_on_rank, num_ranks=case.ranks, timeout_s=300, case=case)
     measured = max(found, key=lambda each: each["peak"])
     peak = predict(case, profile_of(case)).peak
     return {
@@ -252,15 +292,18 @@ def figures_on_rank(case: Case) -> tuple[dict[str, float], float, Wire]:
 
 
 def compare_time(case: Case, pool: WorkerPool) -> dict[str, Any]:
-    ranks = case.setting.ranks
+    case = replace(case, transport="auto")  # what ranks of one host use unless they are told otherwise
+    ranks = case.ranks
     ops, memory, wire = pool.run(figures_on_rank, num_ranks=ranks, timeout_s=300, case=case)[0]
     hardware = replace(
         HARDWARE["cpu"], op_seconds=ops, memory_bytes_per_s=memory, inside=wire, between=wire, ranks_per_host=ranks
     )
+    hardware = replace(hardware, shared=measured_shared(ranks))
     planned = evaluate(profile_of(case).profile, case.setting, hardware).time
     found = pool.run(timed_on_rank, num_ranks=ranks, timeout_s=300, case=case, steps=WARM_STEPS + 8)
     seconds, own = max(clock for clock, _ in found), max(own for _, own in found)
-    work = planned.step_s - planned.exposed_s
+    is_shared = case.setting.door in UNIT_DOORS  # then what is exposed are this rank's own copies
+    work = planned.step_s - (0.0 if is_shared else planned.exposed_s)
     return {
         "name": case.name,
         "measured": seconds,
@@ -268,7 +311,7 @@ def compare_time(case: Case, pool: WorkerPool) -> dict[str, Any]:
         "error": planned.step_s / seconds - 1,
         "own": own,
         "own_planned": work,
-        "at": f"without waits: {1e3 * own:.2f} ms of the thread",
+        "at": f"of the thread: {1e3 * own:.2f} ms",
         "place": f"planned {1e3 * work:.2f} ms, {100 * (work / own - 1):+.1f} %",
     }
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MERMAID = re.compile(r"```mermaid\n(.*?)```", re.DOTALL)
 NODE = re.compile(r'^\s*(\w+)\["<b>(.*?)</b><br/>(.*?)"\]$', re.MULTILINE)
 ARROW = re.compile(r"^\s*(\w+) --> (\w+)$", re.MULTILINE)
-WIDE, HIGH, ACROSS, DOWN, LANE = 150, 44, 24, 46, 10  # of a box, of the gaps between boxes, of the lanes beside them
+WIDE, HIGH, ACROSS, DOWN, LANE = 176, 44, 24, 46, 10  # of a box, of the gaps between boxes, of the lanes beside them
 
 
 def on_config(config: Any) -> Any:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
+_Leaf = TypeVar("_Leaf")
 
 
 # Where torch 2.11 keeps what it later swaps itself, in bytes after the start of a storage: the pointer with its context and
@@ -70,10 +72,14 @@ def use_counts(tensors: Sequence[torch.Tensor], storages: Sequence[torch.Untyped
     return [found - 1 for found in uses]
 
 
+copy_each: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object] = torch._foreach_copy_
+"""Copies each source into its target, of which there is one at least; shapes match pairwise, dtypes may differ."""
+
+
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target in one call; shapes match pairwise, dtypes may differ."""
+    """Do as :data:`copy_each` does, also with none at all."""
     if targets:
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportArgumentType]
+        copy_each(targets, sources)
 
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -83,6 +89,16 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward ends; it is dropped, not run, if that backward raises."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+ALL_GATHER_METHOD = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+"""The method of a process group that ``dist.all_gather_single`` calls after its checks; groups may define it anew."""
+
+
+REDUCE_SCATTER_METHOD = (
+    "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
+)
+"""The same of ``dist.reduce_scatter_single``."""
 
 
 base_of_view: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
@@ -117,9 +133,14 @@ def leaves_of(tree: object) -> list[Any]:
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Return ``tree`` with ``function(tensor)`` in place of every tensor in its lists, tuples and dicts."""
+    return map_of_kind(torch.Tensor, function, tree)
+
+
+def map_of_kind(kind: type[_Leaf], function: Callable[[_Leaf], Any], tree: Any) -> Any:
+    """Return ``tree`` with ``function(leaf)`` in place of every leaf of ``kind`` in its lists, tuples and dicts."""
     from torch.utils._pytree import tree_map_only
 
-    return tree_map_only(torch.Tensor, function, tree)
+    return tree_map_only(kind, function, tree)
 
 
 def fake_mode() -> AbstractContextManager[object]:
@@ -325,18 +346,68 @@ def accelerator_type() -> str:
 
 @contextmanager
 def watching(watch: Callable[[Any, Any, Any], None]) -> Generator[None, None, None]:
-    """Call ``watch(op, (args, kwargs), out)`` after every operation of this thread that torch dispatches."""
+    """Call ``watch(op, (args, kwargs), out)`` after every operation of this thread that torch dispatches.
+
+    Of an operation on DTensors those count that it makes of its local parts; what torch tries out to learn placements does not.
+    """
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    parts, is_trying = (DTensor, AsyncCollectiveTensor), [0]
 
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(issubclass(each, parts) for each in types):
+                return NotImplemented  # the class goes first, then its local parts come here
             given = kwargs or {}
+            if func is torch.ops._c10d_functional.wait_tensor.default:
+                return args[0]  # on fake tensors torch makes another one here; of real ones it returns the same
             out = func(*args, **given)
-            watch(func, (args, given), out)
+            if not is_trying[0]:
+                watch(func, (args, given), out)
             return out
 
-    with Watching():
+    class Trying:
+        def __enter__(self) -> None:
+            is_trying[0] += 1
+
+        def __exit__(self, *_: object) -> None:
+            is_trying[0] -= 1
+
+    lock: Any = ShardingPropagator._fake_mode_lock
+    ShardingPropagator._fake_mode_lock = Trying()  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        with Watching():
+            yield
+    finally:
+        ShardingPropagator._fake_mode_lock = lock
+
+
+@contextmanager
+def fake_world(num_ranks: int) -> Generator[None, None, None]:
+    """Let this process be rank 0 of ``num_ranks``, whose group carries nothing; other groups stay as they are."""
+    from torch.distributed import distributed_c10d as c10d
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    maps = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
+    count = 1 << 40  # names of groups are numbers, and known beyond a world
+    world = SimpleNamespace(default_pg=None, group_count=count, comms=[], pg_config_info=[], **{m: {} for m in maps})
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    kept = {name: getattr(c10d, name) for name in ("_world", "_backend", "_default_pg_init_method")}
+    hook = sys.excepthook
+    c10d._world = world  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
         yield
+    finally:
+        for group in world.pg_names:
+            c10d._unregister_process_group(group.group_name)  # pyright: ignore[reportAttributeAccessIssue]
+        for name, value in kept.items():
+            setattr(c10d, name, value)
+        sys.excepthook = hook
+        if rank >= 0:
+            torch._C._distributed_c10d._set_global_rank(rank)  # pyright: ignore
 
 
 def is_mutating(op: Any) -> bool:
@@ -351,11 +422,14 @@ def has_dispatch_mode() -> bool:
     return _get_current_dispatch_mode() is not None
 
 
-def skip_frames(function: Callable[..., Any]) -> None:
-    """Let torch.compile run ``function``, and all that it calls, as they are where it meets them as frames of their own.
+def skip_frames(function: Callable[..., Any], why: str) -> None:
+    """Let torch.compile run ``function``, and all that it calls, as they are: in no graph, and not as frames of their own.
 
-    Hooks of a module that is compiled after they were registered are such frames; ``fullgraph=True`` allows no other way.
+    Hooks of a module that is compiled after they were registered are such frames.  What a graph of more than that meets ends
+    it there; ``why``: what torch says where ``fullgraph=True`` forbids that.  Loads nothing of torch.compile's.
     """
+    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    function._torchdynamo_disable_msg = why  # pyright: ignore[reportFunctionMemberAccess]
     from torch._C._dynamo import eval_frame  # pyright: ignore[reportMissingModuleSource]
 
     skip = eval_frame._FrameAction.SKIP

@@ -207,16 +207,50 @@ def texts_of(tree: ast.AST) -> Iterator[str]:
             yield "".join(texts_of(node.left)) + "".join(texts_of(node.right))
 
 
-MESSAGE = re.compile(r"^\| `([^|]*)` \| [^|]+ \| [^|]+ \|$", flags=re.MULTILINE)
+SECTION = re.compile(r"^## ([\w' ]+)$(.*?)(?=^## |\Z)", flags=re.MULTILINE | re.DOTALL)
+EXPLAINED = re.compile(r"^\| `([^|]*)` \| [^|]+ \| [^|]+ \|$", flags=re.MULTILINE)
+
+
+def messages_in(text: str) -> list[str]:
+    """Return the messages that the tables of ``text`` explain; one row may explain several, ``<br>`` between them."""
+    return [message for cell in EXPLAINED.findall(text) for message in cell.split("` <br> `")]
+
+
+def pattern_of(message: str) -> re.Pattern[str]:
+    """Return what finds the fixed words of ``message``, in their order."""
+    return re.compile("[^\\n]*".join(re.escape(part) for part in message.split("...") if part.strip(" :;,.")))
 
 
 def test_messages_on_the_page_of_errors_are_those_that_are_raised() -> None:
     said = "\n".join(text for path in PACKAGE.rglob("*.py") for text in texts_of(ast.parse(path.read_text())))
-    messages = MESSAGE.findall((ROOT / "docs" / "errors.md").read_text())
-    assert len(messages) > 80
-    for message in messages:
-        parts = [re.escape(part) for part in message.split("...") if part.strip(" :;,.")]
-        assert re.search("[^\\n]*".join(parts), said), f"nothing in the package says {message!r}"
+    for message in messages_in((ROOT / "docs" / "errors.md").read_text()):
+        assert pattern_of(message).search(said), f"nothing in the package says {message!r}"
+
+
+def raised_as_torch_does(text_of: Any) -> list[str]:
+    """Return the messages with which the rooms that users call raise Python's own classes."""
+    kinds, found = {"ValueError", "TypeError", "AssertionError", "RuntimeError"}, list[str]()
+    for path in (path for room in ("api", "units", "optim", "zero") for path in (PACKAGE / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            made = node.exc if isinstance(node, ast.Raise) else None
+            if isinstance(made, ast.Call) and isinstance(made.func, ast.Name) and made.func.id in kinds:
+                found.append(text_of(made.args[0]))
+    return found
+
+
+def test_every_message_of_an_error_is_explained_in_the_section_of_its_class() -> None:
+    listed = runpy.run_path(str(ROOT / "docs" / "list_messages.py"))
+    raised = {**listed["messages"](), "Errors of torch's own classes": raised_as_torch_does(listed["text_of"])}
+    page = (ROOT / "docs" / "errors.md").read_text()
+    explained = {name: [pattern_of(each) for each in messages_in(text)] for name, text in SECTION.findall(page)}
+    assert sum(map(len, raised.values())) > 300
+    absent = [
+        f"{name}: {text}"
+        for name, texts in raised.items()
+        for text in texts
+        if not any(p.search(text) for p in explained[name])
+    ]
+    assert not absent, "docs/errors.md has no row for: " + "; ".join(absent)
 
 
 def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:

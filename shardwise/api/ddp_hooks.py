@@ -7,7 +7,7 @@ import weakref
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise.api.zero import ZeroRedundancyOptimizer, share_stepper
 from shardwise.errors import ConfigError
 from shardwise.zero.overlap import DDPHook, Overlap, Reduce, Warmup, make_hook
 
@@ -78,11 +78,12 @@ def _make(
             "reduce='owner' cannot tell unused parameters from zero gradients: use reduce='all' or a DDP without "
             "find_unused_parameters"
         )
-    known = set(zero.all_params)
+    stepper = share_stepper(zero)
+    known = set(stepper.share.params)
     strangers = sum(param.requires_grad and param not in known for param in ddp.parameters())
     if strangers and reduce == "owner":
         raise ConfigError(
             f"{strangers} parameters of the module are not in the ZeroRedundancyOptimizer, so no rank owns their "
             "gradients: pass them to it or use reduce='all'"
         )
-    return make_hook(Overlap(hook or allreduce_hook, weakref.ref(ddp), zero.stepper, reduce, warmup, is_interleaved))
+    return make_hook(Overlap(hook or allreduce_hook, weakref.ref(ddp), stepper, reduce, warmup, is_interleaved))

@@ -19,7 +19,7 @@ from shardwise.engine.attachment import Attachment, attachment_of
 from shardwise.engine.build import Preset, ShardPlacementFn, build_unit
 from shardwise.errors import ConfigError
 from shardwise.units.axes import DataParallelMeshDims, MeshAxes
-from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy
+from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
 
 
 @overload
@@ -108,7 +108,7 @@ def fully_shard(
     else:
         reshard = None if reshard_after_forward is None else resolve_reshard(reshard_after_forward, axes.num_shards)
     ignored = frozenset(id(param) for param in ignored_params or ())
-    precision, offload = MixedPrecisionPolicy.of(mp_policy), OffloadPolicy.of(offload_policy)
+    precision, offload = precision_from(mp_policy), offload_from(offload_policy)
     preset = Preset(axes, reshard, precision, offload, shard_placement_fn, ignored, False, compression)
     check_compression(compression, axes, "fully_shard")
     attachment = build_unit(modules, preset)

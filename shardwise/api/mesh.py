@@ -11,7 +11,7 @@ from torch.distributed.tensor import DeviceMesh, init_device_mesh
 
 from shardwise import torch_private
 from shardwise.errors import ConfigError
-from shardwise.units.axes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, MeshAxes
+from shardwise.units.axes import DataParallelMeshDims, MeshAxes, names_of
 
 logger = logging.getLogger("shardwise")
 
@@ -46,29 +46,29 @@ def axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshAxes:
             "or name them with dp_mesh_dims"
         )
     if mesh.ndim == 1:
-        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        return MeshAxes(mesh, shard_mesh_dim=0)
     if mesh.mesh_dim_names is None:
         raise AssertionError(
             "Please init the 2D mesh for HSDP with mesh_dim_names specified, "
             'e.g. init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))'
         )
-    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return MeshAxes(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
     names = mesh.mesh_dim_names
     if names is None:
         raise ConfigError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
-    for name in (*dims.shard_names, *dims.replicate_names):
+    for name in (*names_of(dims.shard), *names_of(dims.replicate)):
         if name not in names:
             raise ConfigError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
-    if not dims.shard_names:
-        return DDPMeshInfo(_one_axis(mesh, dims.replicate_names), None, 0, dims, mesh)
-    shard = _one_axis(mesh, dims.shard_names)
-    if not dims.replicate_names:
-        return FSDPMeshInfo(shard, 0, None, dims, mesh)
-    joined = torch_private.join_meshes([_one_axis(mesh, dims.replicate_names), shard])
-    return HSDPMeshInfo(joined, 1, 0, dims, mesh)
+    if not names_of(dims.shard):
+        return MeshAxes(_one_axis(mesh, names_of(dims.replicate)), None, 0, dims, mesh)
+    shard = _one_axis(mesh, names_of(dims.shard))
+    if not names_of(dims.replicate):
+        return MeshAxes(shard, 0, None, dims, mesh)
+    joined = torch_private.join_meshes([_one_axis(mesh, names_of(dims.replicate)), shard])
+    return MeshAxes(joined, 1, 0, dims, mesh)
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

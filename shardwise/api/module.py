@@ -17,7 +17,7 @@ from shardwise.api.compression_report import CompressionState, UnitCompression, 
 from shardwise.api.explain import explained_methods
 from shardwise.api.handles import GradientReductionHandle, UnshardHandle, wait_by_hand
 from shardwise.api.torch_tools import show_to_tools, tool_classes
-from shardwise.comm.c10d import AllGatherFunction, ReduceScatterFunction
+from shardwise.comm.custom import AllGatherFunction, ReduceScatterFunction
 from shardwise.comm.groups import group_of
 from shardwise.comm.links.link import Transport, check_transport
 from shardwise.engine.attachment import Attachment, attachment_of

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise import torch_private
 from shardwise.api.fully_shard import check_compression, check_modules, modules_in
-from shardwise.api.mesh import DDPMeshInfo, axes_of, default_mesh
+from shardwise.api.mesh import axes_of, default_mesh
 from shardwise.api.module import FSDPModule, mix_in
 from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.comm.sync import broadcast_from_first
@@ -21,7 +21,7 @@ from shardwise.engine.build import Preset, build_unit
 from shardwise.engine.hooks import keep_buffers_equal
 from shardwise.errors import ConfigError
 from shardwise.units.axes import DataParallelMeshDims, MeshAxes
-from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy
+from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
 
 
 class ReplicateModule(FSDPModule):
@@ -106,7 +106,7 @@ def replicate(
     axes = _plain_axes(ddp) if is_plain and mesh is None else _mesh_axes(mesh, dp_mesh_dims)
     ignored = {id(param) for param in ignored_params or ()}
     ignored |= {id(param) for each in ignored_modules or () for param in each.parameters()}
-    precision, offload = MixedPrecisionPolicy.of(mp_policy), OffloadPolicy.of(offload_policy)
+    precision, offload = precision_from(mp_policy), offload_from(offload_policy)
     preset = Preset(axes, False, precision, offload, None, frozenset(ignored), is_plain, compression)
     check_compression(compression, axes, "replicate")
     if is_plain:
@@ -133,7 +133,7 @@ def _mesh_axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> Me
         return axes
     if mesh.ndim != 1:
         raise ConfigError(f"replicate expects a 1D DeviceMesh but got {mesh}")
-    return DDPMeshInfo(mesh, replicate_mesh_dim=0)
+    return MeshAxes(mesh, replicate_mesh_dim=0)
 
 
 def _plain_axes(ddp: dict[str, Any]) -> MeshAxes:
@@ -148,7 +148,7 @@ def _plain_axes(ddp: dict[str, Any]) -> MeshAxes:
         device_type = torch_private.accelerator_type()
         mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("replicate",))
     assert mesh is not None
-    return DDPMeshInfo(mesh, replicate_mesh_dim=0)
+    return MeshAxes(mesh, replicate_mesh_dim=0)
 
 
 def _state(module: nn.Module) -> Attachment | None:

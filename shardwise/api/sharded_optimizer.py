@@ -124,11 +124,6 @@ class ShardedOptimizer(Optimizer):
         finally:
             copy_options(self._stepper.optimizer.param_groups, self.param_groups)
 
-    @property
-    def stepper(self) -> Stepper:
-        """How the inner optimizer is run."""
-        return self._stepper
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters and local shards, or make them zero."""
         for pieces in self._pieces.values():
@@ -239,25 +234,11 @@ class ShardedOptimizer(Optimizer):
         }
         return in_form("indexed" if by_index else "named", state, found["param_groups"])
 
-    def room_for_state(
-        self, dtypes: Mapping[str, Mapping[str, torch.dtype]]
-    ) -> dict[str, dict[str, list[torch.Tensor]]]:
-        """Return new memory for state with a number per element, by parameter and key: one tensor per local piece.
-
-        It lies as such state will lie in this optimizer, so that :meth:`load_state_dict` with ``adopt`` copies nothing.
-        ``dtypes``: by name of the parameter and key.  On the devices of the pieces.
-        """
-        names = [name for name in self._names() if name in dtypes]
-        rooms = room_for([piece for name in names for piece in self._pieces[name]], dtypes)
-        return {
-            name: {key: [rooms[piece][key] for piece in self._pieces[name]] for key in dtypes[name]} for name in names
-        }
-
     def load_state_dict(self, state_dict: Mapping[str, Any], *, adopt: bool = False) -> None:
         """Load what :meth:`state_dict`, :meth:`full_state_dict` or a plain optimizer returned, as copies.
 
         ``adopt``: tensors placed like their parameters become the state themselves; nobody else may use them.  Whole-matrix
-        optimizers adopt whole tensors, for :attr:`whole_state_names`; entries of others are empty, and it is not collective.
+        optimizers adopt whole tensors, for :func:`whole_state_names`; entries of others are empty, and it is not collective.
 
         Values may be DTensors or ShardedTensors of any layout, or whole tensors; keys names, torch's flattened ones,
         or indices in the order of ``param_groups`` (of their ``param_names`` if the loaded groups have such). Options
@@ -287,11 +268,6 @@ class ShardedOptimizer(Optimizer):
         copy_options(self._stepper.optimizer.param_groups, self.param_groups)
         for hook in torch_private.state_dict_hooks(self, "load_state_dict_post"):
             hook(self)
-
-    @property
-    def whole_state_names(self) -> frozenset[str] | None:
-        """The parameters whose state this rank has whole; None unless a whole-matrix optimizer steps on sharded ones."""
-        return frozenset(self._stepper.held_names) if isinstance(self._stepper, WholeMatrixStep) else None
 
     # ---- what else the inner optimizer has ----
 
@@ -361,3 +337,28 @@ class ShardedOptimizer(Optimizer):
 
 def _moved(value: Any, to_cpu: bool) -> Any:
     return value.cpu() if to_cpu and isinstance(value, torch.Tensor) else value
+
+
+def stepper_of(optimizer: ShardedOptimizer) -> Stepper:
+    """Return how the inner optimizer is run."""
+    return optimizer._stepper  # pyright: ignore[reportPrivateUsage]
+
+
+def whole_state_names(optimizer: ShardedOptimizer) -> frozenset[str] | None:
+    """Return the parameters whose state this rank has whole; None unless whole matrices are stepped of sharded parameters."""
+    stepper = stepper_of(optimizer)
+    return frozenset(stepper.held_names) if isinstance(stepper, WholeMatrixStep) else None
+
+
+def room_for_state(
+    optimizer: ShardedOptimizer, dtypes: Mapping[str, Mapping[str, torch.dtype]]
+) -> dict[str, dict[str, list[torch.Tensor]]]:
+    """Return new memory for state with a number per element, by parameter and key: one tensor per local piece.
+
+    It lies as such state will lie in ``optimizer``, so that ``load_state_dict`` with ``adopt`` copies nothing.
+    ``dtypes``: by name of the parameter and key.  On the devices of the pieces.
+    """
+    pieces = optimizer._pieces  # pyright: ignore[reportPrivateUsage]
+    names = [name for group in optimizer.param_groups for name in group["param_names"] if name in dtypes]
+    rooms = room_for([piece for name in names for piece in pieces[name]], dtypes)
+    return {name: {key: [rooms[piece][key] for piece in pieces[name]] for key in dtypes[name]} for name in names}

@@ -73,14 +73,6 @@ class Span:
 
 
 @dataclass(slots=True)
-class _Open:
-    track: str
-    what: str
-    subject: str
-    begin_s: float
-
-
-@dataclass(slots=True)
 class Trace:
     """What happened while it was open.
 
@@ -89,56 +81,11 @@ class Trace:
         calls: what the engine did, in order, as plans predict it.
         planned: the calls of a step as the engine had planned them when the trace began, or, in the first step, when it
             ended; empty without an engine.
-        track: of the engine that alone is recorded; None: all are.
     """
 
     spans: list[Span] = field(default_factory=list[Span])
     calls: list[Call] = field(default_factory=list[Call])
     planned: tuple[Call, ...] = ()
-    track: str | None = None
-    _open: dict[int, list[_Open]] = field(default_factory=dict[int, list[_Open]])
-    _launched: dict[tuple[str, str], tuple[float, str]] = field(
-        default_factory=dict[tuple[str, str], tuple[float, str]]
-    )
-
-    # ---- what is heard ----
-
-    def begin(self, track: str, what: str, subject: str) -> None:
-        """Note that ``what`` begins on this thread."""
-        now = time.monotonic()
-        self._open.setdefault(threading.get_ident(), []).append(_Open(track, what, subject, now))
-        if what in _LAUNCHES:
-            ends_with, lane = _LAUNCHES[what]
-            self._launched[ends_with, subject] = (now, lane)
-
-    def end(self, what: str, subject: str, num_bytes: int) -> None:
-        """Note that the last such span ends."""
-        stack = self._open.get(threading.get_ident(), [])
-        found = next((each for each in reversed(stack) if (each.what, each.subject) == (what, subject)), None)
-        if found is None:
-            return  # it had begun before the trace
-        if what in ("forward", "backward", "recompute"):
-            stack.remove(found)  # units are inside of one another, but need not end in this order
-        else:
-            del stack[stack.index(found) :]
-        if not self._is_ours(found.track):
-            return
-        now = time.monotonic()
-        self.spans.append(Span(what, subject, _LANES.get(what, "calls"), found.begin_s, now, num_bytes))
-        launched = self._launched.pop((what, subject), None)
-        if launched is not None:
-            begin_s, lane = launched
-            self.spans.append(Span(f"{lane.removesuffix('s')} on its way", subject, lane, begin_s, now, num_bytes))
-
-    def _is_ours(self, track: str) -> bool:
-        return self.track is None or not track.startswith("engine") or track == self.track
-
-    def on_event(self, event: Event) -> None:
-        """Note what the engine did."""
-        if isinstance(event, Call):
-            self.calls.append(event)
-
-    # ---- what came of it ----
 
     @property
     def departure(self) -> str | None:
@@ -211,6 +158,58 @@ class Trace:
         Path(path).write_text(self.to_json())
 
 
+@dataclass(slots=True)
+class _Open:
+    track: str
+    what: str
+    subject: str
+    begin_s: float
+
+
+class _Recorder:
+    """Hears of spans and events and writes them into ``trace``; ``track``: of the engine that alone is recorded, None: all."""
+
+    def __init__(self, trace: Trace, track: str | None) -> None:
+        self._trace, self._track = trace, track
+        self._open: dict[int, list[_Open]] = {}
+        self._launched: dict[tuple[str, str], tuple[float, str]] = {}
+
+    def begin(self, track: str, what: str, subject: str) -> None:
+        """Note that ``what`` begins on this thread."""
+        now = time.monotonic()
+        self._open.setdefault(threading.get_ident(), []).append(_Open(track, what, subject, now))
+        if what in _LAUNCHES:
+            ends_with, lane = _LAUNCHES[what]
+            self._launched[ends_with, subject] = (now, lane)
+
+    def end(self, what: str, subject: str, num_bytes: int) -> None:
+        """Note that the last such span ends."""
+        stack = self._open.get(threading.get_ident(), [])
+        found = next((each for each in reversed(stack) if (each.what, each.subject) == (what, subject)), None)
+        if found is None:
+            return  # it had begun before the trace
+        if what in ("forward", "backward", "recompute"):
+            stack.remove(found)  # units are inside of one another, but need not end in this order
+        else:
+            del stack[stack.index(found) :]
+        if not self._is_ours(found.track):
+            return
+        now, spans = time.monotonic(), self._trace.spans
+        spans.append(Span(what, subject, _LANES.get(what, "calls"), found.begin_s, now, num_bytes))
+        launched = self._launched.pop((what, subject), None)
+        if launched is not None:
+            begin_s, lane = launched
+            spans.append(Span(f"{lane.removesuffix('s')} on its way", subject, lane, begin_s, now, num_bytes))
+
+    def on_event(self, event: Event) -> None:
+        """Note what the engine did."""
+        if isinstance(event, Call):
+            self._trace.calls.append(event)
+
+    def _is_ours(self, track: str) -> bool:
+        return self._track is None or not track.startswith("engine") or track == self._track
+
+
 @contextmanager
 def trace(model: nn.Module | None = None) -> Generator[Trace, None, None]:
     """Record every call of the body with its begin, end, lane, bytes and unit.
@@ -238,12 +237,13 @@ def trace(model: nn.Module | None = None) -> Generator[Trace, None, None]:
             "or trace() without a model"
         )
     engine = engine_of(attachment.unit) if attachment is not None else None
-    recorded = Trace(track=None if engine is None else engine.journal.log.track.name)
+    recorded = Trace()
+    recorder = _Recorder(recorded, None if engine is None else engine.journal.log.track.name)
     with ExitStack() as stack:
         if engine is not None:
-            _hear(engine, recorded, stack)
+            _hear(engine, recorder, stack)
             recorded.planned = _planned(engine)
-        stack.enter_context(listening(recorded))
+        stack.enter_context(listening(recorder))
         yield recorded
         if engine is not None and not recorded.planned:
             recorded.planned = _planned(engine)
@@ -253,7 +253,7 @@ def _planned(engine: Engine) -> tuple[Call, ...]:
     return () if engine.journal.plan is None else engine.journal.plan.calls
 
 
-def _hear(engine: Engine, recorded: Trace, stack: ExitStack) -> None:
+def _hear(engine: Engine, recorder: _Recorder, stack: ExitStack) -> None:
     instruments = engine.journal.instruments
-    instruments.append(recorded)
-    stack.callback(lambda: instruments.remove(recorded))
+    instruments.append(recorder)
+    stack.callback(lambda: instruments.remove(recorder))

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.api.sharded_optimizer import ShardedOptimizer
-from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise.api.sharded_optimizer import ShardedOptimizer, stepper_of
+from shardwise.api.zero import ZeroRedundancyOptimizer, share_stepper
 from shardwise.errors import ConfigError
 from shardwise.transaction.kept_optimizer import Optimized, distinct, optimized_as_it_is
 from shardwise.transaction.ledger import Ledger, Wanted
@@ -93,9 +93,10 @@ def _optimized(optimizer: Optimizer) -> Optimized:
                 "an optimizer made with overlap_with_ddp=True steps inside backward, bucket by bucket: there is no moment "
                 "before its step at which all is as it was; make it without overlap to use transactions"
             )
-        return Optimized(optimizer, optimizer.optim, optimizer.stepper.mark, optimizer.stepper.renew)
+        shares = share_stepper(optimizer)
+        return Optimized(optimizer, optimizer.optim, shares.mark, shares.renew)
     if isinstance(optimizer, ShardedOptimizer):
-        stepper = optimizer.stepper
+        stepper = stepper_of(optimizer)
         return Optimized(optimizer, stepper.optimizer, stepper.mark, _nothing)
     return optimized_as_it_is(optimizer)
 

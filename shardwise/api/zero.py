@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from shardwise.black_box import note
 from shardwise.comm.board import open_board
 from shardwise.comm.owned import broadcast_object as _broadcast_object
 from shardwise.errors import StateError
-from shardwise.layout.owners import Piece
 from shardwise.optim.checkpointed import Checkpoint
 from shardwise.optim.clip import Limit
 from shardwise.optim.owned_gradient import OwnedGradient
@@ -39,8 +38,7 @@ from shardwise.zero.consolidate import load_whole, whole_state_dict
 from shardwise.zero.gradients import clip_gradients
 from shardwise.zero.join import ZeroJoinHook
 from shardwise.zero.local import make_local_optimizer
-from shardwise.zero.local_pieces import LocalPiece
-from shardwise.zero.share import Share, make_share
+from shardwise.zero.share import make_share
 from shardwise.zero.stepper import ShareStepper
 
 __all__ = ["ZeroRedundancyOptimizer", "_broadcast_object"]
@@ -63,6 +61,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         mixed_dtypes: allow several dense dtypes.
         **defaults: arguments of ``optimizer_class``.
 
+    Attributes:
+        rank, world_size: this rank's number in ``process_group``, and how many it has.
+        initialized: the constructor has ended.
+
     Construction is collective.  Errors of a single rank reach all ranks as DesyncError, which names rank and cause.
     Raises: TypeError, ConfigError (a ValueError) for wrong arguments; DesyncError if ranks pass different parameters.
 
@@ -73,7 +75,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         >>> optimizer.step()  # doctest: +SKIP
     """
 
-    stepper: ShareStepper
+    _stepper: ShareStepper
 
     def __init__(
         self,
@@ -89,9 +91,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         Joinable.__init__(self)
         self.initialized = False
-        self.board = open_board(process_group, "ZeroRedundancyOptimizer")
-        self.process_group = self.board.group
-        self.rank, self.world_size = self.board.rank, self.board.size
+        self._board = open_board(process_group, "ZeroRedundancyOptimizer")
+        self.process_group = self._board.group
+        self.rank, self.world_size = self._board.rank, self._board.size
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
         self.partition: Partition = partition
@@ -107,11 +109,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Optimizer.__init__(self, given, defaults)
             share = make_share(self._groups, partition, self.world_size, self.rank)
             local = make_local_optimizer(share, self._groups, lambda groups: plain(groups, **defaults))
-            self.stepper = ShareStepper(local, self.board, parameters_as_bucket_view)
+            self._stepper = ShareStepper(local, self._board, parameters_as_bucket_view)
             return [f"partition={partition!r}, {optimizer_class.__name__}", *describe_params(self._groups)]
 
-        agree_on(self.board, "ZeroRedundancyOptimizer(...)", build)
-        self.stepper.lay_out()
+        agree_on(self._board, "ZeroRedundancyOptimizer(...)", build)
+        self._stepper.lay_out()
         self.initialized = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -125,12 +127,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         def check() -> list[str]:
             given = checked_params([dict(param_group)])
-            check_dense([*self.all_params, *flatten_groups(given)], self._mixed_dtypes)
+            check_dense([*self._stepper.share.params, *flatten_groups(given)], self._mixed_dtypes)
             return describe_params([*self._groups, *[item for item in given if isinstance(item, dict)]])
 
-        agree_on(self.board, "add_param_group", check)
+        agree_on(self._board, "add_param_group", check)
         super().add_param_group(param_group)
-        self.stepper.add_last_group()
+        self._stepper.add_last_group()
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:  # pyright: ignore
         """Update this rank's share, then bring every rank's share to all.  Collective.
@@ -143,11 +145,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             logger.warning("`step()` should not be included in the training loop when `overlap_with_ddp=True`")
             return None
         Join.notify_join_context(self)
-        return self.stepper.step(closure, kwargs)
+        return self._stepper.step(closure, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) the gradients of all parameters, and of this rank's pieces."""
-        for param in self.all_params:
+        for param in self._stepper.share.params:
             if isinstance(param.grad, OwnedGradient):
                 param.grad = None if set_to_none else torch.zeros_like(param, requires_grad=False)
         super().zero_grad(set_to_none)
@@ -161,7 +163,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises: DesyncError on all ranks if they have gradients of other parameters; StateError in ``Join``.
         """
         if self.world_size > 1:
-            self.stepper.reduce()
+            self._stepper.reduce()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -180,11 +182,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "with overlap_with_ddp=True the step has been made when backward returns; make the optimizer without "
                 "overlap to clip, or clip in the communication hook"
             )
-        stepper = self.stepper
-        stepper.known.check(self.share, self.board, f"clip_grad_norm_() before step {self.num_steps + 1}")
+        stepper = self._stepper
+        stepper.known.check(stepper.share, self._board, f"clip_grad_norm_() before step {stepper.num_steps + 1}")
         # In Join not every rank is here, but those that are have all gradients.
         owner = None if stepper.is_joining else stepper
-        return clip_gradients(self.share, owner, Limit(max_norm, norm_type, error_if_nonfinite))
+        return clip_gradients(stepper.share, owner, Limit(max_norm, norm_type, error_if_nonfinite))
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the whole state to group rank ``to``, tensor by tensor, for :meth:`state_dict` there.  Collective.
@@ -192,14 +194,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Extra memory: the state itself on ``to``, the largest tensor elsewhere.  Without a step since the last call for
         the same rank it moves nothing.
         """
-        self.stepper.consolidate(to)
+        self._stepper.consolidate(to)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as the plain optimizer would, on the rank it was consolidated to.
 
         Raises: StateError (a RuntimeError) elsewhere, or if a step was made since.
         """
-        consolidated = self.stepper.consolidated
+        consolidated = self._stepper.consolidated
         if consolidated is None or consolidated.state is None:
             raise StateError(
                 f"Optimizer state has not been consolidated on this rank since the last step. Please call "
@@ -213,14 +215,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Not collective; ``state_dict`` is not changed.  Raises: ConfigError (a ValueError) if groups do not match.
         """
-        load_whole(self.stepper.local, state_dict)
-        self.stepper.mark_loaded()
+        load_whole(self._stepper.local, state_dict)
+        self._stepper.mark_loaded()
 
     def sharded(
         self, names: Mapping[str, torch.Tensor] | None = None, loading: bool | Checkpoint = False, flat: bool = False
     ) -> ShardedState:
         """Return this rank's share of the state for ``torch.distributed.checkpoint``; see :class:`ShardedState`."""
-        return ShardedState(self.stepper.local, self.stepper.mark_loaded, names, loading, flat)
+        return ShardedState(self._stepper.local, self._stepper.mark_loaded, names, loading, flat)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that steps along on ranks without inputs; ``kwargs`` are not used.
@@ -228,7 +230,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         From here to the end of the ``Join`` every step costs one more small all-reduce: active ranks pass reduced
         gradients to the ranks that have joined, which could not update their share otherwise.
         """
-        stepper = self.stepper
+        stepper = self._stepper
         stepper.begin_join()
         if self.overlap_with_ddp:  # DDP's hook makes the step, in backward
             return ZeroJoinHook(lambda: None, stepper.end_join)
@@ -237,7 +239,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self.all_params[0].device
+        return self._stepper.share.params[0].device
 
     @property
     def join_process_group(self) -> Any:
@@ -245,39 +247,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.process_group
 
     @property
-    def is_joining(self) -> bool:
-        """True from :meth:`join_hook` to the end of ``Join``."""
-        return self.stepper.is_joining
-
-    @property
     def optim(self) -> Optimizer:
         """The local optimizer, which holds this rank's pieces and their state."""
-        return self.stepper.local.optim
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps made."""
-        return self.stepper.num_steps
-
-    @property
-    def share(self) -> Share:
-        """Which rank updates which elements."""
-        return self.stepper.share
-
-    @property
-    def all_params(self) -> Sequence[torch.Tensor]:
-        """All parameters in the order of the groups: their index is the key in state dicts."""
-        return self.share.params
-
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        """All ranks' pieces."""
-        return self.share.pieces
-
-    @property
-    def local_pieces(self) -> Sequence[LocalPiece]:
-        """This rank's pieces."""
-        return self.share.local_pieces
+        return self._stepper.local.optim
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -294,8 +266,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         torch's ``get_optimizer_state_dict`` steps on zero gradients where there is none, so it must be there on all ranks.
         """
-        return self.stepper.local.states() if self.stepper.has_state else defaultdict[torch.Tensor, Any](dict)
+        return self._stepper.local.states() if self._stepper.has_state else defaultdict[torch.Tensor, Any](dict)
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         del value  # torch's constructor and ``__setstate__`` assign it
+
+
+def share_stepper(optimizer: ZeroRedundancyOptimizer) -> ShareStepper:
+    """Return what steps ``optimizer`` on the shares of all ranks."""
+    return optimizer._stepper  # pyright: ignore[reportPrivateUsage]

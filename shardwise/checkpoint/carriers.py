@@ -41,7 +41,7 @@ class PerRank:
     """
 
     def __init__(self, inner: Any) -> None:
-        self.inner = inner
+        self._inner = inner
 
 
 class RandomState:
@@ -71,12 +71,18 @@ class RandomState:
         if state_dict["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state(state_dict["cuda"][0])
 
-    def derive(self, save_id: str, rank: int) -> None:
-        """Seed all generators from what every rank knows and its own number."""
-        seed = xxhash.xxh3_64_intdigest(f"{save_id}/{rank}".encode())
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed % 2**63)
+
+def own_state(marked: PerRank | RandomState) -> Any:
+    """Return what differs between ranks: what ``PerRank`` marks, or the generators."""
+    return marked._inner if isinstance(marked, PerRank) else marked  # pyright: ignore[reportPrivateUsage]
+
+
+def _seed_from(save_id: str, rank: int) -> None:
+    """Seed all generators from what every rank knows and its own number."""
+    seed = xxhash.xxh3_64_intdigest(f"{save_id}/{rank}".encode())
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)
 
 
 class ObjectCarrier:
@@ -152,8 +158,8 @@ class PerRankCarrier:
         if saved_by == self._size:
             return ObjectCarrier(self.prefix, self._thing).ask(order)
         order.leave(self.prefix)
-        derive = getattr(self._thing, "derive", None)
-        what = "each rank's is derived from the save" if derive is not None else "it stays as it is"
+        is_random = isinstance(self._thing, RandomState)
+        what = "each rank's is derived from the save" if is_random else "it stays as it is"
         if self._rank == 0:
             self._warn(f"{self._key}: {saved_by} ranks have saved theirs, {self._size} load it: {what}")
-        return (lambda: derive(save_id, self._rank)) if derive is not None else (lambda: None)
+        return (lambda: _seed_from(save_id, self._rank)) if is_random else (lambda: None)

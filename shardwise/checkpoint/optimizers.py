@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from shardwise import torch_private
-from shardwise.api.sharded_optimizer import ShardedOptimizer
-from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise.api.sharded_optimizer import ShardedOptimizer, room_for_state, whole_state_names
+from shardwise.api.zero import ZeroRedundancyOptimizer, share_stepper
 from shardwise.checkpoint.carriers import Apply
 from shardwise.checkpoint.contents import Contents, device_of, like, parts_of
 from shardwise.checkpoint.dtypes import dtype_of
@@ -112,7 +112,7 @@ class OptimizerCarrier:
             return self._ask_zero(optimizer, order)
         rooms: Mapping[str, Sequence[torch.Tensor]] = {}
         if isinstance(optimizer, ShardedOptimizer):
-            whole = optimizer.whole_state_names
+            whole = whole_state_names(optimizer)
             if whole is not None:
                 return self._ask_whole([own in whole for own in _own_names(optimizer)], order)
             rooms = self._rooms(optimizer, order)
@@ -145,7 +145,7 @@ class OptimizerCarrier:
                 if record is not None and param.dim() and record.shape == tuple(param.shape):
                     dtypes.setdefault(own, {})[key] = dtype_of(record.dtype, full)
                     places[own, key] = full
-        rooms = optimizer.room_for_state(dtypes)
+        rooms = room_for_state(optimizer, dtypes)
         return {full: rooms[own][key] for (own, key), full in places.items()}
 
     def _ask_state(
@@ -173,7 +173,7 @@ class OptimizerCarrier:
         for name in self._names:
             for full in order.names_under(join(self.prefix, "state", name)):
                 order.use(full)
-        for own in zero.local_pieces:
+        for own in share_stepper(zero).share.local_pieces:
             param, name = own.param, self._names[own.piece.tensor]
             values: dict[str, Callable[[], Any]] = {}
             for full in order.names_under(join(self.prefix, "state", name)):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.carriers import Carrier, ObjectCarrier, PerRank, PerRankCarrier, RandomState
+from shardwise.checkpoint.carriers import Carrier, ObjectCarrier, PerRank, PerRankCarrier, RandomState, own_state
 from shardwise.checkpoint.contents import Contents, Known
 from shardwise.checkpoint.modules import ModuleCarrier
 from shardwise.checkpoint.names import join
@@ -39,8 +39,7 @@ def carriers_of(state: Mapping[str, Any], rank: int, size: int) -> list[Carrier]
         elif isinstance(thing, Optimizer):
             found.append(OptimizerCarrier(prefix, thing, _names_for(thing, modules)))
         elif isinstance(thing, (PerRank, RandomState)):
-            inner = thing.inner if isinstance(thing, PerRank) else thing
-            found.append(PerRankCarrier(key, inner, rank, size, logger.warning))
+            found.append(PerRankCarrier(key, own_state(thing), rank, size, logger.warning))
         else:
             found.append(ObjectCarrier(prefix, thing))
     return found

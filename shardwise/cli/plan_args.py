@@ -6,14 +6,16 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwise.cli.extras import check_extras
+from shardwise.cli.measure_shared import measured_shared
 from shardwise.errors import ConfigError
 from shardwise.planner.advice import Plan, plan, with_hosts
 from shardwise.planner.hardware import HARDWARE, read_hardware
@@ -22,6 +24,7 @@ from shardwise.planner.setting import DOORS, OPTIMIZERS
 from shardwise.recipes.config import PRESETS, TrainConfig
 from shardwise.recipes.gpt import GPT
 from shardwise.recipes.llama import LLAMAS, Llama
+from shardwise.recipes.parallel import HEADS, LLAMA_HEADS
 
 _GPT = "gpt-"
 _PRESETS = (*LLAMAS, *(_GPT + name for name in PRESETS))
@@ -43,8 +46,8 @@ def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
         help="a function without arguments that makes the model; it is called on the meta device",
     )
     for name, default, meaning in (
-        ("ranks", 8, "data-parallel ranks"),
-        ("batch", 1, "sequences of a microbatch, on each rank"),
+        ("ranks", 8, "ranks, those that split a block together included"),
+        ("batch", 1, "sequences of a microbatch, on each data-parallel rank"),
         ("seq", 2048, "tokens of a sequence"),
         ("accumulate", 1, "microbatches of a step"),
     ):
@@ -59,12 +62,27 @@ def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
         help=f"{', '.join(HARDWARE)}, or a JSON file (default: h100)",
     )
     parser.add_argument(
-        "--measure", action="store_true", help="time this machine's operations first, with --hardware cpu"
+        "--measure",
+        action="store_true",
+        help="with --hardware cpu: time this machine's operations, and how its processes share memory, first",
     )
     parser.add_argument(
         "--precision", choices=("fp32", "bf16"), default="bf16", help="of the computation (default: bf16)"
     )
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)")
+    parser.add_argument(
+        "--tp",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="numbers of ranks to split every block over: tensor parallelism (default: 1, none)",
+    )
+    parser.add_argument(
+        "--tp-plan",
+        metavar="MODULE:NAME",
+        help="with --model-from: what parallelize_module takes for one block of the model (a preset has its own)",
+    )
     parser.add_argument("--doors", nargs="+", choices=DOORS, help="ways to consider (default: all but DDP)")
     parser.add_argument("--out", metavar="FOLDER", help="write plan.json, train.py and memory.png there")
 
@@ -76,11 +94,16 @@ def run_plan(arguments: argparse.Namespace) -> int:
     hardware = read_hardware(arguments.hardware)
     if arguments.hosts is not None:
         hardware = with_hosts(hardware, arguments.ranks, arguments.hosts)
+    near = min(arguments.ranks, hardware.ranks_per_host)
+    if arguments.measure and hardware.device == "cpu" and near > 1:
+        hardware = replace(hardware, shared=measured_shared(near))
     choices = Choices(
         precision=arguments.precision,
         accumulate=arguments.accumulate,
         optimizer=arguments.optimizer,
         measures=arguments.measure,
+        tensor=tuple(arguments.tp),
+        tensor_plan=_tensor_plan_of(arguments),
     )
     if arguments.doors is not None:
         choices = replace(choices, doors=tuple(arguments.doors))
@@ -112,8 +135,10 @@ def plan_training(config: TrainConfig, ranks: int, device: str) -> int:
         offload=(config.offload,),
         precision=config.dtype,
         accumulate=config.accumulate,
+        tensor=(config.tp,),
+        tensor_plan=HEADS,
     )
-    batch = max(config.batch // (ranks * config.accumulate), 1)
+    batch = max(config.batch // (ranks // config.tp * config.accumulate), 1)
     hardware = "cpu" if device == "cpu" else "h100"
     found = plan(lambda: GPT(config.model), (batch, config.model.context), ranks, hardware=hardware, choices=choices)
     print(found.table())
@@ -127,13 +152,32 @@ def _model_of(arguments: argparse.Namespace) -> Callable[[], nn.Module]:
             return lambda: Llama(LLAMAS[name])
         shape = replace(PRESETS[name.removeprefix(_GPT)], context=arguments.seq)
         return lambda: GPT(shape)
-    module, _, function = str(arguments.model_from).partition(":")
-    if not function:
-        raise ConfigError(f"--model-from is {arguments.model_from!r}, expected MODULE:FUNCTION, such as my_model:build")
+    return cast(
+        "Callable[[], nn.Module]", _named(arguments.model_from, "--model-from", "FUNCTION, such as my_model:build")
+    )
+
+
+def _tensor_plan_of(arguments: argparse.Namespace) -> Mapping[str, ParallelStyle]:
+    if arguments.preset is not None:
+        return LLAMA_HEADS if str(arguments.preset) in LLAMAS else HEADS
+    if arguments.tp_plan is None:
+        return {}
+    found = _named(arguments.tp_plan, "--tp-plan", "NAME, such as my_model:TP_PLAN")
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"--tp-plan {arguments.tp_plan} is a {type(found).__name__}, expected what parallelize_module takes"
+        )
+    return cast("Mapping[str, ParallelStyle]", found)
+
+
+def _named(source: str, option: str, expected: str) -> object:
+    """Return what MODULE:NAME names.  Raises: ConfigError."""
+    module, _, name = source.partition(":")
+    if not name:
+        raise ConfigError(f"{option} is {source!r}, expected MODULE:{expected}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        made: object = getattr(importlib.import_module(module), function)
+        return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--model-from {arguments.model_from}: {error}") from error
-    return cast("Callable[[], nn.Module]", made)
+        raise ConfigError(f"{option} {source}: {error}") from error

@@ -29,7 +29,8 @@ class CompressionPolicy:
         error_feedback: add what coding has lost of a gradient to the next one.  Costs 4 bytes on every rank for each coded
             element that it sends a gradient of: of the whole unit where parameters are sharded, of the shard between replicas.
         min_bytes: tensors whose whole is smaller stay exact.
-        exact: shell patterns of parameter names within the unit (``("*embed*", "head.weight")``) that stay exact.
+        exact: shell patterns of names of parameters that stay exact, from the root or from any module below it:
+            ``("*embed*", "head.weight")``.
         warn_above: warn when coding has changed a unit's parameters or gradients by more than this, relative, in the 2-norm.
 
     Raises: ConfigError for other values.
@@ -60,10 +61,20 @@ class CompressionPolicy:
         if not self.warn_above > 0:
             raise ConfigError(f"CompressionPolicy: warn_above is {self.warn_above!r}, expected a number above 0")
 
-    def takes(self, name: str, shape: tuple[int, ...], itemsize: int) -> bool:
-        """Return True if the tensor ``name`` of ``shape`` (whole), of ``itemsize`` bytes an element, is to be coded."""
-        num_bytes = itemsize
-        for extent in shape:
-            num_bytes *= extent
-        is_large = len(shape) >= 2 and num_bytes >= max(self.min_bytes, 1) and itemsize <= 4
-        return is_large and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exact)
+
+def takes(policy: CompressionPolicy, name: str, shape: tuple[int, ...], itemsize: int) -> bool:
+    """Return True if the tensor ``name`` of ``shape`` (whole), of ``itemsize`` bytes an element, is to be coded."""
+    num_bytes = itemsize
+    for extent in shape:
+        num_bytes *= extent
+    is_large = len(shape) >= 2 and num_bytes >= max(policy.min_bytes, 1) and itemsize <= 4
+    return is_large and not any(_names(pattern, name) for pattern in policy.exact)
+
+
+def _names(pattern: str, name: str) -> bool:
+    """Return True if ``pattern`` fits ``name`` from any of its dots on.
+
+    Before the first forward names begin at the unit, then at the root: what stays exact must not change with that.
+    """
+    parts = name.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))

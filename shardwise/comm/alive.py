@@ -7,7 +7,8 @@ import os
 import platform
 import select
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -42,12 +43,29 @@ class Liveness:
             os.close(self._fd)
 
 
+_declared: list[str] = []  # the names that on_host has been given and not taken back; the last one counts
+
+
+@contextmanager
+def on_host(name: str) -> Generator[None, None, None]:
+    """Let this process count as one of another host, with others of the same ``name`` alone: several hosts on one machine.
+
+    For tests and benchmarks.  To be entered before the first ``fully_shard``, ``replicate`` or optimizer.
+    """
+    _declared.append(name)
+    try:
+        yield
+    finally:
+        _declared.pop()
+
+
 def host_id() -> str:
     """Return a text that is the same for all processes of one boot of one host, and for no others."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        found = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return platform.node()
+        found = platform.node()
+    return "/".join([found, *_declared[-1:]])
 
 
 def announce(store: dist.Store, rank: int) -> None:

@@ -109,7 +109,8 @@ class BufferPool:
     def lease(self, num_bytes: int) -> Lease:
         """Lend a storage of at least ``num_bytes``: an idle one of its size class, or a new one."""
         self.leased_bytes += num_bytes
-        self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
+        if self.leased_bytes > self.peak_leased_bytes:
+            self.peak_leased_bytes = self.leased_bytes
         size = self._sizes.get(num_bytes)
         if size is None:
             size = self._sizes[num_bytes] = size_class(num_bytes)

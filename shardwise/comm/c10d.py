@@ -11,65 +11,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from shardwise import torch_private
 from shardwise.black_box import EVERYBODY, now, remember, thread
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.communicator import Contents, GatherEnds, Pending, Scale, ScatterEnds
+from shardwise.comm.custom import AllGatherFunction, CustomCollectives, ReduceScatterFunction
 from shardwise.comm.lanes import Lane
 
-
-class AllGatherFunction(Protocol):
-    """A user's all-gather, as torch's ``set_custom_all_gather`` takes it."""
-
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a buffer for a result."""
-        ...
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
-        ...
-
-
-class ReduceScatterFunction(Protocol):
-    """A user's reduce-scatter, as torch's ``set_custom_reduce_scatter`` takes it."""
-
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a buffer."""
-        ...
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce ``input_tensor`` over ranks and leave this rank's section in ``output_tensor``."""
-        ...
-
-
-@dataclass(slots=True)
-class CustomCollectives:
-    """What a user wants of the collectives of some parameters.
-
-    Attributes:
-        all_gather, reduce_scatter: what to call in place of the backend's.
-        allocates_from_group: staging buffers come from the process group's own allocator, where its backend has one.
-        reduce_group: where reduce-scatters run, beside all-gathers.
-    """
-
-    all_gather: AllGatherFunction | None = None
-    reduce_scatter: ReduceScatterFunction | None = None
-    allocates_from_group: bool = False
-    reduce_group: dist.ProcessGroup | None = None
+# torch's own functions spend a part of their time on what cannot be here: other classes of tensors, strangers to the group,
+# collectives that are put off.  Who has replaced them, to count or to change collectives, is asked.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather_single(
@@ -77,6 +35,10 @@ def all_gather_single(
 ) -> dist.Work | None:
     """Launch ``output = concat(shard of every rank)``; torch renamed this collective in 2.13."""
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    if async_op and function is _ALL_GATHER and not output.is_complex():
+        gathering = AllgatherOptions()
+        gathering.asyncOp = True
+        return getattr(group, torch_private.ALL_GATHER_METHOD)(output, shard, gathering)
     return function(output, shard, group=group, async_op=async_op)
 
 
@@ -85,6 +47,10 @@ def reduce_scatter_single(
 ) -> dist.Work | None:
     """Launch ``output = my section of op(packed of every rank)``."""
     function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    if async_op and function is _REDUCE_SCATTER:
+        scattering = ReduceScatterOptions()
+        scattering.reduceOp, scattering.asyncOp = op, True
+        return getattr(group, torch_private.REDUCE_SCATTER_METHOD)(output, packed, scattering)
     return function(output, packed, group=group, op=op, async_op=async_op)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.codec.block_codes import BlockCode
 from shardwise.codec.coded_sections import CodedSection
-from shardwise.codec.compression_policy import Coding, CompressionPolicy
+from shardwise.codec.compression_policy import Coding, CompressionPolicy, takes
 from shardwise.comm.communicator import Contents, NamedTensor
 from shardwise.layout.bucket import Bucket
 
@@ -99,7 +99,7 @@ class Compression:
             saves = dtype.is_floating_point and (coding == "int8" or dtype.itemsize > 2)
             shapes = [shard.shape for shard in layout.shards]
             named = zip(contents.params, shapes, strict=True)
-            is_coded = [saves and self.policy.takes(param.fqn, shape, dtype.itemsize) for param, shape in named]
+            is_coded = [saves and takes(self.policy, param.fqn, shape, dtype.itemsize) for param, shape in named]
             made = CodedSection.of(layout, is_coded, dtype, BlockCode(coding, self.policy.block))
             known = self._sections[key] = (layout, made)  # with the layout: its id stays its own
         return known[1]
@@ -143,7 +143,7 @@ class Compression:
         cast = shard.detach().to(dtype)
         coding = self.policy.gather
         saves = coding == "int8" or dtype.itemsize > 2
-        if coding is None or not (saves and self.policy.takes(name, shape, dtype.itemsize)) or not shard.numel():
+        if coding is None or not (saves and takes(self.policy, name, shape, dtype.itemsize)) or not shard.numel():
             return cast
         code, block = BlockCode(coding, self.policy.block), self.policy.block
         numel = -(-shard.numel() // block) * block

@@ -39,7 +39,7 @@ from shardwise.units.group import ShardGroup
 from shardwise.units.param import Slot, UnitParam
 from shardwise.units.place import Place
 from shardwise.units.placement import cut_shard, place
-from shardwise.units.precision import CPUOffloadPolicy, GradDtype, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.units.precision import CPUOffloadPolicy, GradDtype, MixedPrecisionPolicy, OffloadPolicy, keeps_dtype
 from shardwise.units.unit import Unit
 
 ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
@@ -282,7 +282,7 @@ def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, preset: 
             sharded = torch_private.parameter_from_local(local, placed.spec, item.param.requires_grad)
     result = UnitParam(item.fqn, item.slots, cut, placed.spec, placed.inner_spec, sharded, shape, preset.keeps_plain)
     result.module = weakref.ref(item.module)
-    result.keeps_dtype = preset.precision.keeps_dtype(item.param, item.fqn)
+    result.keeps_dtype = keeps_dtype(preset.precision, item.param, item.fqn)
     if torch_private.has_chosen_grad_dtype(item.param):
         result.grad_dtype = GradDtype(item.param.grad_dtype)
         result.follow_grad_dtype()

@@ -14,11 +14,14 @@ import torch.distributed as dist
 from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.links.arena import ArenaPlace
-from shardwise.comm.links.host import Host, HostLink, outbox_bytes, slot_bytes
+from shardwise.comm.links.host import HostLink, outbox_bytes, slot_bytes
+from shardwise.comm.links.inboxes import NUM_INBOXES, Inboxes, padded_bytes
 from shardwise.comm.links.link import Link, Transport
-from shardwise.comm.links.meet import Offer, meet, read_posts
+from shardwise.comm.links.mates import Host
+from shardwise.comm.links.meet import Offer, Outcome, meet, read_posts
 from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
 from shardwise.comm.links.send_recv import MAX_RANKS, PeerLink
+from shardwise.comm.links.tiers import TieredLink, column_of
 from shardwise.comm.posts import Posts
 from shardwise.errors import TransportError
 from shardwise.units.flat_bucket import Allocator, FlatBucket
@@ -27,17 +30,31 @@ from shardwise.units.group import ShardGroup
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What must be the same on every rank: dtype and elements of each section, bytes of a slot of the outbox."""
+    """What must be the same on every rank.
+
+    Attributes:
+        sections: dtype and elements of each.
+        slot_bytes: of the outbox.
+        gather_bytes: of the largest all-gather's section, with its padding.
+        num_ranks: of the group.
+    """
 
     sections: tuple[tuple[str, int], ...]
     slot_bytes: int
+    gather_bytes: int
+    num_ranks: int
+
+    @property
+    def inboxes_start(self) -> int:
+        return HEADER_BYTES + outbox_bytes(self.slot_bytes)
 
     @property
     def num_bytes(self) -> int:
-        return HEADER_BYTES + outbox_bytes(self.slot_bytes)
+        """Bytes of a segment, for any number of hosts; pages that are not written take no memory."""
+        return self.inboxes_start + NUM_INBOXES * self.num_ranks * self.gather_bytes
 
     def digest(self) -> str:
-        return hashlib.sha256(repr((self.sections, self.slot_bytes)).encode()).hexdigest()
+        return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
 class GroupLink:
@@ -68,6 +85,7 @@ class GroupLink:
         self._timeout_s = timeout_s
         self._sizes: _Sizes | None = None
         self._link: Link | None = None
+        self._inside: HostLink | None = None  # what of the link shares memory
         self._posts: Posts | None = None
         self._said: list[ArenaPlace] = []
         self._num_said = 0
@@ -77,19 +95,19 @@ class GroupLink:
 
         Collective when it makes one.  Raises: DesyncError if a rank does not come, or its shards have other sizes.
         """
-        if self._sizes is not None and not isinstance(self._link, HostLink):
+        if self._sizes is not None and self._inside is None:
             return self._link
         gathers = [group for ref in self._gathers if (group := ref()) is not None]
         buckets = [bucket for group in gathers for bucket in group.main_buckets if bucket.travels]
         if self._sizes is None or any(bucket.number is None for bucket in buckets):
             reduces = [group for ref in self._reduces if (group := ref()) is not None]
-            sizes = _sizes_of(buckets, reduces, self._process_group.size())
+            sizes = _sizes_of(gathers, reduces, self._process_group.size())
             if sizes != self._sizes:
                 self._sizes = sizes
                 self._link = self._make(sizes)
                 self._said = []
-        if isinstance(self._link, HostLink):
-            self._say_where(buckets, self._link)
+        if self._inside is not None:
+            self._say_where(buckets, self._inside)
         return self._link
 
     def _say_where(self, buckets: Sequence[FlatBucket], link: HostLink) -> None:
@@ -134,23 +152,34 @@ class GroupLink:
         return mine == (list(gathers), list(reduces), transport)
 
     def _make(self, sizes: _Sizes) -> Link | None:
-        offer = Offer(self._transport, sizes.num_bytes, sizes.digest())
-        meeting = meet(self._process_group, offer)
-        if meeting.segments is not None:
-            self._posts = meeting.posts
-            ref = weakref.ref(self)
-
-            def places_of(rank: int, number: int) -> Sequence[ArenaPlace]:
-                owner = ref()
-                assert owner is not None  # it owns the link
-                return owner._places_of(rank, number)
-
-            rank = self._process_group.rank()
-            host = Host(meeting.segments, meeting.pids, rank, meeting.posts.members, places_of)
-            return HostLink(host, HEADER_BYTES, sizes.slot_bytes, self._timeout_s)
+        meeting = meet(self._process_group, Offer(self._transport, sizes.num_bytes, sizes.digest()))
+        self._inside = None
+        if meeting.mates:
+            return self._make_shared(sizes, meeting)
         if meeting.transport == "collective" or self._process_group.size() > MAX_RANKS:
             return None
         return PeerLink(self._process_group, self._pool)
+
+    def _make_shared(self, sizes: _Sizes, meeting: Outcome) -> Link:
+        self._posts = meeting.posts
+        ref, rank, mates = weakref.ref(self), self._process_group.rank(), meeting.mates
+
+        def places_of(rank: int, number: int) -> Sequence[ArenaPlace]:
+            owner = ref()
+            assert owner is not None  # it owns the link
+            return owner._places_of(rank, number)
+
+        host = Host(
+            meeting.segments, meeting.pids, mates.index(rank), mates, sizes.num_ranks, places_of, meeting.posts.members
+        )
+        self._inside = inside = HostLink(host, HEADER_BYTES, sizes.slot_bytes, self._timeout_s)
+        if len(mates) == sizes.num_ranks:
+            return inside
+        column = column_of(rank, len(mates), sizes.num_ranks)
+        between = PeerLink(self._process_group, self._pool, column)
+        return TieredLink(
+            inside, between, Inboxes(inside, sizes.inboxes_start, len(between.peers) * sizes.gather_bytes)
+        )
 
 
 def can_link(group: ShardGroup, process_group: dist.ProcessGroup) -> bool:
@@ -160,7 +189,9 @@ def can_link(group: ShardGroup, process_group: dist.ProcessGroup) -> bool:
     return torch_private.is_gloo(process_group)
 
 
-def _sizes_of(buckets: Sequence[FlatBucket], reduces: Sequence[ShardGroup], num_ranks: int) -> _Sizes:
-    sections = tuple((str(bucket.dtype), bucket.layout.section_numel) for bucket in buckets)
+def _sizes_of(gathers: Sequence[ShardGroup], reduces: Sequence[ShardGroup], num_ranks: int) -> _Sizes:
+    travelling = [[bucket for bucket in group.main_buckets if bucket.travels] for group in gathers]
+    sections = tuple((str(each.dtype), each.layout.section_numel) for buckets in travelling for each in buckets)
+    gathered = [sum(padded_bytes(b.layout.section_numel * b.full_dtype.itemsize) for b in each) for each in travelling]
     sizes = [numel * itemsize for group in reduces for numel, itemsize in group.largest_reductions()]
-    return _Sizes(sections, slot_bytes(max(sizes, default=0), num_ranks))
+    return _Sizes(sections, slot_bytes(max(sizes, default=0), num_ranks), max(gathered, default=0), num_ranks)

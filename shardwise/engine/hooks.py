@@ -29,21 +29,23 @@ from shardwise.units.unit import is_in_backward
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+_NO_RANGE = nullcontext()
+
+
+_WHY_NO_GRAPH = (
+    "shardwise gathers parameters and reduces gradients between graphs, where a unit begins and ends. With fullgraph=True "
+    "compile each unit by itself: for block in model.blocks: block.compile(fullgraph=True)"
+)
 
 
 def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` so that torch.compile leaves it out of its graphs; elsewhere it runs as it is."""
-    disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function, recursive=True))
-        return disabled[0](*args, **kwargs)
+        return function(*args, **kwargs)
 
-    torch_private.skip_frames(outside)
+    torch_private.skip_frames(outside, _WHY_NO_GRAPH)
     return outside
 
 
@@ -54,7 +56,7 @@ def _range(what: str, unit: str) -> AbstractContextManager[object]:
     if torch_private.is_profiling():
         record_transfers()
         return torch.profiler.record_function(f"FSDP::{what} ({unit})")
-    return nullcontext()
+    return _NO_RANGE
 
 
 class Hooks:

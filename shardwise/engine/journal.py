@@ -86,18 +86,22 @@ class Journal:
             return ()
         track = self.log.track
         track.count += 1
-        remember((now(), thread(), track.name, track.count, edge.value, unit.name))
+        remember((now(), thread(), track.name, track.count, edge, unit.name))
         if hearers:
-            tell(edge.value, unit.name)
+            tell(edge, unit.name)
         if listeners:
             _tell_computation(track.name, unit.name, edge)
         position = len(self._visits)
-        self._visits.append(Visit(number, edge))
         if not self._follows_plan or self.plan is None:
+            self._visits.append(Visit(number, edge))
             return ()
         expected = self.plan.order.visits
-        if position < len(expected) and expected[position] == self._visits[-1]:
-            return self._ahead[position]
+        if position < len(expected):
+            planned = expected[position]
+            if planned.unit == number and planned.edge is edge:
+                self._visits.append(planned)
+                return self._ahead[position]
+        self._visits.append(Visit(number, edge))
         self._follows_plan = False
         name = self._units[expected[position].unit].name if position < len(expected) else "end of step"
         self._left_order = f"expected unit '{name}', found unit '{unit.name}'"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-from torch.distributed.tensor import DTensor
-
 from shardwise.errors import StateError
+from shardwise.units.local_gradients import lies_as
 from shardwise.units.unit import Unit
 
 
@@ -29,13 +27,7 @@ def hold_assigned(units: Iterable[Unit]) -> None:
 def _has_assigned(unit: Unit) -> bool:
     # Between steps a full parameter that stays shows the gradient of its shard, too: that one has been reduced.
     fulls = (param.full for param in unit.params)
-    return any(full is not None and full.grad is not None and _lies_as(full, full.grad) for full in fulls)
-
-
-def _lies_as(full: torch.Tensor, gradient: torch.Tensor) -> bool:
-    if not isinstance(gradient, DTensor):
-        return not isinstance(full, DTensor)
-    return isinstance(full, DTensor) and gradient.device_mesh == full.device_mesh
+    return any(full is not None and full.grad is not None and lies_as(full, full.grad) for full in fulls)
 
 
 def check_weights(unit: Unit) -> None:

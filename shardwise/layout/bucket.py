@@ -50,12 +50,18 @@ class Bucket:
         return self.section_numel * self.shards[0].num_shards / true_numel
 
     @cached_property
-    def is_even(self) -> bool:
-        """True when every section is the dim-0 rows of all tensors, equally many on every rank, without gaps.
+    def num_even(self) -> int:
+        """How many sections, the first ones, are the dim-0 rows of all tensors, equally many on every rank, without gaps.
 
-        Then a packed buffer viewed as (num_shards, section_numel) has each tensor, viewed as (num_shards, -1), as columns.
+        All other sections are padding, as where a few rows are cut for many ranks.  Then a packed buffer viewed as (num_shards,
+        section_numel) has in its first ``num_even`` rows each tensor, viewed as (num_even, -1), as columns.  0: it is not so.
         """
-        return not self.has_padding and all(shard.outer == 1 and not shard.is_whole for shard in self.shards)
+        if self.section_numel != sum(shard.section_numel for shard in self.shards) or not self.section_numel:
+            return 0
+        if any(shard.is_whole or shard.outer != 1 or shard.size % max(shard.chunk, 1) for shard in self.shards):
+            return 0
+        found = {shard.size // max(shard.chunk, 1) for shard in self.shards}
+        return found.pop() if len(found) == 1 else 0
 
     @cached_property
     def num_large(self) -> int:

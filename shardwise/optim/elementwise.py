@@ -124,7 +124,7 @@ class ElementwiseStep:
         try:
             for index, group in enumerate(self._groups):
                 self._prepare(index, group)
-            torch_private.step_inside(self.optimizer)
+            self._update()
         finally:
             for group in self._groups:
                 for run in group.runs:
@@ -134,6 +134,9 @@ class ElementwiseStep:
             if not group.is_checked or group.num_steps % CHECK_EVERY == 0 or group.num_steps <= CHECK_EVERY:
                 self._check_state(group)
         return loss
+
+    def _update(self) -> None:
+        torch_private.step_inside(self.optimizer)
 
     def mark(self) -> Callable[[], None]:
         """Return what brings back which pieces are in which runs; the optimizer's state and groups are the caller's."""

@@ -1,4 +1,4 @@
-"""The three ways to run an optimizer: on pieces, on whole matrices, or as it is where nothing is sharded."""
+"""The ways to run an optimizer: on pieces, with sums over ranks or none, on whole matrices, or as it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from shardwise.optim.forms import load_indexed
 from shardwise.optim.pieces import is_sharded_tensor, local_of, state_of_piece
 from shardwise.optim.protocol import Closure, MakeOptimizer, Params, Stepper, Values
 from shardwise.optim.registry import UpdateRule, is_known, update_rule
-from shardwise.optim.trial import states_after_zeros, why_not_cut
+from shardwise.optim.summed import SummedStep
+from shardwise.optim.trial import states_after_zeros, takes_sums, why_not_cut
 from shardwise.optim.whole_matrix import WholeMatrixStep
 
 
@@ -32,14 +33,18 @@ def make_stepper(
     """
     pieces = [piece for params, _ in groups for param in params for piece in param]
     is_plain = not any(isinstance(p.param, DTensor) or is_sharded_tensor(p.param) for p in pieces)
+    has_sums, device = False, local_of(pieces[0]).device
     try:
         rule = update_rule(optimizer_class, declared)
         if rule == "elementwise" and not is_known(optimizer_class):
-            _check_cut(make, optimizer_class, groups[0][1], local_of(pieces[0]).device)
+            _check_cut(make, optimizer_class, groups[0][1], device)
+            has_sums = takes_sums(make, groups[0][1], device)
     except ConfigError:
         if not is_plain:
             raise
         return PlainStep(make, groups)
+    if has_sums:
+        return PlainStep(make, groups) if is_plain else SummedStep(make, groups)
     if rule == "elementwise":
         return ElementwiseStep(make, groups, is_flat, is_known(optimizer_class))
     return PlainStep(make, groups) if is_plain else WholeMatrixStep(make, optimizer_class, groups)

@@ -6,6 +6,7 @@ A list of names could not cover users' classes, and a wrong guess would train an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from shardwise import torch_private
 from shardwise.optim.forms import options_of
 from shardwise.optim.protocol import Closure, MakeOptimizer
+from shardwise.optim.sums import SumsOverRanks, per_element_of, stepped_by_halves
 
 # Few elements show factors and norms.  Many, in a number that any block size divides, show state that is kept per block:
 # such optimizers keep plain state for tensors that are small or no multiple of a block.
@@ -23,7 +25,7 @@ _SCALES = (1.0, 1e-3)
 def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> str | None:
     """Return why the optimizer may not be given parts of tensors; None if nothing speaks against it.
 
-    ``options``: of the param group that is tried.  Cost: four steps on 65,536 elements.
+    ``options``: of the param group that is tried.  Cost: four steps on 65,536 elements; if it takes sums, four more.
     Raises: what the optimizer raises.
     """
     for shape, scale in zip(_SHAPES, _SCALES, strict=True):
@@ -42,7 +44,30 @@ def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.d
         error = (whole[0].cpu().flatten() - torch.cat([part.cpu() for part in parts])).abs().max()
         if not error <= 1e-4 * change.abs().max() + 1e-6 * scale:
             return "updates a tensor that is cut in two in another way than the whole"
+        if takes_sums(make, options, device):
+            halves = stepped_by_halves(
+                partial(_made, make), options, [part.to(device) for part in start.flatten().split(sizes)], cut
+            )
+            error = (whole[0].cpu().flatten() - torch.cat([part.cpu() for part in halves])).abs().max()
+            if not error <= 1e-4 * change.abs().max() + 1e-6 * scale:
+                return "takes sums over all elements of a tensor, and more than those"
     return None
+
+
+def takes_sums(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> bool:
+    """Return True if steps take sums over elements, which over shards would be those of one rank.  Cost: two small steps.
+
+    Raises: what the optimizer raises; ConfigError for a number that cannot be had from those of shards.
+    """
+    tensor = torch.ones(_SHAPES[0], device=device)
+    optimizer = _made(make, [{**options, "params": [tensor]}])
+    num_sums = 0
+    for _ in range(2):
+        tensor.grad = torch.ones_like(tensor)
+        with SumsOverRanks(per_element_of(optimizer), lambda number: number) as sums:
+            optimizer.step()
+        num_sums += sums.num_sums
+    return num_sums > 0
 
 
 def states_after_zeros(
@@ -63,6 +88,13 @@ def states_after_zeros(
     else:
         trial.step(closure)
     return [dict(trial.state.get(tensor, {})) for tensors in stand_ins for tensor in tensors]
+
+
+def _made(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer that may step."""
+    optimizer = make(groups)
+    _begin_training(optimizer)
+    return optimizer
 
 
 def _begin_training(optimizer: torch.optim.Optimizer) -> None:
@@ -96,8 +128,7 @@ def _stepped(
     gradients: Sequence[Sequence[torch.Tensor]],
 ) -> tuple[list[torch.Tensor], list[Mapping[str, Any]]]:
     tensors = [tensor.to(device, copy=True) for tensor in start]
-    optimizer = make([{**options, "params": tensors}])
-    _begin_training(optimizer)
+    optimizer = _made(make, [{**options, "params": tensors}])
     for row in gradients:
         for tensor, gradient in zip(tensors, row, strict=True):
             tensor.grad = gradient.to(device, copy=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Edge(Enum):
+class Edge(str, Enum):
     """Which side of which part of a step."""
 
     ENTER_FORWARD = "enter forward"

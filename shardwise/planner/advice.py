@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwise.errors import ConfigError
 from shardwise.planner.dry_run import DryRun, Loss, default_loss, dry_run
@@ -17,8 +18,9 @@ from shardwise.planner.paste import code_of
 from shardwise.planner.profile import Profile
 from shardwise.planner.rank_memory import KINDS, RankMemory
 from shardwise.planner.search import Candidate, Change, Choices, Found, Search, memory_over_step
+from shardwise.planner.split import Split
 
-_HEADINGS = ("", "way", "peak", "of which", "step", "compute", "exposed", "host", "sent", "padding")
+_HEADINGS = ("", "way", "peak", "of which", "step", "samples/s", "compute", "exposed", "host", "sent", "padding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Plan:
 
     Attributes:
         model: name of its class.  num_parameters: elements.
-        ranks: data-parallel ranks.  batch: of a microbatch of one rank.
+        ranks: all of them.  batch: of a microbatch of one data-parallel rank.
         hardware: what a rank runs on.
         candidates: the fastest that fit first, then those that do not, the smallest first.
         changes: where nothing fits: changes of one thing after which something does, the smallest first.
@@ -40,7 +42,8 @@ class Plan:
     batch: int
     hardware: Hardware
     found: Found
-    profiles: tuple[Profile, ...]
+    _profiles: tuple[Profile, ...]
+    tensor_plan: Mapping[str, ParallelStyle]
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -66,9 +69,9 @@ class Plan:
         words = (
             f"Take {best.setting.label}: {_seconds(best.time.step_s)} a step, {_gb(best.peak.total)} at most on a rank"
         )
-        tight = [each for each in faster if each.time.step_s < best.time.step_s]
+        tight = [each for each in faster if each.rank_s < best.rank_s]
         if tight:
-            first = min(tight, key=lambda each: each.time.step_s)
+            first = min(tight, key=lambda each: each.rank_s)
             words += (
                 f"; {first.setting.label} would take {_seconds(first.time.step_s)} but needs {_gb(first.peak.total)}"
             )
@@ -76,6 +79,8 @@ class Plan:
         return f"{words}. " + (f"Waits that nothing hides: {waits}." if waits else "Nothing waits for other ranks.")
 
     def _why_nothing_fits(self) -> str:
+        if not self.candidates:
+            return "No way to train was looked at: none of the doors goes with these numbers of ranks."
         if not self.changes:
             return "Nothing fits, and no single change makes it fit."
         first = self.changes[0]
@@ -95,13 +100,33 @@ class Plan:
             f"{self.model}: {self.num_parameters:,} parameters on {self.ranks:,} ranks, batch {self.batch} on each; "
             f"{self.hardware.name}; a plan may fill {_gb(self._room)}"
         )
-        rows = [_HEADINGS, *[_cells(each, each is self.best) for each in self.candidates[:most]]]
+        if not self.candidates:
+            return "\n".join([head, *[f"left out: {each}" for each in self.found.left_out], "", self.why()])
+        rows = [_HEADINGS, *[self._cells(each) for each in self.candidates[:most]]]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         more = len(self.candidates) - most
         notes = [f"... and {more} more"] if more > 0 else []
         notes += [f"left out: {each}" for each in self.found.left_out]
         return "\n".join([head, "", *lines, *notes, "", self.why()])
+
+    def _cells(self, candidate: Candidate) -> tuple[str, ...]:
+        largest = sorted(zip(candidate.peak.held, KINDS, strict=True), reverse=True)[:2]
+        parts = [f"{kind} {_gb(num_bytes)}" for num_bytes, kind in largest if num_bytes]
+        time, setting = candidate.time, candidate.setting
+        return (
+            "->" if candidate is self.best else "" if candidate.fits else "no",
+            setting.label,
+            _gb(candidate.peak.total),
+            ", ".join([*parts, *([f"host {_gb(candidate.host_bytes)}"] if candidate.host_bytes else [])]),
+            _seconds(time.step_s),
+            f"{self.batch * setting.accumulate * setting.ranks / max(time.step_s, 1e-12):.3g}",
+            _seconds(time.compute_s),
+            _seconds(time.exposed_s),
+            _seconds(time.host_s),
+            _gb(time.inside_bytes + time.between_bytes),
+            f"{candidate.padding_ratio:.2f}",
+        )
 
     def __str__(self) -> str:
         return self.table()
@@ -111,16 +136,19 @@ class Plan:
             return self.best
         if self.changes:
             return self.changes[0].best
-        raise ConfigError("no way to train was looked at; name doors in Choices(doors=...) that the model can take")
+        reasons = "".join(f" ({each})" for each in self.found.left_out)
+        raise ConfigError(
+            f"no way to train was looked at{reasons}; name other doors, or numbers of ranks that go together"
+        )
 
     def code(self) -> str:
         """Return Python to paste: the best way, or that of the smallest change if nothing fits."""
         chosen = self._chosen()
-        return code_of(chosen.setting, self._profile(chosen), self.hardware.device)
+        return code_of(chosen.setting, self._profile(chosen), self.hardware.device, self.tensor_plan)
 
     def _profile(self, candidate: Candidate) -> Profile:
-        wanted = (candidate.setting.computes_in, candidate.setting.recompute)
-        return next(each for each in self.profiles if (each.precision, each.recomputes) == wanted)
+        wanted = (candidate.setting.computes_in, candidate.setting.recompute, candidate.setting.tensor)
+        return next(p for p in self._profiles if (p.precision, p.recomputes, p.tensor) == wanted)
 
     def memory(self, candidate: Candidate | None = None) -> RankMemory:
         """Return what a rank holds over the step of ``candidate``, by default that of :meth:`code`."""
@@ -166,8 +194,9 @@ def plan(
 
     Args:
         model: a module, on any device, or a function that makes one: it is called on the meta device, without memory.
-        inputs: of one microbatch of one rank: tensors, of which shape and dtype count; or (batch, time) for int64 tokens.
-        ranks: data-parallel ranks, 1 or more.
+        inputs: of one microbatch of one data-parallel rank: tensors, of which shape and dtype count; or (batch, time) for
+            int64 tokens.
+        ranks: all of them, 1 or more: those that split blocks (``Choices.tensor``) included.
         hardware: "a100", "h100", "h200", "cpu", a JSON file with the fields of :class:`Hardware`, or that itself.
         loss: called as ``loss(model, *inputs)``; default: next-token cross entropy for tokens, else the mean of the output.
         choices: what may be chosen from.
@@ -187,30 +216,38 @@ def plan(
         raise ConfigError(f"ranks is {ranks}, expected at least 1")
     built = _build(model)
     given = _inputs(inputs)
-    runs = _Runs(built, given, loss)
+    runs = _Runs(built, given, loss, choices.tensor_plan)
     machine = hardware if isinstance(hardware, Hardware) else read_hardware(hardware)
     if choices.measures:
         from shardwise.planner.measure import measured
 
         machine = measured(machine, list(runs.all_of(choices)))
     found = Search(runs.profile, ranks, machine, choices).run()
+    if not runs.done:  # no door that goes with so many ranks
+        runs.all_of(replace(choices, tensor=(1,)))
     profiles = tuple(run.profile for run in runs.done.values())
     first = profiles[0]
-    return Plan(first.model, first.numel, ranks, first.batch, machine, found, profiles)
+    numel = sum(param.numel() for param in built.parameters())
+    return Plan(first.model, numel, ranks, first.batch, machine, found, profiles, choices.tensor_plan)
 
 
 class _Runs:
     """Dry runs of one model, each made when it is first needed."""
 
-    def __init__(self, model: nn.Module, inputs: Sequence[object], loss: Loss) -> None:
-        self.model, self.inputs, self.loss = model, inputs, loss
-        self.done: dict[tuple[str, bool], DryRun] = {}
+    def __init__(
+        self, model: nn.Module, inputs: Sequence[object], loss: Loss, tensor_plan: Mapping[str, ParallelStyle]
+    ) -> None:
+        self.model, self.inputs, self.loss, self.tensor_plan = model, inputs, loss, tensor_plan
+        self.done: dict[tuple[str, bool, int], DryRun] = {}
 
-    def profile(self, precision: str, recompute: bool) -> Profile:
-        """Return the profile of a precision, with or without recomputation."""
-        key = (precision, recompute)
+    def profile(self, precision: str, recompute: bool, tensor: int) -> Profile:
+        """Return the profile of a precision, with or without recomputation, with blocks split over ``tensor`` ranks."""
+        key = (precision, recompute, tensor)
         if key not in self.done:
-            self.done[key] = dry_run(self.model, self.inputs, self.loss, precision=precision, recompute=recompute)
+            split = Split(tensor, self.tensor_plan) if tensor > 1 else None
+            self.done[key] = dry_run(
+                self.model, self.inputs, self.loss, precision=precision, recompute=recompute, split=split
+            )
         return self.done[key].profile
 
     def all_of(self, choices: Choices) -> Sequence[DryRun]:
@@ -218,7 +255,8 @@ class _Runs:
         precisions = ["fp32"] if choices.precision == "fp32" else ["bf16", "autocast"]
         for precision in precisions:
             for recompute in choices.recompute:
-                self.profile(precision, recompute)
+                for tensor in choices.tensor if precision != "autocast" else (1,):
+                    self.profile(precision, recompute, tensor)
         return list(self.done.values())
 
 
@@ -258,23 +296,6 @@ def _json_of(candidate: Candidate) -> dict[str, object]:
         "padding_ratio": candidate.padding_ratio,
         "units": candidate.num_units,
     }
-
-
-def _cells(candidate: Candidate, is_best: bool) -> tuple[str, ...]:
-    largest = sorted(zip(candidate.peak.held, KINDS, strict=True), reverse=True)[:2]
-    time = candidate.time
-    return (
-        "->" if is_best else "" if candidate.fits else "no",
-        candidate.setting.label,
-        _gb(candidate.peak.total),
-        ", ".join(f"{kind} {_gb(num_bytes)}" for num_bytes, kind in largest if num_bytes),
-        _seconds(time.step_s),
-        _seconds(time.compute_s),
-        _seconds(time.exposed_s),
-        _seconds(time.host_s),
-        _gb(time.inside_bytes + time.between_bytes),
-        f"{candidate.padding_ratio:.2f}",
-    )
 
 
 def _gb(num_bytes: float) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -21,10 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import torch_private
 from shardwise.api.repeated_blocks import families_of
 from shardwise.errors import ConfigError
-from shardwise.plan.grouping import group_blocks
+from shardwise.plan.grouping import Child, group_blocks
 from shardwise.plan.visits import Edge
+from shardwise.planner.alike import AlikeRun, StandIn, alike_runs, with_skipped
 from shardwise.planner.op_watch import OpCall, OpWatch
-from shardwise.planner.profile import ROOT, Mark, ParamFacts, Profile
+from shardwise.planner.profile import ROOT, Mark, ParamFacts, Profile, Stretch, params_by_block
+from shardwise.planner.split import Split, split_copy
 
 Loss = Callable[..., torch.Tensor]
 
@@ -54,6 +56,7 @@ def dry_run(
     *,
     precision: str = "fp32",
     recompute: bool = False,
+    split: Split | None = None,
 ) -> DryRun:
     """Run ``loss(model, *inputs).backward()`` on fake tensors and return what it does.
 
@@ -63,44 +66,106 @@ def dry_run(
         loss: called with ``model`` and the inputs.
         precision: "fp32": as the model is; "bf16": parameters are cast, as the engine does; "autocast": torch's.
         recompute: keep only the inputs of repeated blocks, as ``torch.utils.checkpoint`` does.
+        split: tensor parallelism, as the first of its ranks; collectives are those that DTensor makes.
 
     Raises: ConfigError if parameters are sharded already.  Errors of the model pass through.
-    Cost: about 0.2 ms for each operation of the model; nothing that grows with its sizes.
+    Cost: about 0.3 ms for each operation of the model, of alike blocks only four run; nothing that grows with its sizes.
     """
     families = tuple(families_of(model, frozenset()))
-    blocks = (
-        "",
-        *sorted_blocks(model, [path for each in families for group in group_blocks(each, 0) for path in group]),
-    )
-    with torch_private.fake_mode(), torch.enable_grad():
-        fakes = {id(param): _fake_parameter(name, param, precision) for name, param in model.named_parameters()}
-        buffers = {id(each): _fake(each) for each in model.buffers()}
-        given = [_fake(each) if isinstance(each, torch.Tensor) else each for each in inputs]
-        tensors = [each for each in given if isinstance(each, torch.Tensor)]
-        watch = OpWatch([*fakes.values(), *buffers.values(), *tensors])
-        steps = _Steps(model, blocks, watch, precision)
-        with _standing_in(model, fakes, buffers), steps.hooked(fakes, recompute):
-            autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
-            with torch_private.watching(watch.after):
-                with autocast:
-                    value = loss(model, *given)
-                value.backward()
-            watch.end()
-    profile = Profile(
-        model=type(model).__name__,
-        params=tuple(_facts(name, param, steps.block_of[id(param)]) for name, param in model.named_parameters()),
-        buffer_bytes=sum(each.numel() * each.element_size() for each in buffers.values()),
-        input_bytes=sum(each.numel() * each.element_size() for each in tensors),
-        blocks=blocks,
-        families=families,
-        stretches=tuple(watch.stretches),
-        saved_bytes=tuple(steps.saved_bytes),
-        op_names=tuple(watch.calls),
-        precision=precision,
-        recomputes=recompute,
-        batch=tensors[0].shape[0] if tensors and tensors[0].ndim else 1,
-    )
-    return DryRun(profile, tuple(watch.calls.values()))
+    paths = [path for each in families for group in group_blocks(each, 0) for path in group]
+    blocks = ("", *sorted_blocks(model, paths))
+    runs = alike_runs(model, blocks)
+    if split is None:
+        return _run(_Question(model, inputs, loss, precision, recompute, families, blocks), runs)
+    _check_whole(model)
+    with split_copy(model, blocks, split) as twin:
+        families = tuple(families_of(twin, frozenset()))
+        return _run(_Question(twin, inputs, loss, precision, recompute, families, blocks, split.ranks), runs)
+
+
+def _run(question: _Question, runs: Sequence[AlikeRun]) -> DryRun:
+    if runs:
+        try:
+            found = question.answer(runs)
+        except Exception:  # whatever it was: if the model is at fault, the run of all blocks says how
+            found = None
+        if found is not None:
+            return found
+    return cast(DryRun, question.answer(()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What is to be run, and its blocks."""
+
+    model: nn.Module
+    inputs: Sequence[object]
+    loss: Loss
+    precision: str
+    recompute: bool
+    families: tuple[tuple[Child, ...], ...]
+    blocks: tuple[str, ...]
+    tensor: int = 1
+
+    def answer(self, runs: Sequence[AlikeRun]) -> DryRun | None:
+        """Run forward and backward without the blocks that ``runs`` skip; None if those that ran were not alike."""
+        model, precision = self.model, self.precision
+        if self.tensor == 1:
+            _check_whole(model)
+        skipped = [model.get_submodule(self.blocks[block]) for run in runs for block in run.skipped]
+        idle = {id(param) for module in skipped for param in module.parameters()}
+        with torch_private.fake_mode(), torch.enable_grad():
+            used = [param for param in model.parameters() if id(param) not in idle]
+            fakes = {id(param): _fake_parameter(param, precision) for param in used}
+            buffers = {id(each): _fake(each) for each in model.buffers()}
+            given = [_fake(each) if isinstance(each, torch.Tensor) else each for each in self.inputs]
+            tensors = [each for each in given if isinstance(each, torch.Tensor)]
+            watch = OpWatch([*map(torch_private.local_of, fakes.values()), *buffers.values(), *tensors])
+            steps = _Steps(model, self.blocks, watch, precision)
+            with _standing_in(model, fakes, buffers), steps.hooked(fakes, self.recompute, runs):
+                autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
+                with torch_private.watching(watch.after):
+                    with autocast:
+                        value = self.loss(model, *given)
+                    value.backward()
+                watch.end()
+        params = tuple(_facts(name, param, steps.block_of[id(param)]) for name, param in model.named_parameters())
+        profile = Profile(
+            model=type(model).__name__,
+            params=params,
+            buffer_bytes=sum(each.numel() * each.element_size() for each in buffers.values()),
+            input_bytes=sum(each.numel() * each.element_size() for each in tensors),
+            blocks=self.blocks,
+            families=self.families,
+            stretches=tuple(watch.stretches),
+            saved_bytes=tuple(steps.saved_bytes),
+            op_names=tuple(watch.calls),
+            precision=precision,
+            recomputes=self.recompute,
+            batch=tensors[0].shape[0] if tensors and tensors[0].ndim else 1,
+            tensor=self.tensor,
+        )
+        whole = _with_all(profile, runs)
+        return None if whole is None else DryRun(whole, tuple(watch.calls.values()))
+
+
+def _with_all(profile: Profile, runs: Sequence[AlikeRun]) -> Profile | None:
+    """Return the profile with what the skipped blocks of ``runs`` would have done; None if that is not known."""
+    stretches, saved = profile.stretches, list(profile.saved_bytes)
+    for run in runs:
+        found = with_skipped(stretches, run, params_by_block(profile))
+        if found is None:
+            return None
+        saved[ROOT] += _left_in_forward(found) - _left_in_forward(stretches)
+        stretches = found
+        for block in run.skipped:
+            saved[block] = saved[run.kept[2]]
+    return replace(profile, stretches=stretches, saved_bytes=tuple(saved))
+
+
+def _left_in_forward(stretches: Sequence[Stretch]) -> int:
+    end = next(place for place, each in enumerate(stretches) if each.mark == Mark(Edge.EXIT_FORWARD))
+    return stretches[end - 1].left_bytes
 
 
 def sorted_blocks(model: nn.Module, paths: Sequence[str]) -> list[str]:
@@ -110,20 +175,28 @@ def sorted_blocks(model: nn.Module, paths: Sequence[str]) -> list[str]:
 
 
 def _facts(name: str, param: nn.Parameter, block: int) -> ParamFacts:
-    dtype = str(param.dtype).removeprefix("torch.")
-    return ParamFacts(
-        name, tuple(param.shape), dtype, param.element_size(), param.is_floating_point(), param.requires_grad, block
-    )
+    dtype, shape = str(param.dtype).removeprefix("torch."), tuple(torch_private.local_of(param).shape)
+    return ParamFacts(name, shape, dtype, param.element_size(), param.is_floating_point(), param.requires_grad, block)
 
 
 def _fake(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
 
 
-def _fake_parameter(name: str, param: nn.Parameter, precision: str) -> nn.Parameter:
+def _check_whole(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise ConfigError(
+                f"{name} is a DTensor: plan the model before fully_shard, or any other door, is called on it"
+            )
+
+
+def _fake_parameter(param: nn.Parameter, precision: str) -> nn.Parameter:
+    dtype = torch.bfloat16 if precision == "bf16" and param.is_floating_point() else param.dtype
     if isinstance(param, DTensor):
-        raise ConfigError(f"{name} is a DTensor: plan the model before fully_shard, or any other door, is called on it")
-    dtype = torch.bfloat16 if precision == "bf16" and param.is_floating_point() else None
+        local = _fake(torch_private.local_of(param), dtype)
+        spec = torch_private.spec_in(torch_private.spec_of(param), dtype)
+        return torch_private.parameter_from_local(local, spec, param.requires_grad)
     return nn.Parameter(_fake(param, dtype), requires_grad=param.requires_grad)
 
 
@@ -142,7 +215,7 @@ def _standing_in(
             before.append((tensors, dict(tensors)))
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    tensors[name] = stand_ins[id(tensor)]
+                    tensors[name] = stand_ins.get(id(tensor), tensor)
     try:
         yield
     finally:
@@ -169,13 +242,22 @@ class _Steps:
         self._order = {id(param): number for number, param in enumerate(model.parameters())}
         self.saved_bytes = [0] * len(blocks)
         self._entered = [0] * len(blocks)
+        self._stand_ins: dict[int, StandIn] = {}
 
     @contextmanager
-    def hooked(self, fakes: dict[int, nn.Parameter], recompute: bool) -> Generator[None, None, None]:
-        """Watch the modules, which compute again in backward if ``recompute``."""
+    def hooked(
+        self, fakes: dict[int, nn.Parameter], recompute: bool, runs: Sequence[AlikeRun]
+    ) -> Generator[None, None, None]:
+        """Watch the modules, which compute again in backward if ``recompute``; those that ``runs`` skip do nothing."""
         handles: list[Any] = []
         replaced: list[nn.Module] = []
+        self._stand_ins = {block: each for run in runs for each in [StandIn()] for block in (*run.kept, *run.skipped)}
+        skipped = {block for run in runs for block in run.skipped}
         for number, module in enumerate(self._modules):
+            if number in skipped:
+                module.forward = self._passing_on(number)
+                replaced.append(module)
+                continue
             handles.append(module.register_forward_pre_hook(self._entering(number), with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(self._leaving(number), always_call=False))
             if recompute and number != ROOT and "forward" not in vars(module):
@@ -196,9 +278,20 @@ class _Steps:
         def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._watch.mark(Mark(Edge.ENTER_FORWARD, number))
             self._entered[number] = self._watch.live_bytes
+            if number in self._stand_ins:
+                self._stand_ins[number].entered(args, kwargs)
             return torch_private.map_tensors(self._cast, (args, kwargs)) if self._casts else (args, kwargs)
 
         return enter
+
+    def _passing_on(self, number: int) -> Callable[..., object]:
+        def forward(*args: object, **kwargs: object) -> object:
+            self._watch.mark(Mark(Edge.ENTER_FORWARD, number))
+            output = self._stand_ins[number].pass_on(args, kwargs)
+            self._left(number, output)
+            return output
+
+        return forward
 
     @staticmethod
     def _cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -206,21 +299,26 @@ class _Steps:
 
     def _leaving(self, number: int) -> Callable[..., None]:
         def leave(_module: nn.Module, _args: Any, output: object) -> None:
+            if number in self._stand_ins:
+                self._stand_ins[number].left(output)
             self.saved_bytes[number] = max(self._watch.live_bytes - self._entered[number], 0)
-            self._watch.mark(Mark(Edge.EXIT_FORWARD, number))
-            is_marked = False
-
-            def enter_backward(_: torch.Tensor) -> None:
-                nonlocal is_marked
-                if not is_marked:
-                    is_marked = True
-                    self._watch.mark(Mark(Edge.ENTER_BACKWARD, number))
-
-            for each in torch_private.leaves_of(output):
-                if isinstance(each, torch.Tensor) and each.requires_grad:
-                    each.register_hook(enter_backward)
+            self._left(number, output)
 
         return leave
+
+    def _left(self, number: int, output: object) -> None:
+        self._watch.mark(Mark(Edge.EXIT_FORWARD, number))
+        is_marked = False
+
+        def enter_backward(_: torch.Tensor) -> None:
+            nonlocal is_marked
+            if not is_marked:
+                is_marked = True
+                self._watch.mark(Mark(Edge.ENTER_BACKWARD, number))
+
+        for each in torch_private.leaves_of(output):
+            if isinstance(each, torch.Tensor) and each.requires_grad:
+                each.register_hook(enter_backward)
 
     def _arriving(self, number: int) -> Callable[[torch.Tensor], None]:
         def arrive(param: torch.Tensor) -> None:

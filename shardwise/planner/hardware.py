@@ -34,6 +34,8 @@ class Hardware:
         memory_bytes_per_s: of the device.
         host_s_per_op: for launching one operation.  host_s_per_unit: for one unit, forward and backward.
         inside, between: links within a host and between hosts.  host_memory: to the memory of the host (offload).
+        shared: between ranks of one host through shared memory: a rank copies from the others' memory by itself, and
+            nothing else runs meanwhile; None: they use ``inside``.
         ranks_per_host: devices of a host.
         overlaps: communication runs beside computation.
         op_seconds: measured seconds of operations by name and shapes, in place of the rates.
@@ -47,6 +49,7 @@ class Hardware:
     inside: Wire
     between: Wire
     host_memory: Wire
+    shared: Wire | None = None
     ranks_per_host: int = 8
     usable: float = 0.92
     efficiency: float = 0.6
@@ -54,28 +57,6 @@ class Hardware:
     host_s_per_unit: float = 2.5e-4
     overlaps: bool = True
     op_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-
-    def rate(self, precision: str) -> float:
-        """Return the floating-point operations per second that matrix products reach in "fp32", or else in bf16."""
-        return self.efficiency * self.flops_per_s["fp32" if precision == "fp32" else "bf16"]
-
-    def ring_s(self, num_bytes: float, ranks: int, is_within: bool) -> float:
-        """Return the seconds of a ring all-gather, or reduce-scatter, whose result, or input, has ``num_bytes``.
-
-        Source: (n - 1) / n of the bytes pass every link, in n - 1 steps: Patarasuk and Yuan 2009.
-        """
-        if ranks < 2 or not num_bytes:
-            return 0.0
-        wire = self.inside if is_within else self.between
-        hops = ranks - 1
-        if is_within:
-            return num_bytes * hops / ranks / wire.bytes_per_s + hops * wire.latency_s
-        hosts = math.ceil(ranks / self.ranks_per_host)
-        return (
-            num_bytes * hops / ranks / wire.bytes_per_s
-            + (hosts - 1) * wire.latency_s
-            + (hops - hosts + 1) * self.inside.latency_s
-        )
 
 
 GB = 1e9
@@ -119,6 +100,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
             inside=Wire(1.2 * GB, 1e-4),
             between=Wire(0.12 * GB, 3e-4),
             host_memory=Wire(8 * GB, 1e-6),
+            shared=Wire(4 * GB, 5e-5),
             ranks_per_host=2,
             usable=0.9,
             efficiency=0.7,
@@ -128,7 +110,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
         ),
     }
 )
-_WIRES = ("inside", "between", "host_memory")
+_WIRES = ("inside", "between", "host_memory", "shared")
 
 
 def read_hardware(source: str | Path) -> Hardware:
@@ -172,10 +154,34 @@ def _made(values: dict[str, object], path: Path) -> Hardware:
 def hardware_json(hardware: Hardware) -> str:
     """Return what :func:`read_hardware` reads."""
     values = _fields_of(hardware)
-    values |= {name: asdict(getattr(hardware, name)) for name in _WIRES}
+    values |= {name: asdict(wire) for name in _WIRES if (wire := getattr(hardware, name)) is not None}
     values |= {"flops_per_s": dict(hardware.flops_per_s), "op_seconds": dict(hardware.op_seconds)}
     return json.dumps(values, indent=2)
 
 
 def _fields_of(hardware: Hardware) -> dict[str, object]:
     return {each.name: getattr(hardware, each.name) for each in fields(Hardware)}
+
+
+def matrix_rate(hardware: Hardware, precision: str) -> float:
+    """Return the floating-point operations per second that matrix products reach in "fp32", or else in bf16."""
+    return hardware.efficiency * hardware.flops_per_s["fp32" if precision == "fp32" else "bf16"]
+
+
+def ring_s(hardware: Hardware, num_bytes: float, ranks: int, is_within: bool) -> float:
+    """Return the seconds of a ring all-gather, or reduce-scatter, whose result, or input, has ``num_bytes``.
+
+    Source: (n - 1) / n of the bytes pass every link, in n - 1 steps: Patarasuk and Yuan 2009.
+    """
+    if ranks < 2 or not num_bytes:
+        return 0.0
+    wire = hardware.inside if is_within else hardware.between
+    hops = ranks - 1
+    if is_within:
+        return num_bytes * hops / ranks / wire.bytes_per_s + hops * wire.latency_s
+    hosts = math.ceil(ranks / hardware.ranks_per_host)
+    return (
+        num_bytes * hops / ranks / wire.bytes_per_s
+        + (hosts - 1) * wire.latency_s
+        + (hops - hosts + 1) * hardware.inside.latency_s
+    )

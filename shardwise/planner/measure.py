@@ -32,9 +32,13 @@ def measured(hardware: Hardware, runs: Iterable[DryRun]) -> Hardware:
                 if found is not None:
                     seconds[name] = found
     rate = _copy_rate(device)
-    inside = hardware.inside if device.type != "cpu" else Wire(rate / 4, hardware.inside.latency_s)
+    is_host = device.type == "cpu"
     return replace(
-        hardware, name=f"{hardware.name} (measured)", op_seconds=seconds, memory_bytes_per_s=2 * rate, inside=inside
+        hardware,
+        name=f"{hardware.name} (measured)",
+        op_seconds=seconds,
+        memory_bytes_per_s=2 * rate,
+        inside=Wire(rate / 4, hardware.inside.latency_s) if is_host else hardware.inside,
     )
 
 

@@ -14,6 +14,14 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from shardwise import torch_private
 from shardwise.planner.profile import Mark, Stretch, Work
 
+# Collectives of DTensor: rings that each takes over the bytes of its result, or of its input if that is larger.
+_RINGS = {
+    "all_reduce": 2,
+    "all_reduce_": 2,
+    "all_gather_into_tensor": 1,
+    "reduce_scatter_tensor": 1,
+    "all_to_all_single": 1,
+}
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -66,13 +74,15 @@ class OpWatch:
         """End the stretch that runs."""
         if self._mark is not None:
             ops = tuple(sorted(self._ops.items()))
-            work = Work(self._flops, self._traffic, sum(count for _, count in ops), ops)
+            num_ops = sum(count for _, count in ops) + self._rings
+            work = Work(self._flops, self._traffic, num_ops, ops, self._ring_bytes, self._rings)
             self.stretches.append(Stretch(self._mark, self._peak, self.live_bytes, work))
             self._mark = None
 
     def _restart(self) -> None:
         self._peak = self.live_bytes
-        self._flops = self._traffic = 0.0
+        self._flops = self._traffic = self._ring_bytes = 0.0
+        self._rings = 0
         self._ops: dict[int, int] = {}
 
     def after(self, func: Any, given: tuple[Any, Any], out: object) -> None:
@@ -88,7 +98,11 @@ class OpWatch:
                 self._follow(storage, storage.nbytes())
                 made += 1
         self._peak = max(self._peak, self.live_bytes)
-        if made or torch_private.is_mutating(func):
+        if func.namespace == "_c10d_functional":
+            rings = _RINGS.get(func._overloadpacket.__name__, 0)
+            self._rings += rings
+            self._ring_bytes += rings * max(t.numel() * t.element_size() for t in [*inputs, *outputs])
+        elif made or torch_private.is_mutating(func):
             self._count(func, given, [*inputs, *outputs], out)
 
     def _follow(self, storage: torch.UntypedStorage, num_bytes: int) -> None:

@@ -52,12 +52,15 @@ class Work:
         traffic_bytes: read and written by the operations that are bound by memory.
         num_ops: operations that the host launches.
         ops: (number of the operation in ``Profile.op_names``, how often it runs).
+        ring_bytes, num_rings: of collectives among ranks that split a block: an all-reduce is two rings over its bytes.
     """
 
     flops: float = 0.0
     traffic_bytes: float = 0.0
     num_ops: int = 0
     ops: tuple[tuple[int, int], ...] = ()
+    ring_bytes: float = 0.0
+    num_rings: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,7 @@ class Profile:
         op_names: operations by number.
         precision: "fp32", "bf16" (parameters are cast) or "autocast".  recomputes: blocks are computed again in backward.
         batch: sequences, or rows, of a microbatch.
+        tensor: ranks that split every block: parameters and work are those of the first of them.
     """
 
     model: str
@@ -115,6 +119,7 @@ class Profile:
     precision: str
     recomputes: bool
     batch: int
+    tensor: int = 1
 
     @property
     def numel(self) -> int:
@@ -137,7 +142,10 @@ class Profile:
 
 def _scaled(stretch: Stretch, factor: float) -> Stretch:
     # Operations that were timed one by one are not of this size any more: the roofline speaks for them.
-    work = Work(stretch.work.flops * factor, stretch.work.traffic_bytes * factor, stretch.work.num_ops)
+    done = stretch.work
+    work = Work(
+        done.flops * factor, done.traffic_bytes * factor, done.num_ops, (), done.ring_bytes * factor, done.num_rings
+    )
     return Stretch(stretch.mark, int(stretch.peak_bytes * factor), int(stretch.left_bytes * factor), work)
 
 

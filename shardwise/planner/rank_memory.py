@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shardwise.events import Call, Op
 from shardwise.planner.profile import Profile
 from shardwise.planner.rank_units import KEPT_SECTION_BYTES, RankUnit
-from shardwise.planner.setting import UNIT_DOORS, Setting
+from shardwise.planner.setting import SHARED, UNIT_DOORS, Setting
 from shardwise.planner.step_order import Passage, Steps
 
 KINDS = (
@@ -23,6 +23,9 @@ KINDS = (
 )
 _MESSAGE_BYTES = 4 * 1024 * 1024  # of ZeRO's reductions, as in zero/gradients.py
 _CLASSES_PER_DOUBLING_BITS = 4
+_OUTBOX_SLOTS = (
+    3  # of shared memory, one after another, as in comm/links/host.py: pages take memory when they are written
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +101,14 @@ class _Rank:
         state = sum(unit.state_numel for unit in units) * setting.state_bytes
         self.held["parameters"] = profile.buffer_bytes + (0 if self.is_on_host else shards)
         self.held["optimizer"] = 0 if self.is_on_host else state
+        self.held["optimizer"] += sum(unit.residual_bytes for unit in units)
+        if setting.transport == SHARED and setting.num_shards > 1:
+            posts = [unit.outbox_bytes for unit in (*reversed(units[1:]), units[0]) if unit.outbox_bytes]
+            self.held["staging"] = sum(max(posts[slot::_OUTBOX_SLOTS], default=0) for slot in range(_OUTBOX_SLOTS))
         self.host_bytes = shards + state + sum(u.section_bytes for u in units) if self.is_on_host else 0
         self.loans: dict[tuple[str, int], int] = {}
         self.reducing: list[int] = []  # units whose packed gradients are on loan
+        self.coded = 0  # bytes of coded gradients on their way
         self.arrived = [0] * len(units)
         self.waiting = [0] * len(units)  # held for later microbatches
         self.kept = [0] * len(units)  # small sections that stay from step to step
@@ -135,7 +143,9 @@ class _Rank:
                 self.borrow("gather", number, unit.facts.gather_bytes)
         elif call.op is Op.WAIT:
             self.borrow("full", number, unit.facts.full_bytes)
+            self.held["staging"] += unit.decoding_bytes
             self.note(place)
+            self.held["staging"] -= unit.decoding_bytes
             self.give_back("gather", number)
             self.held["staging"] -= unit.cast_bytes
         elif call.op is Op.RESHARD:
@@ -162,8 +172,7 @@ class _Rank:
 
     def reduce(self, number: int, place: str) -> None:
         unit, held = self.units[number], self.held
-        while self.reducing:
-            self.give_back("scatter", self.reducing.pop(0))
+        self.reductions_end()
         summed = (
             unit.reduced_bytes if self.waiting[number] else 0
         )  # what waited, and the new ones, stay beside their sum
@@ -176,12 +185,24 @@ class _Rank:
             fresh = 0 if self.kept[number] or self.is_on_host else unit.section_bytes
             self.kept[number] = unit.section_bytes if unit.section_bytes <= KEPT_SECTION_BYTES else 0
             held["gradients"] += fresh
+        held["staging"] += unit.coding_bytes
         self.note(place)
+        held["staging"] -= unit.coding_bytes
+        if unit.coded_bytes:  # the packed gradients are messages now
+            self.give_back("scatter", number)
+            self.coded += unit.coded_bytes
+            held["staging"] += unit.coded_bytes
         held["full gradients"] -= summed + self.arrived[number]
         if stays:
             held["gradients"] += unit.reduced_bytes
         self.arrived[number] = 0
         self.note(place)
+
+    def reductions_end(self) -> None:
+        while self.reducing:
+            self.give_back("scatter", self.reducing.pop(0))
+        self.held["staging"] -= self.coded
+        self.coded = 0
 
     def hold(self, number: int, place: str) -> None:
         self.note(place)
@@ -239,7 +260,7 @@ def _microbatch(rank: _Rank, profile: Profile, steps: Steps, is_last: bool) -> N
     if is_last:
         for call in steps.commits:
             rank.call(call, is_last)
-        rank.reducing.clear()
+        rank.reductions_end()
     else:
         rank.add_waiting()
 

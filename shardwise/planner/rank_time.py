@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.events import Call, Op
-from shardwise.planner.hardware import Hardware
+from shardwise.planner.hardware import Hardware, Wire, matrix_rate, ring_s
 from shardwise.planner.profile import Profile, Stretch
 from shardwise.planner.rank_units import RankUnit
-from shardwise.planner.setting import UNIT_DOORS, Setting
+from shardwise.planner.setting import SHARED, UNIT_DOORS, Setting
 from shardwise.planner.step_order import Steps
 
 
@@ -54,7 +54,7 @@ class _Clock:
 
     def launch(self, unit: str, num_bytes: float, ranks: int, is_within: bool) -> float:
         """Start a ring collective over ``ranks`` for ``unit``; return when it ends."""
-        seconds = self.hardware.ring_s(num_bytes, ranks, is_within)
+        seconds = ring_s(self.hardware, num_bytes, ranks, is_within)
         if ranks > 1:
             sent = num_bytes * (ranks - 1) / ranks
             self.inside += sent if is_within else 0
@@ -85,14 +85,19 @@ def seconds_of(work: Stretch, profile: Profile, hardware: Hardware) -> float:
         if all(each is not None for each in known):
             counts = [count for _, count in work.work.ops]
             return sum(each * count for each, count in zip(known, counts, strict=True) if each is not None)
-    return work.work.flops / hardware.rate(profile.precision) + work.work.traffic_bytes / hardware.memory_bytes_per_s
+    return (
+        work.work.flops / matrix_rate(hardware, profile.precision)
+        + work.work.traffic_bytes / hardware.memory_bytes_per_s
+    )
 
 
 def time_of(
     profile: Profile, units: Sequence[RankUnit], steps: Steps, setting: Setting, hardware: Hardware
 ) -> RankTime:
     """Return the seconds of a step of ``setting``: all of its microbatches, and the update."""
-    clock = _Clock(setting, hardware)
+    # The ranks of a split are neighbours, so that a host has fewer ranks of the axes of data.
+    near = replace(hardware, ranks_per_host=max(hardware.ranks_per_host // setting.tensor, 1))
+    clock = _Clock(setting, near)
     numbers = {unit.facts.name: number for number, unit in enumerate(units)}
     compute = 0.0
     num_ops = 0
@@ -106,6 +111,7 @@ def time_of(
             compute += seconds
             clock.now += seconds
             num_ops += passage.stretch.work.num_ops
+            _split_ranks_talk(clock, passage.stretch, hardware)
     if setting.door in UNIT_DOORS:
         clock.wait("end of backward", clock.lane)
     else:
@@ -120,12 +126,29 @@ def time_of(
     )
 
 
+def _split_ranks_talk(clock: _Clock, stretch: Stretch, hardware: Hardware) -> None:
+    """Count the collectives of the ranks that split a block: what follows needs them, so that nothing hides them."""
+    work, ranks = stretch.work, clock.setting.tensor
+    if not work.num_rings:
+        return
+    is_within = ranks <= hardware.ranks_per_host
+    seconds = work.num_rings * ring_s(hardware, work.ring_bytes / work.num_rings, ranks, is_within)
+    sent = work.ring_bytes * (ranks - 1) / ranks
+    clock.inside += sent if is_within else 0
+    clock.between += 0 if is_within else sent
+    clock.moved_s += seconds
+    clock.expose("split blocks", seconds)
+    clock.now += seconds
+
+
 def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, int], is_last: bool) -> None:
     setting, hardware = clock.setting, clock.hardware
     name, number = call.unit or "(root)", numbers[call.unit]
     is_within = setting.num_shards <= hardware.ranks_per_host
     copy_s = 2 / hardware.memory_bytes_per_s
-    if call.op is Op.UNSHARD:
+    if setting.transport == SHARED and hardware.shared is not None and setting.num_shards > 1:
+        _through_memory(clock, call, unit, hardware.shared, is_last)
+    elif call.op is Op.UNSHARD:
         end = clock.launch(name, unit.moved_bytes, setting.num_shards, is_within)
         if setting.offload and hardware.device != "cpu":
             end += unit.moved_bytes / setting.num_shards / hardware.host_memory.bytes_per_s
@@ -136,11 +159,28 @@ def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, 
     elif call.op is Op.REDUCE and is_last:
         clock.now += unit.reduced_bytes * copy_s if setting.num_shards > 1 else 0.0
         clock.launch(name, unit.scattered_bytes if setting.num_shards > 1 else 0, setting.num_shards, is_within)
+    if call.op is Op.REDUCE and is_last:
         if setting.num_replicas > 1:
             is_near = setting.ranks <= hardware.ranks_per_host
-            clock.launch(name, 2 * unit.section_bytes, setting.num_replicas, is_near)
+            clock.launch(name, unit.summed_bytes, setting.num_replicas, is_near)
         if setting.offload and hardware.device != "cpu":
             clock.lane += unit.section_bytes / hardware.host_memory.bytes_per_s
+
+
+def _through_memory(clock: _Clock, call: Call, unit: RankUnit, shared: Wire, is_last: bool) -> None:
+    """Count the copies by which this rank reads all sections, lays out its gradients for the others, and sums its own."""
+    num_shards, name = clock.setting.num_shards, call.unit or "(root)"
+    if call.op is Op.WAIT:
+        num_bytes, added = unit.moved_bytes, 0
+    elif call.op is Op.REDUCE and is_last:
+        num_bytes, added = unit.scattered_bytes, (num_shards + 1) * unit.section_bytes
+    else:
+        return
+    seconds = num_bytes / shared.bytes_per_s + added / clock.hardware.memory_bytes_per_s + shared.latency_s
+    clock.inside += num_bytes * (num_shards - 1) / num_shards
+    clock.moved_s += seconds
+    clock.expose(name, seconds)
+    clock.now += seconds
 
 
 def _without_units(clock: _Clock, profile: Profile, compute: float) -> None:

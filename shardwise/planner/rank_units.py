@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.layout.bucket import Bucket, build_bucket, by_size
+from shardwise.layout.bucket import Bucket, align, build_bucket, by_size
 from shardwise.layout.shard import ChunkShard
 from shardwise.plan.grouping import group_blocks
 from shardwise.plan.naming import compress_paths
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.prefetch import UnitFacts
+from shardwise.planner.coded_bytes import Codings
 from shardwise.planner.profile import ROOT, ParamFacts, Profile, params_by_block
-from shardwise.planner.setting import ONE_UNIT, Setting
+from shardwise.planner.setting import ONE_UNIT, SHARED, Setting
 
 _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share, as in units/shards.py
 KEPT_SECTION_BYTES = 1 << 20  # reduced gradients up to this size stay for the next step, as in units/gradient_memory.py
@@ -31,7 +32,11 @@ class RankUnit:
         gradient_bytes: of the gradients of the whole unit, as backward makes them; ``reduced_bytes``: as they are reduced.
         largest_gradient_bytes: of the largest parameter's, as backward makes it.
         padding_ratio: elements that an all-gather moves divided by those there are.
-        moved_bytes: of an all-gather's result; scattered_bytes: of a reduce-scatter's input.
+        moved_bytes: of an all-gather's result; scattered_bytes: of a reduce-scatter's input; summed_bytes: of the two rings
+            that sum sections over replicas.  All as they travel, coded or not.
+        decoding_bytes: that a coded all-gather takes until its sections are decoded; coding_bytes: that a coded reduction
+            takes beside its packed gradients at first; coded_bytes: that it holds until the sum; residual_bytes: between steps.
+        outbox_bytes: that its reduction writes for other ranks, or for all if it has no large tensors, in shared memory.
         cast_bytes: of this rank's section in the dtype of the all-gather, where that is another than it is kept in.
     """
 
@@ -47,7 +52,13 @@ class RankUnit:
     padding_ratio: float
     moved_bytes: int
     scattered_bytes: int
+    summed_bytes: int
     cast_bytes: int
+    decoding_bytes: int = 0
+    coding_bytes: int = 0
+    coded_bytes: int = 0
+    residual_bytes: int = 0
+    outbox_bytes: int = 0
 
 
 def rank_units(profile: Profile, setting: Setting, device: str) -> tuple[RankUnit, ...]:
@@ -78,6 +89,8 @@ class _Sizes:
         self._buckets: dict[tuple[object, ...], Bucket] = {}
         self._params = params_by_block(profile)
         self._alike: dict[tuple[object, ...], RankUnit] = {}
+        policy = setting.compression
+        self._codings = None if policy is None else Codings(policy, setting.num_shards)
 
     def _alignment(self, itemsize: int) -> int:
         return 1 if self._on_cpu else max(16 // itemsize, 1)
@@ -98,7 +111,8 @@ class _Sizes:
         """Return the unit of ``blocks``."""
         numbers = tuple(sorted([number for block in blocks for number in self._params[block]]))
         params = [self._profile.params[number] for number in numbers]
-        key = (ROOT in blocks, *[(param.shape, param.dtype, param.is_trainable) for param in params])
+        coded = [] if self._codings is None else [self._codings.is_coded(param) for param in params]
+        key = (ROOT in blocks, *coded, *[(param.shape, param.dtype, param.is_trainable) for param in params])
         alike = self._alike.get(key)
         if alike is None:
             alike = self._alike[key] = self._made(blocks, numbers)
@@ -112,7 +126,8 @@ class _Sizes:
         kept: dict[tuple[str, int], list[ParamFacts]] = {}
         for param in params:
             kept.setdefault((param.dtype, self._full_itemsize(param)), []).append(param)
-        shard_bytes = packed = full_bytes = section = cast = 0
+        shard_bytes = packed = full_bytes = section = cast = messages = decoding = 0
+        is_coded = False
         for (_, full_itemsize), members in kept.items():
             itemsize = members[0].itemsize
             bucket = self._bucket(members, self._alignment(itemsize), self._alignment(full_itemsize))
@@ -121,9 +136,15 @@ class _Sizes:
             cast += bucket.section_numel * full_itemsize if itemsize != full_itemsize else 0
             full_bytes += bucket.full_numel * full_itemsize if self._travels(itemsize, full_itemsize) else 0
             packed = bucket.section_numel * full_itemsize * self._setting.num_shards
+            coded = None if self._codings is None else self._codings.gathered(members, bucket, full_itemsize)
+            is_coded = is_coded or coded is not None
+            messages += align(packed // self._setting.num_shards, 16) if coded is None else coded.message_bytes
+            decoding = max(decoding, packed)
         if len(kept) > 1:
             packed, cast = section * self._setting.num_shards, section
-        return self._assembled(blocks, numbers, _Moved(shard_bytes, packed, full_bytes, cast))
+        if is_coded:
+            packed = messages * self._setting.num_shards
+        return self._assembled(blocks, numbers, _Moved(shard_bytes, packed, full_bytes, cast, decoding * is_coded))
 
     def _travels(self, itemsize: int, full_itemsize: int) -> bool:
         return self._is_cut or itemsize != full_itemsize or (self._setting.offload and not self._on_cpu)
@@ -135,18 +156,20 @@ class _Sizes:
         by_dtype: dict[int, list[ParamFacts]] = {}
         for param in trainable:
             by_dtype.setdefault(4 if setting.precision == "bf16" else param.itemsize, []).append(param)
-        section_bytes = scattered = 0
+        section_bytes = 0
+        travels = _Reduced()
         for itemsize, members in by_dtype.items():
             bucket = self._bucket(members, self._alignment(itemsize), 1)
             section_bytes += bucket.section_numel * itemsize
-            scattered += bucket.section_numel * itemsize * setting.num_shards
+            travels = travels.plus(self._reduced(members, bucket, itemsize))
         keeps = ROOT in blocks or setting.door == "replicate"
+        is_staged = self._is_cut and setting.transport != SHARED  # else sections are read where they lie
         facts = UnitFacts(
             name="",
             policy=UnitPolicy(reshard_after_forward=not keeps),
-            gather_bytes=moved.packed if self._is_cut else 0,
+            gather_bytes=moved.packed if is_staged else 0,
             full_bytes=moved.full_bytes,
-            reduce_bytes=scattered if self._is_cut else 0,
+            reduce_bytes=section_bytes * setting.num_shards if is_staged else 0,
         )
         numel = sum(param.numel for param in params)
         return RankUnit(
@@ -161,8 +184,57 @@ class _Sizes:
             largest_gradient_bytes=max((param.numel * self._full_itemsize(param) for param in trainable), default=0),
             padding_ratio=moved.padding(numel, params, setting.num_shards),
             moved_bytes=moved.packed if self._is_cut else 0,
-            scattered_bytes=scattered,
+            scattered_bytes=travels.scattered,
+            summed_bytes=travels.summed,
             cast_bytes=moved.cast_bytes,
+            decoding_bytes=moved.decoding_bytes if self._is_cut else 0,
+            coding_bytes=travels.coding,
+            coded_bytes=travels.coded,
+            residual_bytes=travels.residuals,
+            outbox_bytes=travels.outbox,
+        )
+
+    def _reduced(self, members: Sequence[ParamFacts], bucket: Bucket, itemsize: int) -> _Reduced:
+        """Return how gradients in ``bucket`` travel: coded between replicas where there are any, else between shards."""
+        setting = self._setting
+        section = bucket.section_numel * itemsize
+        own = 1 if bucket.num_large else 0  # stays out of the outbox where parts are copied one by one
+        plain = _Reduced(section * setting.num_shards, 2 * section, outbox=section * (setting.num_shards - own))
+        coded = None if self._codings is None else self._codings.reduced(members, bucket, itemsize)
+        ranks = setting.num_replicas if setting.num_replicas > 1 else setting.num_shards
+        if coded is None or self._codings is None or ranks == 1:
+            return plain
+        sections = setting.num_shards if setting.num_replicas == 1 else 1
+        floats = 4 * coded.coded_numel * sections
+        residuals = floats if self._codings.policy.error_feedback else 0
+        if setting.num_replicas > 1:
+            each = self._codings.between(coded, ranks)
+            return replace(
+                plain, summed=ranks * each + 2 * coded.rest_bytes, coding=3 * floats + ranks * each, residuals=residuals
+            )
+        messages = coded.message_bytes * ranks
+        return _Reduced(messages, 2 * section, messages + 3 * floats, 2 * messages, residuals)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduced:
+    """What gradients of one dtype travel as, in bytes: fields as those of :class:`RankUnit`."""
+
+    scattered: int = 0
+    summed: int = 0
+    coding: int = 0
+    coded: int = 0
+    residuals: int = 0
+    outbox: int = 0
+
+    def plus(self, other: _Reduced) -> _Reduced:
+        return _Reduced(
+            self.scattered + other.scattered,
+            self.summed + other.summed,
+            max(self.coding, other.coding),
+            self.coded + other.coded,
+            self.residuals + other.residuals,
+            max(self.outbox, other.outbox),
         )
 
 
@@ -172,6 +244,7 @@ class _Moved:
     packed: int
     full_bytes: int
     cast_bytes: int
+    decoding_bytes: int
 
     def padding(self, numel: int, params: Sequence[ParamFacts], num_shards: int) -> float:
         """Return the bytes of all sections divided by those of the parameters."""

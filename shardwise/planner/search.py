@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 from shardwise.planner.hardware import Hardware
@@ -12,11 +15,13 @@ from shardwise.planner.profile import Profile
 from shardwise.planner.rank_memory import Moment, RankMemory, memory_of
 from shardwise.planner.rank_time import RankTime, time_of
 from shardwise.planner.rank_units import rank_units, unit_paths
-from shardwise.planner.setting import ONE_UNIT, OPTIMIZERS, UNIT_DOORS, Setting
+from shardwise.planner.setting import ONE_UNIT, OPTIMIZERS, SHARED, UNIT_DOORS, Setting
 from shardwise.planner.step_order import steps_of
 
 _MOST_RANKS = 1 << 17
-ProfileOf = Callable[[str, bool], Profile]  # (precision of the dry run, recomputation) -> profile
+ProfileOf = Callable[
+    [str, bool, int], Profile
+]  # (precision of the dry run, recomputation, ranks of a split) -> profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,9 @@ class Choices:
         accumulate: microbatches of a step.
         optimizer: one of ``adamw``, ``adam``, ``adagrad``, ``momentum``, ``sgd``.
         measures: time this machine's operations and links first.
+        tensor: ranks that may split every block (tensor parallelism); 1: none.
+        tensor_plan: how they split it, as ``parallelize_module`` takes it for one block.
+        compression: in how many bits parameters and gradients travel, of the doors that take such a policy.
     """
 
     doors: tuple[str, ...] = ("full", "hybrid", "replicate", "gradients", "optimizer")
@@ -41,12 +49,22 @@ class Choices:
     accumulate: int = 1
     optimizer: str = "adamw"
     measures: bool = False
+    tensor: tuple[int, ...] = (1,)
+    tensor_plan: Mapping[str, ParallelStyle] = field(default_factory=dict[str, ParallelStyle])
+    compression: CompressionPolicy | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"optimizer is {self.optimizer!r}, expected one of {', '.join(OPTIMIZERS)}")
         if self.precision not in ("fp32", "bf16"):
             raise ConfigError(f"precision is {self.precision!r}, expected fp32 or bf16")
+        if not self.tensor or min(self.tensor) < 1:
+            raise ConfigError(f"tensor is {self.tensor}, expected numbers of ranks, 1 or more")
+        if max(self.tensor) > 1 and not self.tensor_plan:
+            raise ConfigError(
+                f"tensor is {self.tensor} without a tensor_plan; give what parallelize_module takes for one block, such as "
+                "{'mlp.up': ColwiseParallel(), 'mlp.down': RowwiseParallel()}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +85,11 @@ class Candidate:
     fits: bool
     padding_ratio: float
     num_units: int
+
+    @property
+    def rank_s(self) -> float:
+        """Seconds of a step on one rank for each data-parallel rank: what ways with unlike steps are compared by."""
+        return self.time.step_s * self.setting.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +114,13 @@ class Found:
 
 
 def evaluate(profile: Profile, setting: Setting, hardware: Hardware) -> Candidate:
-    """Return what ``setting`` costs on ``hardware``: closed form in ranks."""
+    """Return what ``setting`` costs on ``hardware``: closed form in ranks.
+
+    CPU ranks whose shards are all on one host read each other's memory, unless what they read is coded.
+    """
+    is_near = setting.num_shards * setting.tensor <= hardware.ranks_per_host
+    if hardware.shared is not None and is_near and setting.door in UNIT_DOORS and setting.compression is None:
+        setting = replace(setting, transport=SHARED)
     units = rank_units(profile, setting, hardware.device)
     steps = steps_of(profile, units, setting.depth)
     memory = memory_of(profile, units, steps, setting, hardware.device)
@@ -127,7 +156,7 @@ class Search:
     def run(self) -> Found:
         """Return candidates, the fastest that fit first, then those that do not, the smallest first."""
         candidates = list(self._candidates())
-        candidates.sort(key=lambda each: (not each.fits, each.time.step_s if each.fits else each.peak.total))
+        candidates.sort(key=lambda each: (not each.fits, each.rank_s if each.fits else each.peak.total))
         changes = () if any(each.fits for each in candidates) else tuple(self._changes(candidates))
         return Found(tuple(candidates), changes, tuple(dict.fromkeys(self.left_out)))
 
@@ -154,13 +183,16 @@ class Search:
         return found.peak.total - moved <= self.hardware.usable * self.hardware.memory_bytes
 
     def _evaluate(self, setting: Setting) -> Candidate:
-        return evaluate(self.profile_of(setting.computes_in, setting.recompute), setting, self.hardware)
+        return evaluate(self._profile(setting), setting, self.hardware)
+
+    def _profile(self, setting: Setting) -> Profile:
+        return self.profile_of(setting.computes_in, setting.recompute, setting.tensor)
 
     def _is_hopeless(self, setting: Setting) -> bool:
         """Return True if whole parameters and gradients alone are too much: no dry run is worth it."""
         if setting.door in UNIT_DOORS:
             return False
-        numel = self.profile_of(_computes_in(self.choices.precision), False).numel
+        numel = self.profile_of(_computes_in(self.choices.precision), False, 1).numel
         least = 8 * numel
         if least <= self.hardware.usable * self.hardware.memory_bytes:
             return False
@@ -170,21 +202,34 @@ class Search:
         return True
 
     def _settings(self) -> Iterator[Setting]:
+        for tensor in self.choices.tensor:
+            if self.ranks % tensor:
+                self.left_out.append(f"tp {tensor}: it does not divide {self.ranks:,} ranks")
+                continue
+            yield from self._settings_of(tensor)
+
+    def _settings_of(self, tensor: int) -> Iterator[Setting]:
         choices = self.choices
-        profile = self.profile_of(
-            _computes_in(choices.precision), False in choices.recompute and not choices.recompute[0]
-        )
         for door in choices.doors:
+            if tensor > 1 and door not in UNIT_DOORS:
+                continue
+            policy = choices.compression
+            if policy is not None and (door not in UNIT_DOORS or (policy.gather is not None and door != "full")):
+                self.left_out.append(f"{door}: it takes no CompressionPolicy" + " that gathers" * (door in UNIT_DOORS))
+                continue
             base = Setting(
-                ranks=self.ranks,
+                ranks=self.ranks // tensor,
+                tensor=tensor,
+                compression=policy,
                 precision=choices.precision,
                 accumulate=choices.accumulate,
                 state_bytes=OPTIMIZERS[choices.optimizer],
             )
             if door == "hybrid":
-                for replicas in self._replicas():
+                for replicas in self._replicas(base.ranks, tensor):
                     yield replace(base, door=door, replicas=replicas)
                 continue
+            profile = self.profile_of(base.computes_in, choices.recompute[0], tensor)
             seen: set[tuple[tuple[str, ...], ...]] = set()
             for unit_bytes in choices.unit_bytes if door == "full" else choices.unit_bytes[:1]:
                 setting = replace(base, door=door, min_unit_bytes=unit_bytes)
@@ -193,12 +238,12 @@ class Search:
                     seen.add(paths)
                     yield setting
 
-    def _replicas(self) -> Iterator[int]:
+    def _replicas(self, ranks: int, tensor: int) -> Iterator[int]:
         """Yield numbers of replicas: shards over one host, two, four, and so on, up to two replicas."""
-        shards = min(self.hardware.ranks_per_host, self.ranks // 2)
-        while shards and shards * 2 <= self.ranks:
-            if self.ranks % shards == 0:
-                yield self.ranks // shards
+        shards = min(max(self.hardware.ranks_per_host // tensor, 1), ranks // 2)
+        while shards and shards * 2 <= ranks:
+            if ranks % shards == 0 and shards > 1:
+                yield ranks // shards
             shards *= 2
 
     # ---- where nothing fits ----
@@ -225,6 +270,7 @@ class Search:
             best = self._fastest([self._evaluate(each) for each in new])
             if best is not None:
                 yield Change(words, best)
+        yield from self._split(settings)
         yield from self._smaller_batch(settings)
         yield from self._more_ranks(settings)
         yield from self._larger_memory(candidates)
@@ -232,17 +278,27 @@ class Search:
     @staticmethod
     def _fastest(candidates: list[Candidate]) -> Candidate | None:
         fitting = [each for each in candidates if each.fits]
-        return min(fitting, key=lambda each: each.time.step_s) if fitting else None
+        return min(fitting, key=lambda each: each.rank_s) if fitting else None
+
+    def _split(self, settings: list[Setting]) -> Iterator[Change]:
+        """Yield tensor parallelism, over the fewest ranks of a host with which something fits."""
+        able = [each for each in settings if each.door == "full"]
+        tensor = max(self.choices.tensor) * 2
+        while self.choices.tensor_plan and able and tensor <= min(self.hardware.ranks_per_host, self.ranks):
+            if self.ranks % tensor == 0:
+                tried = [replace(each, ranks=self.ranks // tensor, tensor=tensor) for each in able]
+                best = self._fastest([self._evaluate(each) for each in dict.fromkeys(tried)])
+                if best is not None:
+                    yield Change(f"split every block over {tensor} ranks (tensor parallelism)", best)
+                    return
+            tensor *= 2
 
     def _smaller_batch(self, settings: list[Setting]) -> Iterator[Change]:
-        batch = self.profile_of(settings[0].computes_in, settings[0].recompute).batch
+        batch = self._profile(settings[0]).batch
         whole = batch
         while batch > 1:
             batch //= 2
-            tried = [
-                evaluate(self.profile_of(s.computes_in, s.recompute).for_batch(batch), s, self.hardware)
-                for s in settings
-            ]
+            tried = [evaluate(self._profile(each).for_batch(batch), each, self.hardware) for each in settings]
             best = self._fastest(tried)
             if best is not None:
                 more = -(-whole // batch)
@@ -254,7 +310,7 @@ class Search:
         ranks, sharded = self.ranks, [each for each in settings if each.door == "full"]
         while sharded and ranks * 2 <= _MOST_RANKS:
             ranks *= 2
-            best = self._fastest([self._evaluate(replace(each, ranks=ranks)) for each in sharded])
+            best = self._fastest([self._evaluate(replace(s, ranks=ranks // s.tensor)) for s in sharded])
             if best is not None:
                 yield Change(f"{ranks:,} ranks in place of {self.ranks:,}, with the same batch on each", best)
                 return

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 
@@ -13,6 +14,7 @@ DOORS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")  # as 
 UNIT_DOORS = frozenset(
     {"full", "hybrid", "replicate"}
 )  # units move; the others keep parameters whole, under DDP or alone
+SHARED = "shared memory"
 ONE_UNIT = 1 << 62  # a unit size that no block has: all parameters are one unit
 
 # Bytes of state per parameter of element-wise optimizers, in fp32.
@@ -25,7 +27,8 @@ class Setting:
 
     Attributes:
         door: one of ``DOORS``.
-        ranks: data-parallel ranks.  replicas: groups of them that hold whole copies, with "hybrid".
+        ranks: data-parallel ranks.  tensor: ranks that split every block among them, and are one data-parallel rank together;
+            of the doors, those with units.  replicas: groups of them that hold whole copies, with "hybrid".
         min_unit_bytes: smaller blocks are merged; ``ONE_UNIT``: all parameters are one unit.
         precision: "fp32" or "bf16" (computed in bf16, gradients reduced and kept in fp32).
         recompute: repeated blocks are computed again in backward.
@@ -33,6 +36,8 @@ class Setting:
         accumulate: microbatches of a step.
         state_bytes: of the optimizer, per element that it updates.
         depth: units unsharded ahead.
+        transport: of CPU ranks, "collective": the backend's; SHARED: each other's memory, what ours do on one host.
+        compression: in how many bits parameters and gradients travel, of the doors with units.
     """
 
     door: str = "full"
@@ -45,14 +50,20 @@ class Setting:
     accumulate: int = 1
     state_bytes: int = OPTIMIZERS["adamw"]
     depth: int = 1
+    tensor: int = 1
+    compression: CompressionPolicy | None = None
+    transport: str = "collective"
 
     def __post_init__(self) -> None:
         if self.door not in DOORS:
             raise ConfigError(f"door is {self.door!r}, expected one of {', '.join(DOORS)}")
-        if self.ranks < 1 or self.replicas < 1 or self.accumulate < 1:
+        if min(self.ranks, self.replicas, self.accumulate, self.tensor) < 1:
             raise ConfigError(
-                f"ranks are {self.ranks}, replicas {self.replicas}, microbatches {self.accumulate}; expected at least 1"
+                f"ranks are {self.ranks}, replicas {self.replicas}, microbatches {self.accumulate}, ranks of a split "
+                f"{self.tensor}; expected at least 1"
             )
+        if self.tensor > 1 and self.door not in UNIT_DOORS:
+            raise ConfigError(f"door {self.door!r} takes no tensors that are split; choose one of {sorted(UNIT_DOORS)}")
         if self.ranks % self.replicas:
             raise ConfigError(f"{self.ranks} ranks cannot be {self.replicas} equal replicas; choose a divisor")
 
@@ -81,7 +92,12 @@ class Setting:
             words.append(
                 "one unit" if self.min_unit_bytes >= ONE_UNIT else f"units >= {self.min_unit_bytes / 2**20:g} MiB"
             )
+        if self.tensor > 1:
+            words.append(f"tp {self.tensor}")
         words += [word for word, is_on in (("recompute", self.recompute), ("offload", self.offload)) if is_on]
+        if self.compression is not None:
+            ways = (("gather", self.compression.gather), ("reduce", self.compression.reduce))
+            words += [f"{way} {coding}" for way, coding in ways if coding is not None]
         if self.accumulate > 1:
             words.append(f"{self.accumulate} microbatches")
         return ", ".join(words)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from shardwise.recipes.config import TrainConfig
 from shardwise.recipes.gpt import GPT, Block
@@ -42,22 +43,28 @@ def build_meshes(config: TrainConfig, ranks: RunRanks) -> Meshes:
     return Meshes(mesh[names if len(names) > 1 else names[0]], mesh["tp"])
 
 
+HEADS: Mapping[str, ParallelStyle] = MappingProxyType(
+    {
+        "attention.qkv": ColwiseParallel(),
+        "attention.out": RowwiseParallel(),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(),
+    }
+)
+LLAMA_HEADS: Mapping[str, ParallelStyle] = MappingProxyType(
+    {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+    | {"attention.out": RowwiseParallel()}
+    | {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+)
+
+
 def split_heads(model: GPT, mesh: DeviceMesh) -> None:
     """Give each rank of ``mesh`` its heads of every attention and its columns of every MLP (tensor parallelism).
 
     Source: Megatron-LM, arXiv 1909.08053: one all-reduce after attention and one after the MLP, in forward and backward.
     """
     for block in model.blocks:
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "attention.qkv": ColwiseParallel(),
-                "attention.out": RowwiseParallel(),
-                "mlp.up": ColwiseParallel(),
-                "mlp.down": RowwiseParallel(),
-            },
-        )
+        parallelize_module(block, mesh, dict(HEADS))
 
 
 def compile_blocks(model: nn.Module, backend: str) -> None:

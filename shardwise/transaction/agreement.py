@@ -44,8 +44,9 @@ class Agreement:
         self.num_messages = 0
         meeting = meet(group, Offer(default_transport(), HEADER_BYTES, "transaction"))
         self._posts = meeting.posts
-        self._segments = meeting.segments
-        self._words = tuple(segment.words for segment in meeting.segments or ())
+        shares = len(meeting.mates) == len(self.members)  # some of the ranks alone could not agree for all
+        self._segments = meeting.segments if shares else ()
+        self._words = tuple(segment.words for segment in self._segments)
         self._mine = self._posts.rank
         self._alive = {peer: Liveness(meeting.pids[peer]) for peer in self._posts.peers()} if self._words else {}
         self._track = Track(self._posts.prefix)

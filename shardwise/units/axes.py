@@ -27,18 +27,9 @@ class DataParallelMeshDims:
         if self.shard is None and self.replicate is None:
             raise ValueError("At least one of shard or replicate must be set in DataParallelMeshDims")
 
-    @property
-    def shard_names(self) -> tuple[str, ...]:
-        """The shard axes as a tuple."""
-        return _names(self.shard)
 
-    @property
-    def replicate_names(self) -> tuple[str, ...]:
-        """The replicate axes as a tuple."""
-        return _names(self.replicate)
-
-
-def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def names_of(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return a role of :class:`DataParallelMeshDims` as the names of its axes."""
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else tuple(value)
@@ -84,38 +75,27 @@ class MeshAxes:
         return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
 
 
-def axes_from(info: object) -> MeshAxes | None:
-    """Return ``info``, or what torch's object of the same fields says; None if it has not these fields."""
-    if isinstance(info, MeshAxes):
-        return info
-    mesh, shards = getattr(info, "mesh", None), getattr(info, "shard_mesh_dim", None)
-    if not isinstance(mesh, DeviceMesh):
-        return None
-    replicas = getattr(info, "replicate_mesh_dim", None)
-    given = getattr(info, "dp_mesh_dims", None)
-    dims = None if given is None else DataParallelMeshDims(given.shard, given.replicate)
-    spmd_mesh = getattr(info, "spmd_mesh", None)
-    kind = DDPMeshInfo if shards is None else FSDPMeshInfo if replicas is None else HSDPMeshInfo
-    return kind(mesh, shards, replicas, dims, spmd_mesh)
-
-
 @dataclass(frozen=True, eq=False)
-class ShardPlacementResult:
-    """Where ``shard_placement_fn`` wants one parameter.
+class DataParallelMeshInfo:
+    """A data-parallel mesh as a placement function names it.
 
     Attributes:
-        placement: the dim to cut; None: dim 0.
-        mesh_info: the data-parallel mesh, as :class:`FSDPMeshInfo` or :class:`HSDPMeshInfo`; parameters on one mesh must
-            share one object.
+        mesh: the mesh of data-parallel axes alone (1-D or 2-D).
+        shard_mesh_dim: index of the axis that shards, None if nothing is sharded.
+        replicate_mesh_dim: index of the axis that replicates, None if none does.
+        dp_mesh_dims: set when parameters are DTensors on ``spmd_mesh``, which has the data-parallel axes among others.
 
-    Source: torch.distributed.fsdp.ShardPlacementResult.
+    Source: torch's classes of these names in ``torch.distributed.fsdp``.
     """
 
-    placement: Shard | None
-    mesh_info: MeshAxes
+    mesh: DeviceMesh
+    shard_mesh_dim: int | None = None
+    replicate_mesh_dim: int | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
+    spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
 
 
-class FSDPMeshInfo(MeshAxes):
+class FSDPMeshInfo(DataParallelMeshInfo):
     """A mesh with an axis that shards.  Raises: AssertionError without ``shard_mesh_dim``."""
 
     def __post_init__(self) -> None:
@@ -132,7 +112,7 @@ class HSDPMeshInfo(FSDPMeshInfo):
             raise AssertionError("Expects non-None replicate_mesh_dim")
 
 
-class DDPMeshInfo(MeshAxes):
+class DDPMeshInfo(DataParallelMeshInfo):
     """A mesh with an axis that replicates and none that shards."""
 
     def __post_init__(self) -> None:
@@ -140,7 +120,33 @@ class DDPMeshInfo(MeshAxes):
             raise AssertionError("Expects non-None replicate_mesh_dim")
 
 
+@dataclass(frozen=True, eq=False)
+class ShardPlacementResult:
+    """Where ``shard_placement_fn`` wants one parameter.
+
+    Attributes:
+        placement: the dim to cut; None: dim 0.
+        mesh_info: the data-parallel mesh, as :class:`FSDPMeshInfo` or :class:`HSDPMeshInfo`; parameters on one mesh must
+            share one object.
+
+    Source: torch.distributed.fsdp.ShardPlacementResult.
+    """
+
+    placement: Shard | None
+    mesh_info: DataParallelMeshInfo
+
+
+def axes_from(info: object) -> MeshAxes | None:
+    """Return what an object with the fields of :class:`DataParallelMeshInfo`, ours or torch's, says; None for others."""
+    mesh, shards = getattr(info, "mesh", None), getattr(info, "shard_mesh_dim", None)
+    if not isinstance(mesh, DeviceMesh):
+        return None
+    given = getattr(info, "dp_mesh_dims", None)
+    dims = None if given is None else DataParallelMeshDims(given.shard, given.replicate)
+    return MeshAxes(mesh, shards, getattr(info, "replicate_mesh_dim", None), dims, getattr(info, "spmd_mesh", None))
+
+
 def smaller_axes(axes: MeshAxes, size: int) -> MeshAxes:
     """Return a mesh whose shard axis has ``size`` ranks, neighbours on the shard axis of ``axes``; makes process groups."""
     ranks: torch.Tensor = axes.mesh.mesh.view(-1, size)
-    return HSDPMeshInfo(DeviceMesh(axes.mesh.device_type, ranks), shard_mesh_dim=1, replicate_mesh_dim=0)
+    return MeshAxes(DeviceMesh(axes.mesh.device_type, ranks), shard_mesh_dim=1, replicate_mesh_dim=0)

@@ -22,6 +22,8 @@ class Stage(Enum):
     )
     RUNNING = "running"  # the gradient of an output has come: parameters are read
 
+    __hash__ = object.__hash__  # Enum's own is Python, and stages are looked up at every step
+
 
 LEGAL_STEPS: frozenset[tuple[Stage, Stage]] = frozenset(
     {
@@ -95,17 +97,18 @@ class UnitBackward:
     def hook(self, param: UnitParam) -> Callable[[torch.Tensor], None]:
         """Return what the full form of ``param`` runs when its gradient has been accumulated."""
         # Through a weak reference: the full parameter owns the hook, and the unit owns the full parameter.
-        this, ordinal = weakref.ref(self), param.ordinal
+        this, ordinal, running, task_id = weakref.ref(self), param.ordinal, Stage.RUNNING, torch_private.graph_task_id
 
         def on_accumulated(_: torch.Tensor) -> None:
             backward = this()
             if backward is None:
                 return
-            backward.arrived.add(ordinal)
-            if backward.stage is Stage.RUNNING:
-                if backward.task != torch_private.graph_task_id():
+            arrived = backward.arrived
+            arrived.add(ordinal)
+            if backward.stage is running:
+                if backward.task != task_id():
                     backward.is_nested = True  # a checkpoint within the unit runs its own: others may follow
-                if backward.is_nested or len(backward.arrived) < backward.counted[0]:
+                if backward.is_nested or len(arrived) < backward.counted[0]:
                     return  # the engine knows of this backward, and nothing is complete
             elif backward.stage is Stage.IDLE:
                 backward._step(Stage.ARRIVING)

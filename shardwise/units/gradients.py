@@ -24,7 +24,7 @@ from shardwise.units.reduce_layout import ReduceLayout
 
 
 def _layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) -> ReduceLayout:
-    key = (dtype, *[param.ordinal for param in params])
+    key = (dtype,) if params is group.by_size else (dtype, *[param.ordinal for param in params])
     layout = group.reduce_layouts.get(key)
     if layout is None:
         alignment = group.place.alignment(dtype)
@@ -392,6 +392,9 @@ def _staging(group: ShardGroup, packing: _Packing, scale: Scale) -> int:
 def _by_reduce_dtype(
     group: ShardGroup, dtypes: Mapping[UnitParam, torch.dtype]
 ) -> list[tuple[torch.dtype, list[UnitParam]]]:
+    found = {*dtypes.values()}
+    if len(found) == 1 and len(dtypes) == len(group.by_size):  # all of them, as in most steps
+        return [(found.pop(), group.by_size)]
     by_dtype: dict[torch.dtype, list[UnitParam]] = {}
     for param in group.by_size:
         if param in dtypes:

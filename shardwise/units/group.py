@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.codec.compression_policy import Coding
+from shardwise.codec.compression_policy import Coding, takes
 from shardwise.comm.buffers import BufferPool
-from shardwise.comm.c10d import CustomCollectives, fetch_alone
+from shardwise.comm.c10d import fetch_alone
 from shardwise.comm.coding_state import Compression
 from shardwise.comm.communicator import Pending
+from shardwise.comm.custom import CustomCollectives
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import have_same_bits
 from shardwise.errors import StateError
@@ -143,7 +144,7 @@ class ShardGroup:
         """True if ``param`` is one of those that travel coded, where anything does."""
         if self.compression is None:
             return False
-        return self.compression.policy.takes(param.fqn, param.shard.shape, param.dtype.itemsize)
+        return takes(self.compression.policy, param.fqn, param.shard.shape, param.dtype.itemsize)
 
     def _planned_link(self, packing: Packing) -> Link | None:
         comm = self.bound_comm.shards if self.bound_comm is not None else None

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from shardwise.units.param import UnitParam
-from shardwise.units.precision import MixedPrecisionPolicy
+from shardwise.units.precision import MixedPrecisionPolicy, dtype_of_reduction
 
 
 class Dtypes:
@@ -33,7 +33,7 @@ class Dtypes:
         full = self.of_full(param)
         if param.grad_dtype is not None and self.precision.reduce_dtype is None:
             return param.grad_dtype.dtype or found or full
-        return self.precision.dtype_of_reduction(param.dtype, full)
+        return dtype_of_reduction(self.precision, param.dtype, full)
 
     def takes_any_gradient(self, param: UnitParam) -> bool:
         """Return True if gradients of ``param`` are reduced in whatever dtype they come."""

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
+from shardwise.units.axes import names_of
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import UnitParam
 
@@ -24,6 +25,8 @@ def take_gradients(group: ShardGroup) -> Gradients:
         gradient = full.grad
         if gradient is None:
             continue
+        if type(gradient) is not torch.Tensor and not lies_as(full, gradient):
+            continue  # between calls a full parameter that stays shows the gradient of its shard: it has been reduced
         full.grad = None
         if not param.sharded.requires_grad:
             continue  # frozen since forward
@@ -38,6 +41,13 @@ def take_gradients(group: ShardGroup) -> Gradients:
     return taken
 
 
+def lies_as(full: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Return True if ``gradient`` is one of the full parameter, not of its shard."""
+    if not isinstance(gradient, DTensor):
+        return not isinstance(full, DTensor)
+    return isinstance(full, DTensor) and gradient.device_mesh == full.device_mesh
+
+
 def _local_gradient(gradient: torch.Tensor, param: UnitParam, group: ShardGroup) -> torch.Tensor:
     gradient = torch_private.wait_tensor(gradient)
     if not isinstance(gradient, DTensor):
@@ -47,7 +57,7 @@ def _local_gradient(gradient: torch.Tensor, param: UnitParam, group: ShardGroup)
     dims, names = group.axes.dims, gradient.device_mesh.mesh_dim_names
     if dims is not None and names is not None:
         # On a full SPMD mesh the sum over the data-parallel axes is the reduction's to make.
-        for name in (*dims.shard_names, *dims.replicate_names):
+        for name in (*names_of(dims.shard), *names_of(dims.replicate)):
             placements[names.index(name)] = gradient.placements[names.index(name)]
     if gradient.placements != tuple(placements):
         gradient = gradient.redistribute(placements=placements)

@@ -14,7 +14,7 @@ from shardwise import torch_private
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.shard import ChunkShard
 from shardwise.torch_private import DTensorSpec
-from shardwise.units.precision import GradDtype, MixedPrecisionPolicy
+from shardwise.units.precision import GradDtype, MixedPrecisionPolicy, dtype_of_full
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class UnitParam:
 
     def dtype_of_full(self, precision: MixedPrecisionPolicy) -> torch.dtype:
         """Return the dtype in which it is all-gathered and used."""
-        return self.dtype if self.keeps_dtype else precision.dtype_of_full(self.dtype)
+        return self.dtype if self.keeps_dtype else dtype_of_full(precision, self.dtype)
 
     @property
     def local(self) -> torch.Tensor:

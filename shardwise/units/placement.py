@@ -13,7 +13,7 @@ from shardwise import torch_private
 from shardwise.errors import ConfigError
 from shardwise.layout.shard import ChunkShard
 from shardwise.torch_private import DTensorSpec
-from shardwise.units.axes import MeshAxes
+from shardwise.units.axes import MeshAxes, names_of
 from shardwise.units.param import UnitParam
 
 
@@ -121,14 +121,14 @@ def _spmd_spec(param: DTensor, fqn: str, axes: MeshAxes, dim: int) -> DTensorSpe
             f"Expected param's DTensor mesh to be the same mesh passed to fully_shard, but '{fqn}' is on {inner.mesh}"
         )
     placements = list(inner.placements)
-    for role, axis_names in (("shard", dims.shard_names), ("replicate", dims.replicate_names)):
+    for role, axis_names in (("shard", names_of(dims.shard)), ("replicate", names_of(dims.replicate))):
         for name in axis_names:
             index = names.index(name)
             if not isinstance(placements[index], Replicate):
                 raise ConfigError(
                     f"Expected Replicate() on DP {role} dim '{name}' (index {index}) but got {placements[index]}"
                 )
-    indices = [names.index(name) for name in dims.shard_names]
+    indices = [names.index(name) for name in names_of(dims.shard)]
     for index in indices:
         placements[index] = _spmd_shard(inner, index, dim)
     if len(indices) <= 1:
@@ -152,12 +152,12 @@ def _flattened_spec(param: DTensor, axes: MeshAxes, names: tuple[str, ...], plac
     flat: list[Placement] = []
     done = False
     for index, name in enumerate(names):
-        if name in dims.shard_names:
+        if name in names_of(dims.shard):
             if not done:
                 meshes.append(axes.mesh)
                 flat += _data_parallel_placements(axes, placements[index])
             done = True
-        elif name not in dims.replicate_names:
+        elif name not in names_of(dims.replicate):
             meshes.append(mesh[name])
             flat.append(placements[index])
     joined = torch_private.join_meshes(meshes)

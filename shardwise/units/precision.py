@@ -47,60 +47,10 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
 
-    @classmethod
-    def of(cls, policy: object) -> MixedPrecisionPolicy:
-        """Return ``policy``, or what torch's policy object of the same fields says.  Raises: ConfigError for other things."""
-        if isinstance(policy, cls):
-            return policy
-        names = [each.name for each in fields(cls)]
-        found = [name for name in names if hasattr(policy, name)]
-        if not {*names} - {*found} <= {"param_dtype_override_fn"}:  # torch has that from 2.15 on
-            raise ConfigError(f"mp_policy is {policy!r}; expected a MixedPrecisionPolicy with {names}")
-        return cls(**{name: getattr(policy, name) for name in found})
-
-    def keeps_dtype(self, param: nn.Parameter, fqn: str) -> bool:
-        """Return True if ``param_dtype_override_fn`` wants ``param`` used in its own dtype.
-
-        Raises: ConfigError if it wants another one.
-        """
-        if self.param_dtype_override_fn is None:
-            return False
-        wanted = self.param_dtype_override_fn(param)
-        if wanted is None or wanted is self.param_dtype:
-            return False
-        if wanted is not param.dtype:
-            raise ConfigError(
-                f"param_dtype_override_fn returned {wanted} for {fqn}; expected None, param_dtype ({self.param_dtype}) or "
-                f"the parameter's own dtype ({param.dtype})"
-            )
-        return True
-
-    def dtype_of_full(self, original: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a parameter of dtype ``original`` is all-gathered and used."""
-        if self.param_dtype is None or not original.is_floating_point:
-            return original
-        return self.param_dtype
-
-    def dtype_of_reduction(self, original: torch.dtype, full: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients are reduced of a parameter that has no ``grad_dtype``; ``full``: of its use."""
-        if self.reduce_dtype is not None:
-            return self.reduce_dtype
-        return full if torch_private.reduces_in_param_dtype() else original
-
 
 @dataclass(frozen=True)
 class OffloadPolicy:
     """Where sharded parameters, gradients and optimizer states live; this base class: on the mesh's device."""
-
-    @staticmethod
-    def of(policy: object) -> OffloadPolicy:
-        """Return ``policy``, or what torch's policy object says.  Raises: ConfigError for other things."""
-        if isinstance(policy, OffloadPolicy):
-            return policy
-        if type(policy).__name__ not in ("OffloadPolicy", "CPUOffloadPolicy"):
-            raise ConfigError(f"offload_policy is {policy!r}; expected OffloadPolicy() or CPUOffloadPolicy()")
-        pin_memory = getattr(policy, "pin_memory", None)
-        return OffloadPolicy() if pin_memory is None else CPUOffloadPolicy(bool(pin_memory))
 
 
 @dataclass(frozen=True)
@@ -112,3 +62,56 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+def precision_from(policy: object) -> MixedPrecisionPolicy:
+    """Return ``policy``, or what torch's policy object of the same fields says.  Raises: ConfigError for other things."""
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    names = [each.name for each in fields(MixedPrecisionPolicy)]
+    found = [name for name in names if hasattr(policy, name)]
+    if not {*names} - {*found} <= {"param_dtype_override_fn"}:  # torch has that from 2.15 on
+        raise ConfigError(f"mp_policy is {policy!r}; expected a MixedPrecisionPolicy with {names}")
+    return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in found})
+
+
+def offload_from(policy: object) -> OffloadPolicy:
+    """Return ``policy``, or what torch's policy object says.  Raises: ConfigError for other things."""
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    if type(policy).__name__ not in ("OffloadPolicy", "CPUOffloadPolicy"):
+        raise ConfigError(f"offload_policy is {policy!r}; expected OffloadPolicy() or CPUOffloadPolicy()")
+    pin_memory = getattr(policy, "pin_memory", None)
+    return OffloadPolicy() if pin_memory is None else CPUOffloadPolicy(bool(pin_memory))
+
+
+def keeps_dtype(policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str) -> bool:
+    """Return True if ``param_dtype_override_fn`` wants ``param`` used in its own dtype.
+
+    Raises: ConfigError if it wants another one.
+    """
+    if policy.param_dtype_override_fn is None:
+        return False
+    wanted = policy.param_dtype_override_fn(param)
+    if wanted is None or wanted is policy.param_dtype:
+        return False
+    if wanted is not param.dtype:
+        raise ConfigError(
+            f"param_dtype_override_fn returned {wanted} for {fqn}; expected None, param_dtype ({policy.param_dtype}) or "
+            f"the parameter's own dtype ({param.dtype})"
+        )
+    return True
+
+
+def dtype_of_full(policy: MixedPrecisionPolicy, original: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a parameter of dtype ``original`` is all-gathered and used."""
+    if policy.param_dtype is None or not original.is_floating_point:
+        return original
+    return policy.param_dtype
+
+
+def dtype_of_reduction(policy: MixedPrecisionPolicy, original: torch.dtype, full: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients are reduced of a parameter that has no ``grad_dtype``; ``full``: of its use."""
+    if policy.reduce_dtype is not None:
+        return policy.reduce_dtype
+    return full if torch_private.reduces_in_param_dtype() else original

@@ -20,7 +20,6 @@ class ReduceLayout:
         self.params = params
         self.bucket = build_bucket([param.shard for param in params], alignment)
         self.names = ", ".join(param.fqn for param in params[:3]) + (f" and {len(params) - 3} more" * (len(params) > 3))
-        self.is_even = self.bucket.is_even
         self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
         self._parts: dict[int, tuple[Move, ...]] = {}
         self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of buffers, while somebody has them
@@ -32,12 +31,14 @@ class ReduceLayout:
 
     def pack(self, gradients: list[torch.Tensor], packed: torch.Tensor) -> None:
         """Write every rank's part of every gradient to its place; padding becomes zero."""
-        if self.is_even:
-            num_shards = self.bucket.shards[0].num_shards
-            rows = packed.view(num_shards, self.bucket.section_numel)
-            if {gradient.dtype for gradient in gradients} == {packed.dtype}:
-                torch.cat([gradient.reshape(num_shards, -1) for gradient in gradients], dim=1, out=rows)
-                return
+        num_even = self.bucket.num_even
+        if num_even and {gradient.dtype for gradient in gradients} == {packed.dtype}:
+            rows = packed.view(-1, self.bucket.section_numel)
+            if num_even < len(rows):
+                rows[num_even:].zero_()
+                rows = rows[:num_even]
+            torch.cat([gradient.reshape(num_even, -1) for gradient in gradients], dim=1, out=rows)
+            return
         if self.bucket.has_padding:
             packed.zero_()
         targets = self._packed_windows.get(packed)

@@ -117,12 +117,14 @@ class Shards:
         self._section_bytes = offset
         self._section_numel = buckets[0].layout.section_numel if len(buckets) == 1 else offset
         self._moves = [self._bucket_moves(bucket) for bucket in buckets]
-        self._full_windows: list[list[torch.Tensor]] | None = None
+        self._full_windows: list[torch.Tensor] | None = None
         self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of buffers, while somebody has them
         self._own_parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._full_parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
-        self._is_even = len(buckets) == 1 and buckets[0].layout.is_even
+        # On a host as many copies are made in either case, and through kept windows they cost half.
+        is_split = len(buckets) == 1 and place.device.type != "cpu"
+        self._num_even = buckets[0].layout.num_even if is_split else 0
 
     @property
     def packed_dtype(self) -> torch.dtype:
@@ -186,12 +188,13 @@ class Shards:
         """Copy every shard from the packed buffer to its place in the full buffers."""
         if self._full_windows is None:
             self._full_windows = [
-                [full_window(full, move, base) for base, move in moves]
+                full_window(full, move, base)
                 for full, moves in zip(fulls, self._moves, strict=True)
+                for base, move in moves
             ]
-        if self._is_even:
-            rows = packed.view(self.num_shards, self._section_numel)
-            torch.split_with_sizes_copy(rows, self._columns, dim=1, out=self._full_windows[0])
+        if self._num_even:
+            rows = packed.view(self.num_shards, self._section_numel)[: self._num_even]
+            torch.split_with_sizes_copy(rows, self._columns, dim=1, out=self._full_windows)
             return
         sources = self._packed_windows.get(packed)
         if sources is None:
@@ -201,7 +204,7 @@ class Shards:
                 for _, move in moves
             ]
         if sources:
-            torch_private.copy_all([window for windows in self._full_windows for window in windows], sources)
+            torch_private.copy_each(self._full_windows, sources)
 
 
 class ShardEnds:

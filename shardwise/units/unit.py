@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.events import Call, EventLog, Op
 from shardwise.plan.policy import UnitPolicy
 from shardwise.spans import begin, end, listeners
-from shardwise.units.backward import UnitBackward
+from shardwise.units.backward import Stage, UnitBackward
 from shardwise.units.earlier_gradients import EarlierGradients
 from shardwise.units.gradients import planned_scatter_bytes
 from shardwise.units.group import ShardGroup
@@ -451,8 +451,13 @@ class Unit:
         ``is_late``: some have not come, and the whole backward has ended.
         """
         taken: Gradients = {}
-        if not self.is_full:
-            mark_full(self.params)  # a unit whose backward reads no parameter is not waited for
+        stage = self.backward.stage
+        if (
+            not self.is_full
+            or stage is Stage.ARRIVING
+            or (stage is Stage.RUNNING and not self.policy.unshard_in_backward)
+        ):
+            mark_full(self.params)  # nobody has waited for it, so ``.grad`` of what is registered would be the shard's
         for group in self.groups:
             gradients = take_gradients(group)
             if self.policy.reduces_unused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from helpers.ranks import on_ranks
 from helpers.sharded import shard_units, step_on_drawn_gradients
 
 from shardwise import ShardedOptimizer
-from shardwise.testing.models import build
+from shardwise.testing.models import batch_for, build
 
 pytestmark = pytest.mark.clients
 
@@ -45,6 +46,46 @@ def test_element_by_element() -> None:
     for name, options in ELEMENTWISE.items():
         run(getattr(pytorch_optimizer, name), "elementwise", options)
     run(schedulefree.AdamWScheduleFree, "elementwise", {"foreach": False})
+
+
+@on_ranks(2)
+def test_one_step_size_for_all_tensors() -> None:
+    import pytorch_optimizer
+
+    for name, lr in (("Prodigy", 1.0), ("DAdaptAdam", 1.0), ("DAdaptLion", 1.0)):
+        plain = build("plain")
+        model = shard_units(copy.deepcopy(plain))
+        kind = getattr(pytorch_optimizer, name)
+        ours: Any = ShardedOptimizer(dict(model.named_parameters()), kind, lr=lr, update="elementwise")
+        theirs = kind(plain.parameters(), lr=lr)
+        before = theirs.param_groups[0].get("d0", theirs.param_groups[0].get("d"))
+        for _ in range(12):
+            for each, optimizer in ((model, ours), (plain, theirs)):
+                each(batch_for("plain", 0, 8)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found, expected = (float(optimizer.param_groups[0]["d"]) for optimizer in (ours, theirs))
+        assert expected > 1.5 * before, f"{name} has found no step size: {expected}"
+        assert found == pytest.approx(expected, rel=1e-4), name
+        # Sums of ranks are rounded in another order, and the step size grows by what has come of it.
+        assert_same(model, plain, {"rtol": 1e-3, "atol": 1e-4}, name)
+
+
+@on_ranks(2)
+def test_kron_is_the_plain_one_but_for_its_random_numbers() -> None:
+    import numpy as np
+    import pytorch_optimizer
+
+    plain = build("plain")
+    model = shard_units(copy.deepcopy(plain))
+    ours: Any = ShardedOptimizer(dict(model.named_parameters()), pytorch_optimizer.Kron, lr=0.01, update="whole_matrix")
+    theirs = pytorch_optimizer.Kron(plain.parameters(), lr=0.01)
+    with mock.patch("torch.randn_like", lambda x, dtype=None: torch.linspace(-1, 1, x.numel()).view(x.shape).to(dtype)):
+        for step in range(4):
+            for each, optimizer in ((model, ours), (plain, theirs)):
+                np.random.seed(step)  # whether factors are balanced in this step
+                step_on_drawn_gradients(each, optimizer, step)
+    assert_same(model, plain, EXACT, "Kron")
 
 
 @on_ranks(2)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from helpers.compare import assert_equal, full
+from helpers.of_clients import say_as_torchrun, sharding_on_cpu
 from helpers.ranks import on_ranks
 from torch import nn
 
@@ -28,8 +27,7 @@ Run = Callable[[], nn.Module]
 
 def both_ways(run: Run, kind: str) -> None:
     """Call ``run`` with shardwise and with torch's own class; compare the parameters of the models it returns."""
-    # What torchrun says of a rank, and these packages look for.
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": str(dist.get_world_size())}
+    say_as_torchrun()
     found: list[dict[str, torch.Tensor]] = []
     for used in (True, False):
         with use_in(torchs) if used else nullcontext():
@@ -53,23 +51,6 @@ def tiny_gpt() -> nn.Module:
 
 def tokens(number: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (ROWS, 8), generator=torch.Generator().manual_seed(number))
-
-
-@contextmanager
-def sharding_on_cpu() -> Generator[None, None, None]:
-    """Let accelerate shard on CPU ranks, which its code can do and its choice of a kind of run leaves out."""
-    from accelerate.state import AcceleratorState, DistributedType, PartialState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    original = AcceleratorState.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        original(self, *args, **kwargs)
-
-    with mock.patch.object(AcceleratorState, "__init__", init):
-        yield
 
 
 def plugin() -> Any:

@@ -27,6 +27,7 @@ from shardwise import (
     replicate,
 )
 from shardwise.testing.models import Block, batch_for, build
+from shardwise.units.axes import names_of
 
 ops = torch.ops.c10d
 
@@ -430,7 +431,7 @@ def test_named_axes_of_a_full_mesh() -> None:
         fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
         for param, other in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.equal(param.full_tensor(), other)
-        names = (*dims.shard_names, *dims.replicate_names)
+        names = (*names_of(dims.shard), *names_of(dims.replicate))
         inputs = [Shard(0) if name in names else Replicate() for name in ("dp", "tp")]
         x = distribute_tensor(batch_for("plain", 0, 8), mesh, inputs)
         model(x).to_local().square().sum().backward()

@@ -30,6 +30,7 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "optimizers": (0, 1, 3),
     "meshes": (0, 1, 2),
     "precision": (0, 1, 2),
+    "compiled": (0,),
     "resume": (0, 2, 3),
 }
 

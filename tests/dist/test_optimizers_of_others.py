@@ -101,6 +101,40 @@ class Came(Small):
         p.sub_(m, alpha=group["lr"])
 
 
+class Prodigy(torch.optim.Optimizer):
+    """Finds its step size, one for all tensors together, from sums over all elements of them."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "d": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        above, below = torch.zeros(()), torch.zeros(())
+        d = self.param_groups[0]["d"]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                start, s = state.setdefault("start", p.clone()), state.setdefault("s", torch.zeros_like(p))
+                above.add_(torch.dot(p.grad.flatten(), (start - p).flatten()))
+                s.add_(p.grad, alpha=0.2)
+                below.add_(s.abs().sum() + 1e-3 * s.norm())
+        for group in self.param_groups:
+            group["d"] = max(d, (above / below).item())
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / (p.grad.abs() + 0.01), alpha=group["d"] * group["lr"])
+
+
+class Middling(Small):
+    """Takes a number over all elements that shards do not tell."""
+
+    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+        self.defaults["spread"] = g.mean()
+        p.sub_(g, alpha=group["lr"])
+
+
 RULES: dict[type[Small], Any] = {
     ScheduleFree: "elementwise",
     Adan: "elementwise",
@@ -156,3 +190,31 @@ def test_methods_of_a_whole_matrix_optimizer_and_unknown_names_are_refused() -> 
         optimizer.eval()
     with pytest.raises(AttributeError, match="'ScheduleFree' object has no attribute 'evil'"):
         optimizer.evil()
+
+
+@on_ranks(2, 4)
+def test_sums_over_all_elements_are_those_of_all_ranks() -> None:
+    plain = build("plain")
+    model = shard_units(copy.deepcopy(plain))
+    ours = ShardedOptimizer(dict(model.named_parameters()), Prodigy, update="elementwise")
+    theirs = Prodigy(plain.parameters())
+    for step in range(4):
+        for each, optimizer in ((model, ours), (plain, theirs)):
+            each(batch_for("plain", 0, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = ours.param_groups[0]["d"]
+        assert (found > 1e-3) is (step > 0), f"it found no step size in step {step}: {found}"
+        assert found == pytest.approx(theirs.param_groups[0]["d"], rel=1e-4)
+    assert_same(model, plain, CLOSE, "Prodigy")
+
+
+@on_ranks(2)
+def test_numbers_over_all_elements_that_shards_do_not_tell_are_refused() -> None:
+    model = shard_units(build("plain"))
+    named = dict(model.named_parameters())
+    with pytest.raises(ConfigError, match="takes mean over all elements"):
+        ShardedOptimizer(named, Middling, update="elementwise")
+    named["plain"] = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(ConfigError, match="Prodigy takes sums.*sharded over the same ranks"):
+        ShardedOptimizer(named, Prodigy, update="elementwise")

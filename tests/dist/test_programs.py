@@ -364,36 +364,6 @@ def test_tensors_that_functional_call_puts_in_place_of_parameters_are_refused_an
             assert torch.equal(model(batch(0)), plain(batch(0)))
 
 
-@on_ranks(2, fresh=True)
-@pytest.mark.parametrize("how", ["method", "function", "whole"])
-def test_blocks_may_be_compiled_after_they_are_sharded(how: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(6, 9), Block(6, 7), Block(6, 5))
-    plain = copy.deepcopy(model)
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
-    whole: nn.Module = model
-    if how == "method":
-        for block in model:
-            block.compile(fullgraph=True, backend="aot_eager")
-    elif how == "function":
-        for index, block in enumerate(model):
-            model[index] = torch.compile(block, fullgraph=True, backend="aot_eager")
-    else:
-        whole = torch.compile(model, backend="aot_eager")
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    for number in range(3):
-        whole(batch(number)).square().mean().backward()
-        plain(batch(number)).square().mean().backward()
-        average_gradients(plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for left, right in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(full(right), left, rtol=1e-5, atol=1e-6)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("door", ["fully_shard", "replicate", "older way"])
 def test_parameters_that_change_their_dtype_before_backward(door: str) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard
+from shardwise.api.zero import share_stepper
 from shardwise.comm.carve import carve
 from shardwise.optim.elementwise import RETRY_EVERY
 
@@ -105,7 +106,10 @@ def _build(door: str, kind: str) -> tuple[Params, Any]:
 def _state(optimizer: Any) -> dict[Any, Mapping[str, Any]]:
     """What users get: by name, or by the index of this rank's piece."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return {index: optimizer.optim.state[local.tensor] for index, local in enumerate(optimizer.local_pieces)}
+        return {
+            index: optimizer.optim.state[local.tensor]
+            for index, local in enumerate(share_stepper(optimizer).share.local_pieces)
+        }
     return optimizer.state_dict()["state"]
 
 

@@ -1,4 +1,4 @@
-"""Units whose parameters are read again: recomputed, lent to other units, passed several times."""
+"""Units whose parameters are read again, or not at all: recomputed, lent to other units, passed several times, left out."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.compare import average_gradients, full
 from helpers.inside import Recorder, engine_of
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import fully_shard
+from shardwise import fully_shard, replicate
 from shardwise.testing.models import Block
 
 
@@ -189,3 +192,45 @@ def test_a_unit_that_lends_a_weight_keeps_it_while_the_borrower_is_recomputed() 
     recorder = Recorder(engine)
     model(batch(0)).square().mean().backward()
     assert tuple(recorder.events) == engine.journal.plan.calls
+
+
+class Aside(nn.Module):
+    """Runs its first block in every forward; what comes out counts where ``uses_first``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)), nn.Linear(6, 6)
+        self.uses_first = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return self.second(y if self.uses_first else x + 0 * y.detach())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["fully_shard", "replicate", "tensor parallel", "not unsharded in backward"])
+def test_a_unit_that_backward_does_not_come_to_keeps_the_gradient_of_its_shards(way: str) -> None:
+    """Its full parameters stay registered, and what their ``.grad`` shows then is no gradient of this backward."""
+    torch.manual_seed(0)
+    model = Aside()
+    plain = copy.deepcopy(model)
+    mesh, seed = None, 100 * dist.get_rank()
+    if way == "tensor parallel":
+        meshes = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "heads"))
+        parallelize_module(model, meshes["heads"], {"first.0": ColwiseParallel(), "first.1": RowwiseParallel()})
+        mesh, seed = meshes["data"], 0  # ranks that share heads share batches
+    for block in (model.first, model.second, model):
+        if way == "replicate":
+            replicate(block)
+        else:
+            fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    model.set_reduce_scatter_unused_params(True)
+    for block in (model.first, model.second):
+        block.set_unshard_in_backward(way != "not unsharded in backward")
+    for number, uses_first in enumerate((True, False, True)):
+        for each in (model, plain):
+            each.uses_first = uses_first
+            each(torch.randn(4, 6, generator=torch.Generator().manual_seed(seed + number))).square().mean().backward()
+    average_gradients(plain)
+    for left, right in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(right.grad), left.grad, rtol=1e-5, atol=1e-6)

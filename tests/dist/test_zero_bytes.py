@@ -9,6 +9,7 @@ from helpers.ranks import on_ranks
 from helpers.scripts import load_script
 
 from shardwise import ZeroRedundancyOptimizer
+from shardwise.api.zero import share_stepper
 
 
 def _counts(width: int):
@@ -85,7 +86,7 @@ def test_reduce_gradients_matches_all_reduce() -> None:
                 dist.all_reduce(p.grad)
                 p.grad /= dist.get_world_size()
             zero.reduce_gradients()
-            own = {id(local.param): local.piece.numel for local in zero.local_pieces}
+            own = {id(local.param): local.piece.numel for local in share_stepper(zero).share.local_pieces}
             for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
                 assert sum(part.numel() for part in p.grad.parts) == own.get(id(p), 0)  # and nothing of the others'
                 assert p.grad.is_whole == (own.get(id(p)) == p.numel())

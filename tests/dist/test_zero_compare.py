@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise import DesyncError, ZeroRedundancyOptimizer
+from shardwise.api.zero import share_stepper
 from shardwise.comm.board import Board
 from shardwise.zero.same_gradients import digest_of
 
@@ -116,7 +117,7 @@ def test_hooks_of_ddp_give_the_same_bits() -> None:
             for step in range(4):
                 zero.zero_grad()
                 _backward(ddp, step)
-                zero.stepper.known.is_compared = False
+                share_stepper(zero).known.is_compared = False
                 zero.step()
         assert len(seen.whats) == 4
         assert seen.warnings == []
@@ -170,7 +171,7 @@ def test_an_owner_without_a_gradient_is_named() -> None:
         model = _model()
         zero = _zero(model, partition)
         _backward(model, rank=0)
-        owner = zero.share.by_param[2][0].owner
+        owner = share_stepper(zero).share.by_param[2][0].owner
         if dist.get_rank() == owner:
             model[2].weight.grad = None
         with pytest.raises(DesyncError, match=rf"none on rank {owner}.*\(rank {owner} owns it\)"):
@@ -186,9 +187,9 @@ def test_gradients_that_only_owners_have_are_stepped_on() -> None:
     _backward(model, rank=0)
     for p, other in zip(model.parameters(), plain.param_groups[0]["params"], strict=True):
         other.grad = p.grad.clone()
-    for local_index, pieces in enumerate(zero.share.by_param):
+    for local_index, pieces in enumerate(share_stepper(zero).share.by_param):
         if pieces[0].owner != dist.get_rank():
-            zero.all_params[local_index].grad = None
+            share_stepper(zero).share.params[local_index].grad = None
     zero.step()
     plain.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.param_groups[0]["params"], strict=True))
@@ -247,7 +248,7 @@ def test_other_dtypes_and_orders() -> None:
         with _Gathers() as seen:
             zero.step()
         assert len(seen.whats) == 1
-        zero.stepper.known.is_compared = False
+        share_stepper(zero).known.is_compared = False
         param.grad = values * (1 + dist.get_rank())
         with pytest.raises(DesyncError, match="gradients differ"):
             zero.step()
@@ -311,7 +312,7 @@ def test_joined_ranks_are_left_out() -> None:
                 zero.zero_grad()
                 _backward(ddp, step)
                 zero.step()
-        assert zero.num_steps == 2 * (dist.get_world_size() - 1)
+        assert share_stepper(zero).num_steps == 2 * (dist.get_world_size() - 1)
         assert seen.warnings == []
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from helpers.ranks import on_ranks
 
 from shardwise import ConfigError, DesyncError, ShardwiseError, ZeroRedundancyOptimizer, fully_shard, replicate
+from shardwise.api.zero import share_stepper
 from shardwise.testing import WorkerPool
 
 TIMEOUT_S = 3.0
@@ -182,7 +183,7 @@ def test_a_skipped_step_is_found_at_the_next_agreement() -> None:
     group, rank = _group(), dist.get_rank()
     zero = _zero(group)
     if rank == 1:
-        zero.stepper.mark_stepped()
+        share_stepper(zero).mark_stepped()
     text = _raises(zero.consolidate_state_dict)
     assert "rank 1: 1 step(s) so far" in text
 
@@ -193,7 +194,7 @@ def test_a_closure_that_raises_is_an_error_on_all() -> None:
     for partition in ("whole", "even"):
         group, rank = _group(), dist.get_rank()
         zero = _zero(group, partition=partition)
-        before = [p.detach().clone() for p in zero.all_params]
+        before = [p.detach().clone() for p in share_stepper(zero).share.params]
 
         def closure(rank=rank) -> float:
             if rank == 1:
@@ -203,7 +204,9 @@ def test_a_closure_that_raises_is_an_error_on_all() -> None:
         text = _raises(lambda zero=zero, closure=closure: zero.step(closure), KeyError if rank == 1 else DesyncError)
         assert "no more data" in text
         assert rank == 1 or "rank 1 raised KeyError" in text
-        assert rank != 1 or all(torch.equal(a, b) for a, b in zip(zero.all_params, before, strict=True))
+        assert rank != 1 or all(
+            torch.equal(a, b) for a, b in zip(share_stepper(zero).share.params, before, strict=True)
+        )
         zero.step(lambda: 1.0)  # the group is as good as before
         zero.step()
 
@@ -235,7 +238,7 @@ def test_a_parameter_thawed_on_one_rank_is_named() -> None:
     group, rank = _group(), dist.get_rank()
     zero = _zero(group)
     zero.step()
-    zero.all_params[0].requires_grad_(rank != 1)
+    share_stepper(zero).share.params[0].requires_grad_(rank != 1)
     text = _raises(zero.step)
     assert "rank" in text
     assert "requires_grad changed" in text or "step() number 2" in text
@@ -257,7 +260,7 @@ def test_a_rank_outside_the_group_is_told() -> None:
 def test_no_thread_is_left() -> None:
     before = threading.active_count()
     zero = _zero(_group())
-    assert zero.board.posts.timeout_s == TIMEOUT_S
+    assert share_stepper(zero).board.posts.timeout_s == TIMEOUT_S
     zero.step()
     assert threading.active_count() == before
 

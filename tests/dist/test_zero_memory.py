@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from shardwise.api.zero import share_stepper
 from shardwise.comm.carve import are_neighbours
 from shardwise.comm.owned import PACK_BELOW_BYTES
 
@@ -162,7 +163,8 @@ def test_ranks_may_hold_different_aliases() -> None:
         kept = {0: model.state_dict(), 1: list(model.state_dict().values())[1:4]}.get(rank)
         zero = _zero(model, partition)
         sizes = [
-            (call.owner, sum(tensor.numel() for tensor in call.tensors)) for call in zero.stepper.layout.broadcasts
+            (call.owner, sum(tensor.numel() for tensor in call.tensors))
+            for call in share_stepper(zero).layout.broadcasts
         ]
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, sizes)

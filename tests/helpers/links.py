@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from shardwise.comm.links.host import Host, HostLink
+from shardwise.comm.links.host import HostLink
+from shardwise.comm.links.mates import Host
 from shardwise.comm.links.segment import HEADER_BYTES, Segment
 
 SEGMENT_BYTES = HEADER_BYTES + 4096
@@ -20,8 +21,6 @@ def make_links(
     """
     found = tuple(pids or [os.getpid()] * num_ranks)
     segments = tuple(Segment.create(SEGMENT_BYTES) for _ in found)
-    hosts = [
-        Host(segments, found, rank, tuple(members or range(len(found))), lambda rank, number: [])
-        for rank in range(len(found))
-    ]
+    ranks = range(len(found))
+    hosts = [Host(segments, found, rank, ranks, len(ranks), lambda rank, number: [], tuple(members)) for rank in ranks]
     return [HostLink(host, HEADER_BYTES, 64, timeout_s=timeout_s) for host in hosts]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,14 @@ from shardwise import fully_shard, set_default_transport
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EXAMPLES_OF_CLIENTS = ("qlora", "with_accelerate", "with_lightning")  # need packages that `make clients` alone installs
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\n\Z")
+
+
+def main_of_example(name: str) -> Callable[..., list[float]]:
+    """Return what ``examples/NAME.py`` calls when it is run."""
+    main: Callable[..., list[float]] = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"]
+    return main
 
 
 @dataclass(frozen=True, slots=True)

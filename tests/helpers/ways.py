@@ -13,19 +13,24 @@ import torch.distributed as dist
 from helpers.ends import Ends, Shapes
 from helpers.fake_communicator import FakeCommunicator
 from helpers.inside import parts_from
+from shardwise.comm.alive import on_host
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import C10dCommunicator, all_gather_single, reduce_scatter_single
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.lanes import Lane, device_of
 from shardwise.comm.links.arena import ArenaPlace
-from shardwise.comm.links.host import Host, HostLink, outbox_bytes
+from shardwise.comm.links.host import HostLink, outbox_bytes
+from shardwise.comm.links.inboxes import NUM_INBOXES, Inboxes
 from shardwise.comm.links.link import Link
+from shardwise.comm.links.mates import Host
 from shardwise.comm.links.meet import Offer, meet, read_posts
 from shardwise.comm.links.routes import RoutedCommunicator, Spans
 from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
 from shardwise.comm.links.send_recv import PeerLink
+from shardwise.comm.links.tiers import TieredLink, column_of
 
 SLOT_BYTES = 4096
+INBOXES = HEADER_BYTES + outbox_bytes(SLOT_BYTES)  # where they start
 CPU = torch.device("cpu")
 
 
@@ -51,7 +56,14 @@ class Way:
     def ends(self, *bases: float, shapes: Shapes, full_dtype: torch.dtype = torch.float32) -> list[Ends]:
         """Return ends of all-gathers, known to the peers: outside of spans."""
         made = [
-            Ends(self, base, shapes, full_dtype=full_dtype, number=number, shares=isinstance(self.link, HostLink))
+            Ends(
+                self,
+                base,
+                shapes,
+                full_dtype=full_dtype,
+                number=number,
+                shares=isinstance(self.link, (HostLink, TieredLink)),
+            )
             for number, base in enumerate(bases)
         ]
         self.say_where(made)
@@ -103,9 +115,10 @@ def _messages(way: Way) -> Link | None:
     return PeerLink(way.group, way.pool)
 
 
-def _shared_memory(way: Way) -> Link | None:
-    outcome = meet(way.group, Offer("auto", HEADER_BYTES + outbox_bytes(SLOT_BYTES), "contract"))
-    assert outcome.segments is not None, "ranks of one host share memory"
+def _shared_memory(way: Way, per_host: int | None = None) -> Link | None:
+    with on_host(str(way.rank // (per_host or way.size))):
+        outcome = meet(way.group, Offer("auto", INBOXES + NUM_INBOXES * way.size * SLOT_BYTES, "contract"))
+    assert outcome.mates, "ranks of one host share memory"
     said: list[list[ArenaPlace]] = [[]]
 
     def places_of(rank: int, number: int) -> list[ArenaPlace]:
@@ -114,9 +127,9 @@ def _shared_memory(way: Way) -> Link | None:
         rows = json.loads(read_posts(outcome.posts, f"sections/{number}", [rank])[0])
         return [ArenaPlace(Segment.open(SegmentAddress(*row[:4])), row[4]) for row in rows]
 
-    link = HostLink(
-        Host(outcome.segments, outcome.pids, way.rank, outcome.posts.members, places_of), HEADER_BYTES, SLOT_BYTES, 20.0
-    )
+    mates = outcome.mates
+    host = Host(outcome.segments, outcome.pids, mates.index(way.rank), mates, way.size, places_of)
+    link = HostLink(host, HEADER_BYTES, SLOT_BYTES, 20.0)
 
     def say_where(ends: Sequence[Ends]) -> None:
         places = [each.arena for each in ends if each.arena is not None]
@@ -129,11 +142,26 @@ def _shared_memory(way: Way) -> Link | None:
         link.say_where(number)
 
     way.say_where = say_where
-    return link
+    if per_host is None:
+        return link
+    between = PeerLink(way.group, way.pool, column_of(way.rank, per_host, way.size))
+    return TieredLink(link, between, Inboxes(link, INBOXES, way.size * SLOT_BYTES))
 
 
-WAYS = {"fake": _fake, "packed": _packed, "custom": _custom, "messages": _messages, "shared memory": _shared_memory}
-LINKS = ("messages", "shared memory")
+def _two_hosts(way: Way) -> Link | None:
+    """Half of the ranks on each of two hosts; two ranks are on one: alone on theirs they would send messages."""
+    return _shared_memory(way, way.size // 2) if way.size > 2 else _shared_memory(way)
+
+
+WAYS = {
+    "fake": _fake,
+    "packed": _packed,
+    "custom": _custom,
+    "messages": _messages,
+    "shared memory": _shared_memory,
+    "two hosts": _two_hosts,
+}
+LINKS = ("messages", "shared memory", "two hosts")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 from helpers.links import make_links
 
 from shardwise import TransportError
-from shardwise.comm.links import host as shm
+from shardwise.comm.links import mates as shm
 from shardwise.comm.links.host import HostLink
 from shardwise.comm.links.link import SpanKind
 
@@ -35,7 +35,7 @@ class Script:
 def link_beside(*scenes: tuple[int, dict[int, int]]) -> HostLink:
     """Return the link of rank 1; rank 0 is a script."""
     link = make_links(timeout_s=5.0)[1]
-    link._words = (Script(*scenes), link._words[1])  # type: ignore[assignment]
+    link.mates._words = (Script(*scenes), link.mates._words[1])  # type: ignore[assignment]
     return link
 
 
@@ -83,7 +83,7 @@ def test_a_peer_that_has_not_noticed_an_abort_is_waited_for(looks: int) -> None:
     has_noticed = {**goes_on, shm._EPOCH: 1, shm._LEFT: shm._stamp(0, 2)}
     meets = {**has_noticed, shm._OPEN: shm._stamp(1, 1) | FORWARD}
     link = link_beside((2, goes_on), (looks, goes_on), (looks, has_noticed), (1, meets))
-    link._span = 1
+    link.mates._span = 1
     link.abort()
     assert link.open("forward", False)
 
@@ -103,9 +103,9 @@ def test_ranks_that_leave_by_exceptions_meet_again(num_ranks: int, times: tuple[
     for link, number in zip(links, times, strict=False):
         for _ in range(number):
             link.abort()
-    newest = max(link._epoch for link in links)
+    newest = max(link.mates._epoch for link in links)
     for link in links:
-        if link._epoch < newest:
+        if link.mates._epoch < newest:
             with pytest.raises(TransportError, match="left the forward or backward by an exception"):
                 link.open("forward", False)  # once, however often the others have left
     assert open_all(links, "forward") == [True] * num_ranks
@@ -114,7 +114,7 @@ def test_ranks_that_leave_by_exceptions_meet_again(num_ranks: int, times: tuple[
 @pytest.mark.usefixtures("_quick")
 def test_every_rank_names_the_one_that_was_late_not_the_one_that_gave_up() -> None:
     links = make_links(3, timeout_s=5.0)
-    links[0]._timeout_s = 0.3  # of 5: it gives up first
+    links[0].mates._timeout_s = 0.3  # of 5: it gives up first
 
     def open_link(link: HostLink) -> str:
         with pytest.raises(TransportError) as info:

@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import torch_private as private
+from shardwise.comm import c10d
 from shardwise.engine.hooks import dynamo_disabled
 
 
@@ -102,7 +103,7 @@ def test_a_frame_that_is_skipped_runs_as_it_is_with_all_that_it_calls() -> None:
         return inner(x) * 2
 
     compiled = torch.compile(outer, backend=backend)
-    private.skip_frames(outer)
+    private.skip_frames(outer, "it is slow")
     assert compiled(torch.ones(2)).tolist() == [4.0, 4.0]
     assert not graphs
 
@@ -540,6 +541,32 @@ def test_trees_are_read_and_changed_in_order() -> None:
     tree = {"a": [torch.ones(1), 2], "b": (torch.zeros(1),)}
     assert [float(each) for each in private.leaves_of(tree)] == [1.0, 2.0, 0.0]
     assert private.map_tensors(float, tree) == {"a": [1.0, 2], "b": (0.0,)}
+    assert private.map_of_kind(int, str, {"a": [1, 2.0]}) == {"a": ["1", 2.0]}
+
+
+def test_watching_hears_of_the_local_parts_of_dtensors_and_of_nothing_that_torch_tries_out() -> None:
+    heard: list[str] = []
+    with private.fake_world(4):
+        mesh = init_device_mesh("cpu", (4,))
+        with private.fake_mode():
+            weight = DTensor.from_local(torch.empty(2, 8), mesh, [Shard(0)], run_check=False)
+            x = DTensor.from_local(torch.empty(6, 8), mesh, [Replicate()], run_check=False)
+            with private.watching(lambda op, given, out: heard.append(f"{op} {[*getattr(out, 'shape', ())]}")):
+                parts = torch.mm(x, weight.t())
+                assert parts.redistribute(mesh, [Replicate()]).shape == (6, 8)
+    products = [each for each in heard if "aten.mm" in each]
+    assert products == ["aten.mm.default [6, 2]"]
+    assert [each for each in heard if "all_gather" in each] == [
+        "_c10d_functional.all_gather_into_tensor.default [24, 2]"
+    ]
+
+
+def test_a_fake_world_leaves_process_groups_as_they_were() -> None:
+    assert not dist.is_initialized()
+    with private.fake_world(1 << 14):
+        assert dist.get_world_size() == 1 << 14
+        assert dist.get_rank() == 0
+    assert not dist.is_initialized()
 
 
 def test_the_dict_of_buffers_is_the_modules_own() -> None:
@@ -565,3 +592,59 @@ def test_a_group_gives_up_after_the_timeout_that_it_is_given_later() -> None:
     private.set_timeout(group, 7.0)
     assert private.timeout_s_of(group) == 7.0
     dist.destroy_process_group()
+
+
+def test_launched_collectives_are_those_of_torchs_functions(fake_ranks: object) -> None:
+    group, found = dist.distributed_c10d._get_default_group(), []
+    shard, packed = torch.ones(2), torch.zeros(8)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    for calls in (
+        (
+            lambda: c10d.all_gather_single(packed, shard, group),
+            lambda: c10d.reduce_scatter_single(shard, packed, group, dist.ReduceOp.AVG),
+        ),
+        (
+            lambda: gather(packed, shard, group=group, async_op=True),
+            lambda: scatter(shard, packed, op=dist.ReduceOp.AVG, group=group, async_op=True),
+        ),
+    ):
+        packed.zero_()
+        with CommDebugMode() as mode:
+            works = [call() for call in calls]
+        assert all(work.wait() for work in works)
+        found.append((dict(mode.get_comm_counts()), packed.tolist()))
+    assert found[0] == found[1]
+    assert found[0][0]
+
+
+@pytest.mark.parametrize("name", ["all_gather_single", "reduce_scatter_single"])
+def test_who_takes_the_place_of_a_collective_of_torchs_is_called(
+    fake_ranks: object, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[object] = []
+    for each in (name, name.replace("gather_single", "gather_into_tensor").replace("scatter_single", "scatter_tensor")):
+        monkeypatch.setattr(dist, each, lambda *args, **kwargs: heard.append(args), raising=False)
+    group, shard, packed = dist.distributed_c10d._get_default_group(), torch.ones(2), torch.zeros(8)
+    if name == "all_gather_single":
+        c10d.all_gather_single(packed, shard, group)
+    else:
+        c10d.reduce_scatter_single(shard, packed, group, dist.ReduceOp.SUM)
+    assert len(heard) == 1
+
+
+def test_process_groups_that_define_a_collective_anew_are_asked() -> None:
+    heard: list[str] = []
+
+    class Own(dist.ProcessGroup):
+        pass
+
+    def hear(name: str) -> Any:
+        return lambda *_: heard.append(name)
+
+    for name in (private.ALL_GATHER_METHOD, private.REDUCE_SCATTER_METHOD):
+        setattr(Own, name, hear(name))
+    group, shard, packed = Own(0, 4), torch.ones(2), torch.zeros(8)
+    c10d.all_gather_single(packed, shard, group)
+    c10d.reduce_scatter_single(shard, packed, group, dist.ReduceOp.SUM)
+    assert heard == [private.ALL_GATHER_METHOD, private.REDUCE_SCATTER_METHOD]

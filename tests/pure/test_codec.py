@@ -8,6 +8,7 @@ import torch
 from shardwise import CompressionPolicy, ConfigError
 from shardwise.codec.block_codes import BlockCode
 from shardwise.codec.coded_sections import CodedSection
+from shardwise.codec.compression_policy import takes
 from shardwise.layout.bucket import build_bucket
 from shardwise.layout.shard import ChunkShard
 
@@ -79,11 +80,21 @@ def test_what_is_not_coded_comes_out_of_a_message_to_the_bit(dtype: torch.dtype)
 
 def test_norms_biases_small_and_named_tensors_stay_exact() -> None:
     policy = CompressionPolicy(gather="int8", exact=("*embed*",))
-    assert policy.takes("up.weight", (64, 64), 4)
-    assert not policy.takes("up.weight", (64, 63), 4)
-    assert not policy.takes("norm.weight", (1 << 20,), 4)
-    assert not policy.takes("embedding.weight", (1024, 64), 4)
-    assert not policy.takes("up.weight", (64, 64), 8)
+    assert takes(policy, "up.weight", (64, 64), 4)
+    assert not takes(policy, "up.weight", (64, 63), 4)
+    assert not takes(policy, "norm.weight", (1 << 20,), 4)
+    assert not takes(policy, "embedding.weight", (1024, 64), 4)
+    assert not takes(policy, "up.weight", (64, 64), 8)
+
+
+def test_names_that_stay_exact_are_those_of_the_unit_and_those_of_the_root() -> None:
+    """A parameter is called ``down.weight`` before the first forward, and ``blocks.0.down.weight`` from then on."""
+    for pattern in ("down*", "down.weight", "*down*", "*.weight"):
+        policy = CompressionPolicy(gather="int8", exact=(pattern,))
+        assert not takes(policy, "down.weight", (64, 64), 4)
+        assert not takes(policy, "blocks.0.down.weight", (64, 64), 4)
+    policy = CompressionPolicy(gather="int8", exact=("gate*", "own"))
+    assert takes(policy, "blocks.1.down.weight", (64, 64), 4)
 
 
 @pytest.mark.parametrize(

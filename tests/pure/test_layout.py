@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardwise import LayoutError
@@ -65,6 +65,33 @@ def test_moves_carry_every_element_there_and_back(data: st.DataObject) -> None:
     used = sum(shard.numel * (num_shards if shard.is_whole else 1) for shard in shards)
     assert int((packed != -1.0).sum()) <= used
     assert bucket.has_padding or packed.numel() == used
+
+
+@example(2, [(4, 1), (8, 3)], 1)
+@example(16, [(4, 2), (4, 3)], 1)
+@example(4, [(4, 1), (2, 1)], 1)
+@given(
+    st.integers(1, 6),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3)), min_size=1, max_size=4),
+    st.integers(1, 2),
+)
+def test_even_sections_are_columns_of_all_tensors_and_the_others_padding(
+    num_shards: int, shapes: list[tuple[int, int]], alignment: int
+) -> None:
+    bucket = build_bucket([ChunkShard(shape, 0, num_shards) for shape in shapes], alignment)
+    num_even = bucket.num_even
+    if not num_even:
+        chunks = {shard.size / max(shard.chunk, 1) for shard in bucket.shards}
+        assert alignment > 1 or not bucket.section_numel or len(chunks) > 1 or chunks.pop() % 1
+        return
+    packed = torch.zeros(num_shards, bucket.section_numel)
+    for index, shard in enumerate(bucket.shards):
+        for move in bucket.moves(index, into_full=False):
+            packed.as_strided(move.shape, move.packed_stride, move.packed_offset).fill_(index + 1)
+        columns = packed[:num_even, bucket.offsets[index] :][:, : shard.section_numel]
+        assert columns.numel() == shard.numel
+        assert bool((columns == index + 1).all())
+    assert not packed[num_even:].any()
 
 
 @given(chunk_shards())

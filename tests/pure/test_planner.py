@@ -166,7 +166,7 @@ def test_what_fits_nowhere_gets_the_smallest_change_that_makes_it_fit() -> None:
     profiles = {False: a_profile(8), True: a_profile(8, recompute=True)}
     choices = Choices(doors=("full",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
     tight = replace(HARDWARE["h100"], memory_bytes=50 * MB, usable=1.0)
-    found = Search(lambda _, recompute: profiles[recompute], 8, tight, choices).run()
+    found = Search(lambda _, recompute, __: profiles[recompute], 8, tight, choices).run()
     assert not any(candidate.fits for candidate in found.candidates)
     assert found.changes[0].words == "recompute blocks in backward"
     assert found.changes[0].best.setting.recompute
@@ -185,7 +185,7 @@ def test_state_that_is_too_large_needs_more_ranks() -> None:
 
 def test_of_what_fits_the_fastest_is_first() -> None:
     profiles = {False: a_profile(8), True: a_profile(8, recompute=True)}
-    found = Search(lambda _, recompute: profiles[recompute], 8, HARDWARE["h100"], Choices(precision="fp32")).run()
+    found = Search(lambda _, recompute, __: profiles[recompute], 8, HARDWARE["h100"], Choices(precision="fp32")).run()
     fitting = [candidate.time.step_s for candidate in found.candidates if candidate.fits]
     assert fitting == sorted(fitting)
     assert {candidate.setting.door for candidate in found.candidates} == set(Choices().doors)
@@ -234,3 +234,27 @@ def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected one of adamw"):
         Choices(optimizer="lion")
     assert isinstance(HARDWARE["cpu"], Hardware)
+
+
+def test_ranks_of_one_host_that_read_each_others_memory_stage_nothing_but_an_outbox() -> None:
+    profile, cpu = a_profile(), replace(HARDWARE["cpu"], ranks_per_host=4)
+    near, far = (evaluate(profile, Setting(ranks=4), replace(cpu, ranks_per_host=hosts)) for hosts in (4, 2))
+    assert (near.setting.transport, far.setting.transport) == ("shared memory", "collective")
+    staging = KINDS.index("staging")
+    moments = held(profile, near.setting, "cpu").moments
+    parts = 3 * (BLOCK * 3 // 4)  # of three reductions, for the three other ranks
+    assert {moment.held[staging] for moment in moments} == {parts}
+    assert near.time.between_bytes == 0
+    assert near.time.inside_bytes == pytest.approx((BLOCK * 3 * 3 + NORM * 2) * 3 / 4)
+
+
+def test_what_is_read_from_shared_memory_takes_the_rank_that_reads_it() -> None:
+    profile, cpu = a_profile(), replace(HARDWARE["cpu"], overlaps=True)
+    assert cpu.shared is not None
+    fast, slow = (
+        evaluate(profile, Setting(ranks=2), replace(cpu, shared=replace(cpu.shared, bytes_per_s=rate))).time
+        for rate in (4e9, 1e9)
+    )
+    copied = 3 * 3 * BLOCK + 2 * NORM
+    assert slow.step_s - fast.step_s == pytest.approx(copied * (1 / 1e9 - 1 / 4e9))
+    assert slow.compute_s == fast.compute_s

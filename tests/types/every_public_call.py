@@ -9,6 +9,7 @@ import torch.distributed.fsdp as fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
@@ -188,7 +189,10 @@ def undoes(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor) -> 
 def plans(model: FSDPModule) -> str:
     wire = Wire(bytes_per_s=4e11, latency_s=1e-6)
     machine = Hardware("mine", "cuda", 80 << 30, {"fp32": 6e13, "bf16": 1e15}, 3e12, wire, wire, wire)
-    found: Plan = plan(Net, (torch.empty(4, 8),), ranks=8, hardware=machine, choices=Choices(doors=("full",)))
+    halves = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    coded = CompressionPolicy(reduce="int8")
+    choices = Choices(doors=("full",), tensor=(1, 2), tensor_plan=halves, compression=coded)
+    found: Plan = plan(Net, (torch.empty(4, 8),), ranks=8, hardware=machine, choices=choices)
     found.picture("memory.png")
     with trace(model) as trail:
         pass

@@ -47,16 +47,36 @@ def read_posts(posts: Posts, what: str, ranks: Sequence[int]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the ranks agreed on: the segments of all ranks (``segments[rank]``) if they share memory, else None.
+    """What the ranks agreed on.
 
     Attributes:
         posts: where they may leave more for each other.
+        mates: the ranks that share this one's memory, itself among them: all of the group, or as many on each of several
+            hosts; empty where ranks share none.
+        segments, pids: of the mates.
     """
 
     transport: Transport
     posts: Posts
-    segments: tuple[Segment, ...] | None = None
+    mates: range = range(0)
+    segments: tuple[Segment, ...] = ()
     pids: tuple[int, ...] = ()
+
+
+def mates_of(rank: int, hosts: Sequence[str]) -> range:
+    """Return the ranks that share a host with ``rank``, by the host of each; none unless every host has as many, side by side.
+
+    Example:
+        >>> mates_of(2, ["a", "a", "b", "b"]), mates_of(1, ["a", "a"]), mates_of(0, ["a", "b"]), mates_of(0, ["a", "a", "b"])
+        (range(2, 4), range(0, 2), range(0, 0), range(0, 0))
+    """
+    size = hosts.count(hosts[0])
+    groups = [hosts[start : start + size] for start in range(0, len(hosts), size)]
+    is_even = all(len(group) == size and len(set(group)) == 1 for group in groups)
+    if size == 1 or not is_even or len({group[0] for group in groups}) < len(groups):
+        return range(0)
+    start = rank - rank % size
+    return range(start, start + size)
 
 
 def meet(group: dist.ProcessGroup, offer: Offer) -> Outcome:
@@ -79,14 +99,15 @@ def meet(group: dist.ProcessGroup, offer: Offer) -> Outcome:
     transport = max((fields[0] for fields in found), key=TRANSPORTS.index)
     if transport != "auto":
         return Outcome(transport, posts)
-    segments, problem = _open_all(found, ranks, rank, own)
+    mates = mates_of(rank, [fields[2] for fields in found])
+    segments, problem = _open_all(found, ranks, rank, own, mates)
     posts.post("opened", problem)
     problems = [text for text in read_posts(posts, "opened", range(posts.size)) if text]
-    if problems or segments is None:
+    if problems:
         if rank == 0:
             _log.warning("ranks %s do not share memory (%s); they use the network", ranks, problems[0])
         return Outcome(transport, posts)
-    return Outcome(transport, posts, segments, tuple(fields[4] for fields in found))
+    return Outcome(transport, posts, mates, segments, tuple(found[mate][4] for mate in mates))
 
 
 def _compare_digests(digests: Sequence[str], ranks: Sequence[int], rank: int) -> None:
@@ -113,23 +134,25 @@ def _fields(address: SegmentAddress | None) -> list[int | str]:
 
 
 def _open_all(
-    found: Sequence[Sequence[object]], ranks: Sequence[int], rank: int, own: Segment | None
-) -> tuple[tuple[Segment, ...] | None, str]:
+    found: Sequence[Sequence[object]], ranks: Sequence[int], rank: int, own: Segment | None, mates: range
+) -> tuple[tuple[Segment, ...], str]:
     problem = next((str(fields[3]) for fields in found if fields[3]), "")
-    if not problem and len({fields[2] for fields in found}) > 1:
+    if not problem and not mates:
         problem = "they are on different hosts"
-    if not problem and len({fields[4] for fields in found}) < len(found):
+        if len({fields[2] for fields in found}) < len(found):
+            problem += ", not as many on each, or not side by side"
+    if not problem and len({found[mate][4] for mate in mates}) < len(mates):
         problem = "some are threads of one process"
     if problem or own is None:
-        return None, problem or "no segment of its own"
+        return (), problem or "no segment of its own"
     segments: list[Segment] = []
-    for other, fields in enumerate(found):
-        pid, fd, num_bytes, token = fields[4:]
-        if other == rank:
+    for mate in mates:
+        pid, fd, num_bytes, token = found[mate][4:]
+        if mate == rank:
             segments.append(own)
             continue
         try:
             segments.append(Segment.open(SegmentAddress(int(str(pid)), int(str(fd)), int(str(num_bytes)), str(token))))
         except OSError as error:
-            return None, f"rank {ranks[rank]} cannot open the memory of rank {ranks[other]}: {error}"
+            return (), f"rank {ranks[rank]} cannot open the memory of rank {ranks[mate]}: {error}"
     return tuple(segments), ""

@@ -5,6 +5,8 @@ Gloo's own all-gather fills one buffer that must be copied out, and its reduce-s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
@@ -18,23 +20,37 @@ from shardwise.errors import TransportError
 from shardwise.layout.bucket import Bucket
 
 # Apart from tags that users of the same group are likely to choose.
-_TAG_SPAN, _TAG_GATHER, _TAG_SCATTER = 0x5A00, 0x5A01, 0x5A02
+_TAG_SPAN, TAG_GATHER, TAG_SCATTER = 0x5A00, 0x5A01, 0x5A02
 MAX_RANKS = 32  # beyond, a message per peer and tensor costs more than the copies it saves
 MIN_LARGE_SHARE = 0.5  # of a section: with many small tensors nothing is saved that pays for more messages
 
 
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Words about a span: its number, whether it is a backward, who wants collectives, 1 + who is to blame if it is none."""
+
+    mine: torch.Tensor
+    theirs: dict[int, torch.Tensor]
+    works: list[dist.Work]
+
+
 class PeerLink:
-    """Point-to-point messages in place of collectives; for groups of up to ``MAX_RANKS`` ranks."""
+    """Point-to-point messages in place of collectives; for groups of up to ``MAX_RANKS`` ranks.
+
+    ``members``: the ranks of ``group`` that it is between, this one among them; all of them by default.
+    """
 
     name = "send/recv"
     compares_contents = False
 
-    def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
+    def __init__(self, group: dist.ProcessGroup, pool: BufferPool, members: range | None = None) -> None:
         self.group = group
         self.rank = group.rank()
-        self.size = group.size()
+        found = range(group.size()) if members is None else members
+        self.size = len(found)
         # Each rank starts with its right neighbour, so that not all of them send to the same one first.
-        self.peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
+        place = found.index(self.rank)
+        self.peers = tuple(found[(place + step) % self.size] for step in range(1, self.size))
         self.pool = pool
         self._span = 0
         self._sends: list[dist.Work] = []
@@ -42,27 +58,42 @@ class PeerLink:
     # ---- spans ----
 
     def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
+        found = self._exchange([kind == "backward", wants_collectives, 0])
+        try:
+            unfinished.wait_all(found.works)
+        except BaseException:
+            unfinished.keep(self.group, found.works)
+            raise
+        for peer, words in found.theirs.items():
+            span, is_backward, wants, blamed = words.tolist()
+            is_elsewhere = [span, is_backward] != found.mine[:2].tolist()
+            if is_elsewhere or blamed:
+                names = dist.get_process_group_ranks(self.group)  # as the job counts them
+                its, mine = names[peer], names[self.rank]
+                if not is_elsewhere:
+                    raise TransportError(
+                        f"rank {names[blamed - 1]} is not with rank {its}, on whose host it is, where rank {mine} starts a "
+                        f"{kind}; see the error of rank {its}"
+                    )
+                raise TransportError(
+                    f"rank {its} starts a {'backward' if is_backward else 'forward'} (number {span}) where rank {mine} "
+                    f"starts a {kind} (number {self._span}); every rank must make the same calls in the same order"
+                )
+            wants_collectives = wants_collectives or bool(wants)
+        return not wants_collectives
+
+    def refuse(self, kind: SpanKind, blamed: int) -> None:
+        """Enter a span for nothing but letting the others know, without waiting, that rank ``blamed`` does not."""
+        found = self._exchange([kind == "backward", False, blamed + 1])
+        unfinished.keep(self.group, found.works, [found])
+
+    def _exchange(self, words: list[int]) -> _Exchange:
         self._span += 1
-        mine = torch.tensor([self._span, kind == "backward", wants_collectives], dtype=torch.int64)
+        mine = torch.tensor([self._span, *words], dtype=torch.int64)
         theirs = {peer: torch.empty_like(mine) for peer in self.peers}
         works = [self.send(mine, peer, _TAG_SPAN) for peer in self.peers]
         works += [self.recv(theirs[peer], peer, _TAG_SPAN) for peer in self.peers]
-        try:
-            unfinished.wait_all(works)
-        except BaseException:
-            unfinished.keep(self.group, works)
-            raise
-        for peer, words in theirs.items():
-            if not torch.equal(words[:2], mine[:2]):
-                span, is_backward = words[:2].tolist()
-                names = dist.get_process_group_ranks(self.group)
-                raise TransportError(
-                    f"rank {names[peer]} starts a {'backward' if is_backward else 'forward'} (number {span}) where rank "
-                    f"{names[self.rank]} starts a {kind} (number {self._span}); every rank must make the same calls in the "
-                    "same order"
-                )
-            wants_collectives = wants_collectives or bool(words[2])
-        return not wants_collectives
+        return _Exchange(mine, theirs, works)
 
     def close(self) -> None:
         unfinished.wait_all(self._sends)
@@ -150,18 +181,18 @@ class _GatherBucket:
                 if target.numel():
                     self._recvs.append(self._receive(target, peer))
                 if part.numel():
-                    self._sends.append(link.send(part.reshape(-1), peer, _TAG_GATHER))
+                    self._sends.append(link.send(part.reshape(-1), peer, TAG_GATHER))
             if layout.tail_numel:
-                self._recvs.append(link.recv(self._tails[peer].tensor(section.dtype), peer, _TAG_GATHER))
-                self._sends.append(link.send(tail, peer, _TAG_GATHER))
+                self._recvs.append(link.recv(self._tails[peer].tensor(section.dtype), peer, TAG_GATHER))
+                self._sends.append(link.send(tail, peer, TAG_GATHER))
 
     def _receive(self, target: torch.Tensor, peer: int) -> dist.Work:
         if target.is_contiguous():
-            return self._link.recv(target.reshape(-1), peer, _TAG_GATHER)
+            return self._link.recv(target.reshape(-1), peer, TAG_GATHER)
         # A window with gaps: of a parameter that is not cut along dim 0.
         lease = self._link.pool.lease(target.numel() * target.element_size())
         self._strided.append((target, lease))
-        return self._link.recv(lease.tensor(target.dtype), peer, _TAG_GATHER)
+        return self._link.recv(lease.tensor(target.dtype), peer, TAG_GATHER)
 
     def finish(self) -> None:
         layout, link = self._ends.layout, self._link
@@ -221,17 +252,17 @@ class _Scatter:
             theirs = pieces.full_parts(peer)
             for window, part in zip(section_parts(layout, section, link.rank)[:large], theirs[:large], strict=True):
                 if window.numel():
-                    self._works.append(link.recv(window.reshape(-1), peer, _TAG_SCATTER))
+                    self._works.append(link.recv(window.reshape(-1), peer, TAG_SCATTER))
                 if part.numel():
                     flat = part.reshape(-1).contiguous()  # a copy if the parameter is not cut along dim 0
                     self._packed.append(flat)
-                    self._works.append(link.send(flat, peer, _TAG_SCATTER))
+                    self._works.append(link.send(flat, peer, TAG_SCATTER))
             if layout.tail_numel:
                 tail = self._tails[peer].tensor(dtype)
                 pack_parts(layout, theirs, tail, peer, large)
                 window = section.narrow(0, layout.tail_start, layout.tail_numel)
-                self._works.append(link.recv(window, peer, _TAG_SCATTER))
-                self._works.append(link.send(tail, peer, _TAG_SCATTER))
+                self._works.append(link.recv(window, peer, TAG_SCATTER))
+                self._works.append(link.send(tail, peer, TAG_SCATTER))
 
     def is_done(self) -> bool:
         return self._pieces is None  # gloo says of messages that they are done only to those who wait

@@ -10,8 +10,10 @@ from pathlib import Path
 from shardwise.testing.fuzz.areas import AREAS
 from shardwise.testing.fuzz.campaign import Campaign, Tally
 from shardwise.testing.fuzz.case import from_json
+from shardwise.testing.fuzz.faults import FAULTS
 from shardwise.testing.fuzz.runner import Runner
-from shardwise.testing.fuzz.selftest import run_self_test
+from shardwise.testing.fuzz.selftest import put_table, run_self_test, table_of
+from shardwise.testing.fuzz.taken_back import FIXES
 
 
 def main() -> None:
@@ -30,6 +32,8 @@ def main() -> None:
         "--replay", type=Path, help="carry out the case in this file (JSON, or a script with one in it)"
     )
     parser.add_argument("--self-test", action="store_true", help="plant faults and count the cases until each is found")
+    parser.add_argument("--only", default="", help="with --self-test: those whose names hold this")
+    parser.add_argument("--table", type=Path, help="with --self-test: the page in which to replace the table of counts")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     areas = args.area.split(",") if args.area else list(AREAS)
@@ -37,9 +41,12 @@ def main() -> None:
     if unknown:
         parser.error(f"there is no area {unknown}; there are {list(AREAS)}")
     if args.self_test:
-        sys.exit(
-            not run_self_test(args.cases or 60, min(args.ranks, 2), lambda line: print(line, flush=True), args.seed)
-        )
+        names = [name for name in FAULTS | FIXES if args.only in name]
+        max_cases = args.cases or 150
+        found = run_self_test(names, max_cases, lambda line: print(line, flush=True), args.seed)
+        if args.table is not None:
+            put_table(args.table, table_of(found, max_cases, args.seed))
+        sys.exit(not all(found.values()))
     with Runner() as runner:
         campaign = Campaign(runner, args.found, lambda line: print(line, flush=True), _names(args.avoid))
         if args.replay is not None:

@@ -30,7 +30,7 @@ class Weights:
         hold: that microbatches are not synced; retain, together, watched, clip, closure, keep_grad, grad_to_zero.
     Attributes, of settings:
         reals: that numbers are not whole.  meshes, reshards, policies, optims: relative weights; groups; large.
-        offload, columns, bucket_view, sync_buffers.
+        offload, columns, bucket_view, sync_buffers; compiled: relative weights of backends.
         turns: that every forward is followed by its backward and a step, and everything is used, as overlapped steps need it.
     Attributes, of contenders:
         doors: relative weights of contenders' doors.  num_contenders: of ours, per case.
@@ -79,6 +79,7 @@ class Weights:
     bucket_view: float = 0.3
     turns: float = 0.0
     sync_buffers: float = 0.0
+    compiled: Table = field(default_factory=table)
     doors: Table = field(
         default_factory=lambda: table(
             fully_shard=6, shard_model=1, replicate=1, replicate_older=1, zero1=0.5, zero2=0.5
@@ -148,7 +149,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             keep_grad=0.15,
             gate=0.1,
             twice=0.1,
-            extras=table(set=8, eval=1, switch=1),
+            extras=table(set=8, eval=1, switch=1, hook=1),
             meshes=table(flat=3, hybrid=1),
             doors=table(fully_shard=6, shard_model=0.5, replicate=1, replicate_older=1, zero1=0.5, zero2=0.5),
         ),
@@ -176,7 +177,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
         "byhand": replace(
             _BASE,
             gap=0.4,
-            extras=table(unshard=4, reshard=2, wait=3, prefetch=3, eval=2, change=1, call_unit=0.3, set=1),
+            extras=table(unshard=4, reshard=2, wait=3, prefetch=3, eval=2, change=1, call_unit=0.3, set=1, hook=0.5),
             retain=0.1,
             together=0.1,
             children=4,
@@ -198,7 +199,15 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             turns=0.5,
             sync_buffers=0.15,
             doors=table(
-                fully_shard=1, shard_model=1, replicate=1, replicate_older=1, zero1=3, zero2=3, overlap=3, interleaved=3
+                fully_shard=1,
+                shard_model=1,
+                replicate=1,
+                replicate_older=1,
+                zero1=3,
+                zero2=3,
+                zero_alone=1,
+                overlap=3,
+                interleaved=3,
             ),
         ),
         "optimizers": replace(
@@ -211,7 +220,9 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             extras=table(rate=3, save=2, load=2, freeze=1, eval=1, remake=1),
             optims=table(modular=2, momentum=2, sgd=1),
             num_contenders=4,
-            real_optims=table(adamw=3, adam=1, foreach=1, fused=1, adagrad=1, rmsprop=1, small_sgd=2, adafactor=2),
+            real_optims=table(
+                adamw=3, adam=1, foreach=1, fused=1, adagrad=1, rmsprop=1, small_sgd=2, adafactor=2, blocks=1
+            ),
             doors=table(fully_shard=5, shard_model=1, replicate=1, replicate_older=1, zero1=3, zero2=3),
         ),
         "meshes": replace(
@@ -221,7 +232,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             reshards=table(none=2, yes=2, no=1, two=1),
             ranks=table(two=1, four=3),
             microbatches=2,
-            hold=0.3,
+            hold=0.5,
             gap=0.15,
             extras=table(set=3, eval=2, change=1, take=1, save=1, load=1),
             kinds=table(Mlp=8, Oddments=1, Lookup=1),
@@ -241,6 +252,24 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             real_kinds=table(),
             boxed=0.15,
             doors=table(fully_shard=6, shard_model=1, replicate=1),
+        ),
+        "compiled": replace(
+            _BASE,
+            compiled=table(eager=1, aot_eager=1),
+            kinds=table(Mlp=1),
+            real_kinds=table(),
+            depth=1,
+            children=2,
+            boxed=0.0,
+            touched=0.0,
+            frozen=0.0,
+            recompute=0.0,
+            unit=0.9,
+            watched=0.0,
+            steps=2,
+            num_contenders=1,
+            extras=table(change=1, eval=1, take=1),
+            doors=table(fully_shard=4, replicate=1, replicate_older=1),
         ),
         "resume": replace(
             _BASE,

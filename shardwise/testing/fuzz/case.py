@@ -81,6 +81,7 @@ class Settings:
         large_numel: parts of this size are sent in place; 0 leaves the library's constants as they are.
         bucket_view: ``gradient_as_bucket_view`` of DDP and ``parameters_as_bucket_view`` of ZeRO.
         sync_buffers: buffers are the first rank's before every forward in training, as DDP has it.
+        compiled: blocks that are units are compiled whole after they were sharded, by this backend; "" for none.
     """
 
     arithmetic: Arithmetic = "integers"
@@ -97,6 +98,7 @@ class Settings:
     large_numel: int = 0
     bucket_view: bool = False
     sync_buffers: bool = False
+    compiled: str = ""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -43,7 +43,7 @@ def write(net: nn.Module, optimizer: Optimizer, folder: str, how: str) -> None:
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save(_sharded(net, optimizer, loading=False), checkpoint_id=path / "dcp")
+            dcp.save(_sharded(net, optimizer), checkpoint_id=path / "dcp")
     dist.barrier()
 
 
@@ -53,10 +53,12 @@ def read(net: nn.Module, optimizer: Optimizer, folder: str, how: str) -> None:
     if how == "full":
         _load_full(net, optimizer, torch.load(path / "full.pt", weights_only=False))
         return
-    state = _sharded(net, optimizer, loading=True)
+    state = _sharded(net, optimizer, path / "dcp")
+    is_ours = isinstance(optimizer, (ShardedOptimizer, ZeroRedundancyOptimizer))  # which ask for what is there
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=path / "dcp", planner=DefaultLoadPlanner(allow_partial_load=True))
+        planner = DefaultLoadPlanner(allow_partial_load=not is_ours)
+        dcp.load(state, checkpoint_id=path / "dcp", planner=planner)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         set_model_state_dict(net, state["model"])
     elif isinstance(optimizer, ShardedOptimizer):
@@ -67,12 +69,13 @@ def read(net: nn.Module, optimizer: Optimizer, folder: str, how: str) -> None:
         set_state_dict(net, optimizer, model_state_dict=found, optim_state_dict=optim, options=SHARDED)
 
 
-def _sharded(net: nn.Module, optimizer: Optimizer, loading: bool) -> dict[str, Any]:
+def _sharded(net: nn.Module, optimizer: Optimizer, source: Path | None = None) -> dict[str, Any]:
+    """Return what is to be saved; ``source``: what is to be read into, from there."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         names: dict[str, Tensor] = dict(net.named_parameters())
-        return {"model": get_model_state_dict(net), "optimizer": optimizer.sharded(names, loading=loading)}
+        return {"model": get_model_state_dict(net), "optimizer": optimizer.sharded(names, loading=source or False)}
     if isinstance(optimizer, ShardedOptimizer):
-        state = optimizer.blank_state_dict() if loading else optimizer.state_dict()
+        state = optimizer.blank_state_dict(checkpoint=source) if source is not None else optimizer.state_dict()
         return {"model": get_model_state_dict(net), "optimizer": state}
     _make_state(net, optimizer)
     model, optim = get_state_dict(net, optimizer)
@@ -110,7 +113,8 @@ def _load_full(net: nn.Module, optimizer: Optimizer, found: dict[str, Any]) -> N
 def _make_state(net: nn.Module, optimizer: Optimizer) -> None:
     """Let torch make the state of an optimizer that has none: zeros.
 
-    It does so by a step on gradients of zero, in which weight decay would go into momentum.
+    It does so by a step on gradients of zero, in which weight decay would go into momentum, and which it counts: with
+    torch alone an AdamW that has never stepped comes out of a checkpoint as one that has stepped once.
     """
     if not optimizer.state:
         decays = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
@@ -119,6 +123,9 @@ def _make_state(net: nn.Module, optimizer: Optimizer) -> None:
         get_state_dict(net, optimizer)
         for group, decay in zip(optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay
+        for entry in optimizer.state.values():
+            if isinstance(entry.get("step"), Tensor):
+                entry["step"].zero_()
 
 
 def _names(net: nn.Module, optimizer: Optimizer) -> list[str]:

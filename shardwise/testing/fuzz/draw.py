@@ -78,6 +78,7 @@ def _draw_settings(random: Random, weights: Weights, num_ranks: int) -> Settings
         offload=random.random() < weights.offload,
         columns=mesh != "tensor" and random.random() < weights.columns,
         optim=Optim(pick(random, weights.optims), random.random() < weights.groups),
+        compiled=pick(random, weights.compiled) if weights.compiled else "",
         large_numel=random.choice((1, 12)) if random.random() < weights.large else 0,
         bucket_view=random.random() < weights.bucket_view,
         sync_buffers=random.random() < weights.sync_buffers,
@@ -99,6 +100,7 @@ class _Program:
         self._weights = weights
         self._exact = settings.arithmetic == "integers" and bool(OPTIMIZERS[settings.optim.name].is_exact)
         self._num_ranks = num_ranks
+        self._has_replicas = settings.mesh == "hybrid"
         self._found: list[do.Action] = []
         self._may_be_full = False
         self._reshards = True
@@ -125,6 +127,7 @@ class _Program:
             "copy_model": lambda: do.CopyModel(random.random() < 0.5),
             "call_unit": lambda: do.CallUnit(self._index()),
             "set": self._set,
+            "hook": self._hook,
             "unshard": lambda: do.Unshard(self._index(), random.random() < 0.5),
             "reshard": lambda: do.Reshard(self._index()),
             "wait": do.Wait,
@@ -164,12 +167,14 @@ class _Program:
             self._add(do.Step(closure=True))
             return
         count = self._random.randint(1, weights.microbatches)
-        holds = count > 1 and self._chance(weights.hold)
-        defers = count > 1 and self._chance(weights.hold / 4)
+        held = ""
+        if count > 1 and self._chance(weights.hold):
+            held = self._random.choice(("requires_gradient_sync", *["requires_all_reduce"] * self._has_replicas))
+        defers = count > 1 and self._chance(0.5 if held == "requires_all_reduce" else weights.hold / 4)
         for number in range(count):
             is_last = number == count - 1
-            if holds:
-                self._add(do.Set("requires_gradient_sync", float(is_last)))
+            if held:
+                self._add(do.Set(held, float(is_last)))
             if defers:
                 self._add(do.Set("is_last_backward", float(is_last)))
             self._draw_microbatch()
@@ -202,6 +207,11 @@ class _Program:
         safe = ("state_dict", "grads", "optim")
         every = (*safe, "state_dict", "params", "data", "detach", "local")
         return do.Take(self._random.choice(safe if self._may_be_full else every))
+
+    def _hook(self) -> do.Action | None:
+        if self._has_replicas:  # what the hook sees there is another moment's
+            return None
+        return do.Hook(self._index(), -1.0 if self._exact else self._random.choice((-1.0, 0.5)), self._chance(0.7))
 
     def _set(self) -> do.Action:
         method = pick(self._random, METHODS)

@@ -46,7 +46,8 @@ def _draw_leaf(random: Random, weights: Weights, reals: bool, sizes: Sequence[in
     kind = pick(random, {**weights.kinds, **(weights.real_kinds if reals else {})})
     node = Node(kind, size=random.choice(sizes))
     if kind == "Oddments":
-        parts = [part for part in weights.oddments if random.random() < 0.5]
+        share = random.choice((0.15, 0.5))  # units of a single odd parameter, too
+        parts = [part for part in weights.oddments if random.random() < share]
         node = Node(kind, form=" ".join(parts or ["tiny"]))
     if kind == "Lookup" and random.random() < weights.peek:
         node = Node("Peek", children=(node,))

@@ -12,7 +12,7 @@ from shardwise.testing.fuzz.optims import OPTIMIZERS
 ENGINE_DOORS = ("fully_shard", "shard_model", "replicate", "replicate_older", "torch_fully_shard")
 SHARDING_DOORS = ("fully_shard", "shard_model", "torch_fully_shard")
 OVERLAP_DOORS = ("overlap", "interleaved")
-DOORS = (*ENGINE_DOORS, "ddp", "zero1", "zero2", "torch_zero", *OVERLAP_DOORS)
+DOORS = (*ENGINE_DOORS, "ddp", "zero1", "zero2", "zero_alone", "torch_zero", *OVERLAP_DOORS)
 TRANSPORTS = ("auto", "gloo", "collective")
 
 OURS: tuple[Contender, ...] = (
@@ -24,7 +24,7 @@ OURS: tuple[Contender, ...] = (
     Contender("replicate"),
     Contender("replicate", update="sharded"),
     Contender("replicate_older"),
-    *(Contender(door, update=update) for door in ("zero1", "zero2") for update in ("whole", "even")),
+    *(Contender(door, update=update) for door in ("zero1", "zero2", "zero_alone") for update in ("whole", "even")),
     *(
         Contender(door, update=update)
         for door in OVERLAP_DOORS
@@ -67,8 +67,21 @@ def _has_policies(case: Case, contender: Contender) -> bool:
 
 def _has_whole_matrices(case: Case, contender: Contender) -> bool:
     """Some optimizers cannot work on shards."""
-    sees_shards = contender.update.startswith("even") or (contender.door in SHARDING_DOORS and not contender.update)
-    return not OPTIMIZERS[case.settings.optim.name].is_whole_matrix or not sees_shards
+    kind = OPTIMIZERS[case.settings.optim.name]
+    is_bare = contender.door in SHARDING_DOORS and not contender.update
+    if kind.is_block_wise:  # pieces of ZeRO it is given, or refused for
+        return not is_bare
+    return not kind.is_whole_matrix or not (is_bare or contender.update.startswith("even"))
+
+
+def _averages(case: Case, contender: Contender) -> bool:
+    """ZeRO alone takes what a closure has made as torch's class does; what else is not averaged it refuses by name."""
+    closes = any(isinstance(action, do.Step) and action.closure for action in case.actions)
+    return contender.door != "zero_alone" or not closes
+
+
+def _is_compiled(case: Case, contender: Contender) -> bool:
+    return not case.settings.compiled or contender.door in ENGINE_DOORS
 
 
 def _syncs_buffers(case: Case, contender: Contender) -> bool:
@@ -139,7 +152,9 @@ def _means_the_same(case: Case, contender: Contender) -> bool:
     if _rows_of_codes(case.model.root) or not _suits_whole(case.actions):
         return False
     return (
-        _suits_owners(case.actions) if contender.door == "zero2" else _suits_ddp(case, contender.door in OVERLAP_DOORS)
+        _suits_owners(case.actions)
+        if contender.door in ("zero2", "zero_alone")
+        else _suits_ddp(case, contender.door in OVERLAP_DOORS)
     )
 
 
@@ -147,6 +162,8 @@ RULES: tuple[Callable[[Case, Contender], bool], ...] = (
     _has_mesh,
     _has_policies,
     _has_whole_matrices,
+    _averages,
+    _is_compiled,
     _syncs_buffers,
     _notices_data,
     _joins,

@@ -111,7 +111,15 @@ class EngineSide(Side):
         for paths in units:
             modules = [model.get_submodule(path) for path in paths]
             self._maker.shard(modules if len(modules) > 1 else modules[0], **self._arguments(mesh, is_root="" in paths))
+            if self.settings.compiled and self._maker.is_ours:
+                self._compile(modules)
         return model
+
+    def _compile(self, modules: list[nn.Module]) -> None:
+        torch.compiler.reset()  # the same few classes in case after case would reach the limit of recompilations
+        for module in modules:
+            if isinstance(module, Mlp):
+                module.compile(backend=self.settings.compiled, fullgraph=True)
 
     def _arguments(self, mesh: DeviceMesh | None, is_root: bool) -> dict[str, Any]:
         settings, found = self.settings, dict[str, Any]()
@@ -143,8 +151,11 @@ class EngineSide(Side):
         wide = [name for name, param in self.net.named_parameters() if param.dim() > 1]
         groups = [{"names": wide}, {"names": "*", **kind.bias}] if optim.groups else []
         groups = groups if 0 < len(wide) < len(list(self.net.parameters())) else groups[not wide :][:1]
+        options = dict(kind.options)
+        if kind.is_block_wise:
+            options["update"] = "whole_matrix" if self.play.seed % 2 else "elementwise"
         return shardwise.ShardedOptimizer(
-            dict(self.net.named_parameters()), kind.make, groups=groups, flat=self.play.seed % 3 > 0, **kind.options
+            dict(self.net.named_parameters()), kind.make, groups=groups, flat=self.play.seed % 3 > 0, **options
         )
 
     def clip_norm(self, params: list[nn.Parameter], bound: float, norm_type: float) -> torch.Tensor:
@@ -153,6 +164,9 @@ class EngineSide(Side):
         if self._maker.is_ours and (self.play.seed % 2 or norm_type != 2.0):
             return shardwise.clip_grad_norm_(params, bound, norm_type)
         return super().clip_norm(params, bound, norm_type)
+
+    def hook_reductions(self, path: str, factor: float, streamed: bool) -> None:
+        super().hook_reductions(path, factor, streamed and self._maker.is_ours)  # torch's own asks for an accelerator
 
     def adopt(self, model: nn.Module) -> None:
         super().adopt(model)

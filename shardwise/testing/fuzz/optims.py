@@ -39,6 +39,45 @@ class Modular(Optimizer):
         return loss
 
 
+BLOCK = 4
+
+
+class Blocks(Optimizer):
+    """Momentum in 8 bits with a scale per block of elements, in full where a tensor's size is no multiple of that."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Do one step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(_eight_bit_momentum(self.state[param], param.grad), alpha=group["lr"])
+        return loss
+
+
+def _eight_bit_momentum(state: dict[str, Tensor], gradient: Tensor) -> Tensor:
+    momentum = gradient.clone()
+    if "codes" in state:
+        blocks = state["codes"].view(-1, BLOCK) / 127 * state["scales"][:, None]
+        momentum += 0.9 * blocks.view(gradient.shape)
+    elif "momentum" in state:
+        momentum += 0.9 * state["momentum"]
+    if gradient.numel() % BLOCK:
+        state["momentum"] = momentum
+    else:
+        blocks = momentum.reshape(-1, BLOCK)
+        state["scales"] = blocks.abs().amax(1).clamp_min(1e-12)
+        state["codes"] = (blocks / state["scales"][:, None] * 127).round().to(torch.int8).view(gradient.shape)
+    return momentum
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """An optimizer class with its options.
@@ -46,6 +85,7 @@ class Kind:
     Attributes:
         bias: other options for one-dimensional parameters, where a case asks for groups.
         is_exact: whole numbers stay whole.  is_whole_matrix: shards are not enough for it.
+        is_block_wise: it keeps state per block, so that it must be given whole blocks or be refused.
     """
 
     make: type[Optimizer]
@@ -53,6 +93,7 @@ class Kind:
     bias: dict[str, Any]
     is_exact: bool = False
     is_whole_matrix: bool = False
+    is_block_wise: bool = False
 
 
 OPTIMIZERS: dict[str, Kind] = {
@@ -69,6 +110,7 @@ OPTIMIZERS: dict[str, Kind] = {
     "adagrad": Kind(torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}, {"lr": 0.02}),
     "rmsprop": Kind(torch.optim.RMSprop, {"lr": 0.01, "eps": 1e-3, "momentum": 0.5}, {"momentum": 0.0}),
     "adafactor": Kind(torch.optim.Adafactor, {"lr": 0.05}, {"lr": 0.02}, is_whole_matrix=True),
+    "blocks": Kind(Blocks, {}, {"lr": 0.02}, is_block_wise=True),
 }
 
 

@@ -29,6 +29,7 @@ class Rules:
     sync: bool = True
     all_reduce: bool = True
     divide: float = 0.0
+    factor: float = 1.0
     sends_unused: bool = False
 
 
@@ -140,7 +141,7 @@ class ReferenceSide(Side):
             total = torch.zeros(param.shape, dtype=torch.float64)
             for gradient in found:
                 total += gradient
-            self._deliver(name, total / (rules.divide or self.seat.num_data_ranks))
+            self._deliver(name, total / (rules.divide or self.seat.num_data_ranks) * rules.factor)
         if self._is_last:
             late, self._late = self._late, {}
             for name, total in late.items():
@@ -156,7 +157,8 @@ class ReferenceSide(Side):
     def _set(self, name: str, total: Tensor) -> None:
         param = self.net.get_parameter(name)
         if param.grad is None:
-            param.grad = total.to(param.dtype)
+            # In the parameter's order in memory, as autograd does it: torch's fused optimizers go by memory alone.
+            param.grad = torch.empty_like(param).copy_(total)
         else:
             param.grad.add_(total.to(param.dtype))
 
@@ -191,6 +193,9 @@ class ReferenceSide(Side):
             below = any(not path or each == path or each.startswith(f"{path}.") for each in paths)
             if path in paths or (recurse and below):
                 self._rules[number] = replace(self._rules[number], **changes)
+
+    def hook_reductions(self, path: str, factor: float, streamed: bool) -> None:
+        self.change_rules(path, False, factor=factor)
 
     def set_last(self, is_last: bool) -> None:
         """Say whether the next backward ends the step: only then gradients are seen."""

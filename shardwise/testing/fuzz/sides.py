@@ -173,6 +173,11 @@ class Side:
         """Return the module at ``path`` for its ``set_*`` and other methods."""
         return self.net.get_submodule(path)
 
+    def hook_reductions(self, path: str, factor: float, streamed: bool) -> None:
+        """Let a hook multiply what has been reduced of the unit of the module at ``path``."""
+        stream = torch.Stream("cpu") if streamed else None
+        self.unit(path).set_all_reduce_hook(lambda flat: flat.mul_(factor), stream=stream)
+
     def param(self, name: str) -> nn.Parameter:
         """Return the parameter that is registered now."""
         return self.net.get_parameter(name)

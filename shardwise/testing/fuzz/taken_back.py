@@ -9,19 +9,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
+
+from shardwise.api import module as api_module
+from shardwise.api.sharded_optimizer import ShardedOptimizer
 from shardwise.engine.engine import Engine
+from shardwise.engine.hooks import Hooks
+from shardwise.engine.reductions import Reductions
+from shardwise.optim import steppers
+from shardwise.optim.elementwise import ElementwiseStep
 from shardwise.torch_private import parameters_of
 from shardwise.units import flat_bucket
 from shardwise.units.backward import Stage
+from shardwise.units.flat_bucket import FlatBucket
+from shardwise.units.gradients import Reduction
 from shardwise.units.group import ShardGroup
-from shardwise.units.param import Slot
+from shardwise.units.param import Slot, UnitParam
+from shardwise.units.place import Place
 from shardwise.units.unit import Unit
-from shardwise.zero import overlap
+from shardwise.zero import checks, overlap
+from shardwise.zero import gradients as zero_gradients
 from shardwise.zero.stepper import ShareStepper
 
 # What the functions of these modules look up by name.
 _IN_BUCKET = cast(Any, flat_bucket)
 _IN_OVERLAP = cast(Any, overlap)
+_IN_STEPPERS = cast(Any, steppers)
+_IN_CHECKS = cast(Any, checks)
+_IN_ZERO_GRADIENTS = cast(Any, zero_gradients)
+_IN_API_MODULE = cast(Any, api_module)
 
 
 def _read_buckets_row_major() -> None:
@@ -66,6 +82,65 @@ def _move_what_is_held() -> None:
     _IN_BUCKET.is_own = lambda tensor: False
 
 
+def _trust_every_gather() -> None:
+    cast(Any, Unit)._is_from_now = lambda self, state, span: True
+    cast(Any, Engine).reshard_stepped = lambda self, stepped: None
+
+
+def _overwrite_partial_sums() -> None:
+    cast(Any, Reductions)._absorb = lambda self, launch, gradients: launch.partial
+
+
+def _write_names_into_groups() -> None:
+    named_dict = cast(Any, ShardedOptimizer)._named_dict
+
+    def with_names(self: ShardedOptimizer, states: object) -> dict[str, Any]:
+        found: dict[str, Any] = named_dict(self, states)
+        for group in found["param_groups"]:
+            group["param_names"] = list(group["params"])
+        return found
+
+    cast(Any, ShardedOptimizer)._named_dict = with_names
+
+
+def _send_nothing() -> None:
+    make, make_bucket = Reduction.__init__, Place.bucket
+
+    def made(self: Reduction, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        self.has_elements = True
+
+    def bucket(self: Place, params: list[UnitParam], full_dtype: torch.dtype, is_collective: bool) -> FlatBucket:
+        found = make_bucket(self, params, full_dtype, is_collective)
+        found.travels |= is_collective
+        return found
+
+    cast(Any, Reduction).__init__ = made
+    cast(Any, Place).bucket = bucket
+
+
+def _take_what_nobody_averaged() -> None:
+    _IN_ZERO_GRADIENTS.are_same = lambda *_, **__: True
+
+
+def _cut_blocks() -> None:
+    _IN_STEPPERS.why_not_cut = _IN_CHECKS.why_not_cut = lambda *_: None
+    cast(Any, ElementwiseStep)._check_state = lambda self, group: None
+
+
+def _ask_for_an_accelerator() -> None:
+    def on_stream(hook: Callable[[torch.Tensor], None], stream: torch.Stream) -> Callable[[torch.Tensor], None]:
+        stream.wait_stream(torch.accelerator.current_stream())
+        return hook
+
+    _IN_API_MODULE._on_stream = on_stream
+
+
+def _trace_hooks() -> None:
+    for name in ("before_forward", "after_forward", "before_backward", "inputs_done"):
+        setattr(Hooks, name, getattr(Hooks, name).__wrapped__)
+
+
 FIXES: dict[str, Callable[[], None]] = {
     "buckets of DDP lie in the parameters' memory order": _read_buckets_row_major,
     "modules that follow a parameter are told": _tell_no_follower,
@@ -74,4 +149,12 @@ FIXES: dict[str, Callable[[], None]] = {
     "owned gradients are clipped by the norm of all": _clip_by_own_norm,
     "what is done to full forms reaches the shards": _watch_no_full_form,
     "memory that somebody holds stays where it is": _move_what_is_held,
+    "nothing gathered is read after its shards have changed": _trust_every_gather,
+    "partial sums of deferred backwards count": _overwrite_partial_sums,
+    "names of parameters are no entry of param groups": _write_names_into_groups,
+    "what has no elements is not sent": _send_nothing,
+    "gradients that nobody has averaged are refused": _take_what_nobody_averaged,
+    "optimizers with state per block see whole blocks": _cut_blocks,
+    "hooks on streams need no accelerator": _ask_for_an_accelerator,
+    "hooks are not traced where blocks are compiled": _trace_hooks,
 }

@@ -21,6 +21,7 @@ from shardwise.testing.fuzz.optims import OPTIMIZERS, groups_of
 from shardwise.testing.fuzz.record import Record
 from shardwise.testing.fuzz.sides import Play, Seat, Side
 
+ALONE = ("zero2", "zero_alone")  # without DDP
 HOOKS = {"overlap": shardwise.hook_with_zero_step, "interleaved": shardwise.hook_with_zero_step_interleaved}
 
 
@@ -28,7 +29,8 @@ class ZeroSide(Side):
     """A rank whose parameters are whole.
 
     Doors: "ddp" (plain DDP), "zero1", "torch_zero" (DDP and a sharded optimizer), "zero2" (no DDP, gradients reduced to
-    their owners before the step), "overlap", "interleaved" (the step happens in DDP's backward).
+    their owners before the step), "zero_alone" (nobody averages them), "overlap", "interleaved" (the step happens in DDP's
+    backward).
     """
 
     def __init__(self, play: Play, seat: Seat, contender: Contender) -> None:
@@ -37,7 +39,7 @@ class ZeroSide(Side):
         self.net = self.model = play.build()
         self._is_reduced = False
         self._hooked: DistributedDataParallel | None = None
-        if contender.door != "zero2":
+        if contender.door not in ALONE:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # newer names of the same arguments
                 self.model = DistributedDataParallel(
@@ -46,7 +48,7 @@ class ZeroSide(Side):
                     broadcast_buffers=self.settings.sync_buffers,
                     gradient_as_bucket_view=self.settings.bucket_view,
                 )
-        hides_grads = contender.door in ("zero2", *HOOKS)
+        hides_grads = contender.door in (*ALONE, *HOOKS)
         self.hidden = frozenset({"state", "grad"} if hides_grads else {"state"})  # each rank knows its own share alone
         self.remake_optimizer()
 

@@ -86,6 +86,8 @@ class Oddments(nn.Module):
                 x = x + self.act(param.to(x.dtype) * x)
             elif part in ("tiny", "wide"):
                 x = x + param.sum(0).to(x.dtype)
+            elif part == "empty":
+                x = x + param.sum().to(x.dtype)
             elif part == "frozen":
                 x = x + param.to(x.dtype)
         return self.act(x)

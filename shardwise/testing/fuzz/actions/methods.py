@@ -34,6 +34,23 @@ class Set(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class Hook(Action):
+    """Let a hook multiply the reduced gradients of a unit by ``factor``; ``streamed``: on a stream of its own."""
+
+    unit: int = 0
+    factor: float = -1.0
+    streamed: bool = True
+
+    @property
+    def is_engines(self) -> bool:
+        return True
+
+    def write(self, page: Page) -> None:
+        path = page.units[self.unit % len(page.units)]
+        page.write(f"s.hook_reductions({path!r}, {self.factor!r}, streamed={self.streamed!r})")
+
+
+@dataclass(frozen=True, slots=True)
 class Unshard(Action):
     """Unshard a unit by hand; ``waits``: now, or with the next :class:`Wait`."""
 

@@ -1,0 +1,156 @@
+"""Sums that an optimizer takes over all elements of all parameters: over shards, those of all ranks."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwise import torch_private
+from shardwise.errors import ConfigError
+from shardwise.optim.protocol import MakeOptimizer
+
+AddUp = Callable[[torch.Tensor], torch.Tensor]  # a number of this rank, to be overwritten, into that of all ranks
+
+_SUMS = ("sum", "dot", "vdot", "count_nonzero", "any")  # what an empty shard can be asked for, too
+_NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
+
+
+class SumsOverRanks(torch_private.DispatchMode):
+    """While it is entered, numbers that are summed over the elements of ``tensors`` are summed over ranks, too.
+
+    What is computed element by element from such tensors counts as they do; a number that was summed does not, nor what is
+    computed from numbers.  Which operations add up follows from the program and not from shapes: it is the same on every rank,
+    also on one that holds nothing.
+
+    Args:
+        tensors: shards, their gradients and state.
+        add_up: adds one number up over ranks.
+
+    Attributes:
+        num_sums: numbers so far.
+
+    Raises: ConfigError, on every rank, for a number that cannot be had from those of the ranks, such as a mean.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], add_up: AddUp) -> None:
+        super().__init__()
+        self.num_sums = 0
+        self._add_up = add_up
+        self._per_element: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in tensors:
+            self._follow(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs = [each for each in _tensors_in((args, dict(kwargs or {}))) if self._is_per_element(each)]
+        if not inputs:
+            return out
+        numbers = [each for each in _tensors_in(out) if each.dim() == 0 and not self._is_per_element(each)]
+        if numbers and all(each.dim() > 0 for each in inputs):
+            self._take(func, args, numbers)
+            return out
+        for tensor in _tensors_in(out):
+            self._follow(tensor)
+        return out
+
+    def _take(self, func: Any, args: tuple[Any, ...], numbers: Sequence[torch.Tensor]) -> None:
+        name = func.overloadpacket.__name__
+        power = float(args[1]) if name in _NORMS and len(args) > 1 and args[1] is not None else 2.0
+        if name not in (*_SUMS, *_NORMS) or not 0 < power < math.inf:
+            raise ConfigError(
+                f"the optimizer takes {name} over all elements of a tensor, and that of shards cannot be had from those of the "
+                "ranks; update='whole_matrix' is right if it treats every parameter by itself"
+            )
+        for number in numbers:
+            self.num_sums += 1
+            if name in _NORMS:
+                number.copy_(self._add_up(number**power) ** (1 / power))
+            else:
+                number.copy_(self._add_up(number.int() if number.dtype is torch.bool else number.clone()))
+
+    def _follow(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._per_element[id(storage)] = weakref.ref(storage)
+
+    def _is_per_element(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        found = self._per_element.get(id(storage))
+        return found is not None and found() is storage
+
+
+def _tensors_in(tree: object) -> list[torch.Tensor]:
+    return [each for each in torch_private.leaves_of(tree) if isinstance(each, torch.Tensor)]
+
+
+def per_element_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the tensors with a number per element that ``optimizer`` holds: parameters, gradients and state like these."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    gradients = [param.grad for param in params if param.grad is not None]
+    states = [
+        value
+        for param in params
+        for value in optimizer.state.get(param, {}).values()
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
+    ]
+    return [*params, *gradients, *states]
+
+
+class _Turns:
+    """Adds up what two threads bring, one number at a time."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=60.0)
+        self._brought = [torch.zeros(()), torch.zeros(())]
+
+    def add_up(self, number: int, value: torch.Tensor) -> torch.Tensor:
+        self._brought[number] = value
+        self._barrier.wait()
+        total = self._brought[0] + self._brought[1]
+        self._barrier.wait()
+        return total
+
+    def give_up(self) -> None:
+        self._barrier.abort()
+
+
+def stepped_by_halves(
+    make: MakeOptimizer,
+    options: Mapping[str, Any],
+    start: Sequence[torch.Tensor],
+    gradients: Sequence[Sequence[torch.Tensor]],
+) -> list[torch.Tensor]:
+    """Return two tensors after a step for each of ``gradients``, each of its own optimizer, which share their sums.
+
+    Raises: what an optimizer raises.
+    """
+    turns, errors = _Turns(), list[BaseException]()
+    halves = [tensor.clone() for tensor in start]
+
+    def run(number: int) -> None:
+        try:
+            with torch.no_grad():
+                optimizer = make([{**options, "params": [halves[number]]}])
+                for row in gradients:
+                    halves[number].grad = row[number].clone()
+                    with SumsOverRanks(per_element_of(optimizer), partial(turns.add_up, number)):
+                        torch_private.step_inside(optimizer)
+        except BaseException as error:  # the other half waits
+            turns.give_up()
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((each for each in errors if not isinstance(each, threading.BrokenBarrierError)), errors[0])
+    return halves
