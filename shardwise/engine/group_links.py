@@ -158,7 +158,7 @@ class GroupLink:
             return self._make_shared(sizes, meeting)
         if meeting.transport == "collective" or self._process_group.size() > MAX_RANKS:
             return None
-        return PeerLink(self._process_group, self._pool)
+        return PeerLink(self._process_group, self._pool, names=meeting.posts.members)
 
     def _make_shared(self, sizes: _Sizes, meeting: Outcome) -> Link:
         self._posts = meeting.posts
@@ -176,7 +176,7 @@ class GroupLink:
         if len(mates) == sizes.num_ranks:
             return inside
         column = column_of(rank, len(mates), sizes.num_ranks)
-        between = PeerLink(self._process_group, self._pool, column)
+        between = PeerLink(self._process_group, self._pool, column, meeting.posts.members)
         return TieredLink(
             inside, between, Inboxes(inside, sizes.inboxes_start, len(between.peers) * sizes.gather_bytes)
         )

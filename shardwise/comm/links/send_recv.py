@@ -37,14 +37,22 @@ class _Exchange:
 class PeerLink:
     """Point-to-point messages in place of collectives; for groups of up to ``MAX_RANKS`` ranks.
 
-    ``members``: the ranks of ``group`` that it is between, this one among them; all of them by default.
+    ``members``: the ranks of ``group`` that it is between, this one among them; all of them by default.  ``names``: the global
+    rank of each rank of ``group``, as errors name it; the same numbers by default.
     """
 
     name = "send/recv"
     compares_contents = False
 
-    def __init__(self, group: dist.ProcessGroup, pool: BufferPool, members: range | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        pool: BufferPool,
+        members: range | None = None,
+        names: tuple[int, ...] = (),
+    ) -> None:
         self.group = group
+        self._names = names or tuple(range(group.size()))
         self.rank = group.rank()
         found = range(group.size()) if members is None else members
         self.size = len(found)
@@ -68,7 +76,7 @@ class PeerLink:
             span, is_backward, wants, blamed = words.tolist()
             is_elsewhere = [span, is_backward] != found.mine[:2].tolist()
             if is_elsewhere or blamed:
-                names = dist.get_process_group_ranks(self.group)  # as the job counts them
+                names = self._names
                 its, mine = names[peer], names[self.rank]
                 if not is_elsewhere:
                     raise TransportError(
