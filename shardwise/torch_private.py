@@ -86,6 +86,10 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the id of the running backward, -1 outside of one; a nested (reentrant) backward has its own."""
 
 
+num_nodes_made: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
+"""Returns how many nodes of graphs this thread has made."""
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward ends; it is dropped, not run, if that backward raises."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]

@@ -46,7 +46,9 @@ class Attachment:
         engine: owned here by a root's attachment; None until the first forward, and for non-roots.
         is_root: None until the first forward of the root.
         forward_methods: names of methods that are treated like ``forward``.
-        has_looked: a first forward has been searched for reentrant checkpoints.
+        looked_at: nodes of the graph that a root's last forward made that was searched for reentrant checkpoints, and whether
+            an input of it needed a gradient; None: no forward was searched.
+        before: how many nodes this thread had made before a root's running forward; the same of its inputs.
         shared_pass: that the modules of a unit share.  passes: of the forwards that have begun.
     """
 
@@ -55,7 +57,8 @@ class Attachment:
         self.engine: Engine | None = None
         self.is_root: bool | None = None
         self.forward_methods: list[str] = []
-        self.has_looked = False
+        self.looked_at: tuple[int, bool] | None = None
+        self.before: tuple[int, bool] = 0, False
         self.shared_pass: Pass | None = None
         self.passes: list[Pass | None] = []
 

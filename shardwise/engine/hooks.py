@@ -105,6 +105,9 @@ class Hooks:
         precision = self._unit.precision
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             args, kwargs = cast_floating(args, precision.param_dtype), cast_floating(kwargs, precision.param_dtype)
+        if self._attachment.is_root:
+            needs_gradient = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+            self._attachment.before = torch_private.num_nodes_made(), needs_gradient
         is_watched = self._wants_boundary() and torch.is_grad_enabled() and self._has_boundary()
         self._attachment.passes.append(self._watch_inputs(args, kwargs) if is_watched else None)
         return args, kwargs
@@ -119,12 +122,21 @@ class Hooks:
                 return None
         if torch.is_grad_enabled():
             self._watch_outputs(output, through)
-            if self._attachment.is_root and not self._attachment.has_looked:
-                self._attachment.has_looked = True
-                if has_nested_backward(tensors_in(output)):
-                    engine.expect_nested_backwards()
+            if self._attachment.is_root:
+                self._look_for_nested_backwards(engine, output)
         dtype = self._unit.precision.output_dtype
         return output if dtype is None else cast_floating(output, dtype)
+
+    def _look_for_nested_backwards(self, engine: Engine, output: Any) -> None:
+        # Another number of nodes is another graph, as where checkpoints were switched on.  Those whose inputs need no gradient
+        # make nodes, too, which are not part of it.
+        attachment = self._attachment
+        num_before, needs_gradient = attachment.before
+        found = torch_private.num_nodes_made() - num_before, needs_gradient
+        if found != attachment.looked_at:
+            attachment.looked_at = found
+            if has_nested_backward(tensors_in(output)):
+                engine.expect_nested_backwards()
 
     def _watch_outputs(self, output: Any, through: Pass | None) -> None:
         made_of = [group.num_packs for group in self._unit.groups]

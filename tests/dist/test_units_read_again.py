@@ -110,6 +110,40 @@ def test_a_layer_may_be_used_in_a_reentrant_checkpoint_and_outside_of_it() -> No
         assert_trains_alike(model, plain)
 
 
+class CheckpointedLater(nn.Module):
+    """One layer, used twice; its first use is a reentrant checkpoint when ``is_checkpointed``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Block(6, 5)
+        self.is_checkpointed = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.layer, x, use_reentrant=True) if self.is_checkpointed else self.layer(x)
+        return self.layer(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["an input needs a gradient", "it is switched on"])
+def test_a_reentrant_checkpoint_may_come_into_the_graph_after_the_first_step(how: str) -> None:
+    torch.manual_seed(0)
+    model = CheckpointedLater()
+    plain = copy.deepcopy(model)
+    fully_shard(model)
+    for step in range(3):
+        x = batch(step)
+        if how == "it is switched on":
+            model.is_checkpointed = plain.is_checkpointed = step > 0
+        x.requires_grad_(step > 0 or how == "it is switched on")
+        for each in (model, plain):
+            each(x).square().mean().backward()
+        average_gradients(plain)
+        for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(mine.grad), expected.grad)
+        model.zero_grad()
+        plain.zero_grad()
+
+
 class LentWithinACheckpoint(nn.Module):
     """Two layers with one weight, recomputed together; the second one is a unit, and lends the weight to the first."""
 

@@ -576,6 +576,14 @@ def test_the_dict_of_buffers_is_the_modules_own() -> None:
     assert module.running_mean.tolist() == [7.0, 7.0]
 
 
+def test_nodes_of_graphs_are_counted() -> None:
+    before = private.num_nodes_made()
+    (torch.ones(2, requires_grad=True) * 2).sum()
+    assert private.num_nodes_made() - before == 2
+    torch.ones(2) * 2
+    assert private.num_nodes_made() - before == 2
+
+
 def test_tools_of_torch_find_what_is_put_for_them() -> None:
     from torch.distributed import fsdp
 
