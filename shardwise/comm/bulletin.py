@@ -144,7 +144,7 @@ class Bulletin:
         """Yield where the other ranks are; of those that are gone what ``said`` does not say already."""
         posts, silent = self._posts, list[int]()
         posts.post("failure", position.to_text())
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + 2 * GRACE_S  # who compares with the first rank waits longer than a backend does
         for other in posts.peers():  # one by one: others may report while one is gone
             rank = posts.members[other]
             text = posts.collect("failure", [other], deadline - time.monotonic()).get(other)
