@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from helpers.compare import CLOSE, EXACT, assert_equal, full
+from helpers.folders import folder_of_all
 from helpers.ranks import on_ranks
 from torch import nn
 
@@ -88,10 +87,8 @@ def test_adapters_train_as_with_torchs_class_and_one_process() -> None:
 def test_adapters_are_saved_and_loaded() -> None:
     model = shard(make(), fully_shard)
     trained = train(model, dist.get_rank(), 2)
-    found = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(found)
-    folder = Path(found[0]) / "saved"
-    checkpoint.save(folder, {"adapters": Adapters(model)}, step=1)
     other = shard(make(), fully_shard)
-    checkpoint.load(folder, {"adapters": Adapters(other)})
+    with folder_of_all() as folder:
+        checkpoint.save(folder / "saved", {"adapters": Adapters(model)}, step=1)
+        checkpoint.load(folder / "saved", {"adapters": Adapters(other)})
     assert_equal([full(p) for p in other.parameters() if p.requires_grad], trained)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from helpers.compare import CLOSE, assert_equal, full
+from helpers.folders import folder_of_all
 from helpers.ranks import on_ranks
 from torch import nn
 
@@ -161,13 +160,11 @@ def test_adapters_on_a_quantized_base_are_loaded_at_another_number_of_ranks() ->
     from torch.distributed.device_mesh import init_device_mesh
 
     trained = train(shard(make()), dist.get_rank(), 4)
-    found = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(found)
-    folder = Path(found[0]) / "saved"
-    checkpoint.save(folder, {"adapters": Adapters(trained)}, step=1)
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "shards"))["shards"]
     loaded = shard(make(1), pairs)
-    checkpoint.load(folder, {"adapters": Adapters(loaded)})
+    with folder_of_all() as folder:
+        checkpoint.save(folder / "saved", {"adapters": Adapters(trained)}, step=1)
+        checkpoint.load(folder / "saved", {"adapters": Adapters(loaded)})
     assert_equal(adapters(loaded), adapters(trained))
     whole = {name: full(value) for name, value in Adapters(trained).state_dict().items()}
     other = shard(make(2), pairs)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.compare import local
+from helpers.folders import folder_of_all
 from helpers.inside import over
 from helpers.ranks import on_ranks
 from torch import nn
@@ -244,11 +243,10 @@ def check_copies(model: nn.Module) -> None:
 
 def check_async_save(model: nn.Module) -> None:
     kept = {key: value.clone() for key, value in model.state_dict().items()}
-    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder, src=0)
-    dcp.async_save({"model": model.state_dict()}, checkpoint_id=str(Path(folder[0]) / "step")).result()
-    loaded = {key: torch.zeros_like(value) for key, value in kept.items()}
-    dcp.load({"model": loaded}, checkpoint_id=str(Path(folder[0]) / "step"))
+    with folder_of_all() as folder:
+        dcp.async_save({"model": model.state_dict()}, checkpoint_id=str(folder / "step")).result()
+        loaded = {key: torch.zeros_like(value) for key, value in kept.items()}
+        dcp.load({"model": loaded}, checkpoint_id=str(folder / "step"))
     for key, value in kept.items():
         assert torch.equal(local(loaded[key]), local(value)), key
 
