@@ -255,7 +255,14 @@ class FSDPModule(_Base):
         self._replace_policies(recurse, reduces_unused=reduce_scatter_unused_params)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks; on any backend."""
+        """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks; on any backend.
+
+        Raises: ConfigError if it is 0 or NaN.
+        """
+        if not abs(factor) > 0:
+            raise ConfigError(
+                f"set_gradient_divide_factor: the factor is {factor!r}; gradients cannot be divided by it"
+            )
         self._replace_policies(False, divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:

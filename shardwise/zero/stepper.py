@@ -145,6 +145,8 @@ class ShareStepper:
             del error
         for pending in launch_broadcasts(self.layout.broadcasts, self.board, what):
             pending.wait()
+        # What an owner sends is written without a count: a backward through a graph of before would go on, on others alone.
+        torch.autograd.graph.increment_version(list(self.share.params))
         self.mark_stepped()
         return loss
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import shardwise
 from shardwise import (
+    ConfigError,
     FSDPMeshInfo,
     FSDPModule,
     MixedPrecisionPolicy,
@@ -160,6 +161,8 @@ def test_gradient_divide_factor() -> None:
         assert_gradients(model, reference)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(build("plain"), mesh=mesh)
+    with pytest.raises(ConfigError, match="the factor is 0; gradients cannot be divided by it"):
+        model.set_gradient_divide_factor(0)
     model.set_gradient_divide_factor(3.0)
     model(batch()).square().sum().backward()
     reference.zero_grad()

@@ -295,3 +295,16 @@ def test_a_process_that_has_ended_is_named_long_before_the_timeout(pool: WorkerP
     assert isinstance(message, str), answers
     assert message.startswith("DesyncError"), message
     assert f"rank {who} is gone" in message
+
+
+@on_ranks(2)
+def test_a_backward_through_a_graph_of_before_the_step_is_refused_on_every_rank() -> None:
+    """The owner's step counts as a write; what the others receive must, too, or they go on with gradients of no model."""
+    weight, other = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    optimizer = ZeroRedundancyOptimizer([weight, other], torch.optim.SGD, lr=0.1)  # each rank owns one
+    loss = (torch.ones(2, 4, requires_grad=True) @ weight).square().sum() + other.sum()
+    loss.backward(retain_graph=True)
+    optimizer.reduce_gradients()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
