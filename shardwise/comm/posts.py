@@ -120,10 +120,8 @@ class Posts:
 
         Both with the last errors of these ranks: they may have followed another, or wait for it and give up a moment later.
         """
-        names, end = (
-            [self.members[rank] for rank in ranks],
-            time.monotonic() + (_HEED_S if self.notes is not None else 0.0),
-        )
+        names = [self.members[rank] for rank in ranks]
+        end = time.monotonic() + (_HEED_S if self.notes is not None else 0.0)
         while not (gone := [self.members[rank] for rank in self.gone(ranks)]) and time.monotonic() < end:
             if all(words_of(self.notes, name) for name in names):
                 break

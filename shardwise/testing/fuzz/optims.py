@@ -11,42 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-class Modular(Optimizer):
-    """Momentum and parameters modulo 8: whole numbers stay whole and small for any number of steps."""
+class _Own(Optimizer):
+    """Steps each parameter by itself."""
 
-    sharded_update = "elementwise"
-
-    def __init__(self, params: Iterable[Any], lr: float = 1.0) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Do one step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["momentum"] = torch.zeros_like(param)
-                momentum: Tensor = state["momentum"]
-                momentum.add_(param.grad).add_(4).remainder_(8).sub_(4)
-                param.sub_(momentum, alpha=group["lr"]).add_(4).remainder_(8).sub_(4)
-        return loss
-
-
-BLOCK = 4
-
-
-class Blocks(Optimizer):
-    """Momentum in 8 bits with a scale per block of elements, in full where a tensor's size is no multiple of that."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
+    def update(self, param: Tensor, gradient: Tensor, lr: float) -> None:
+        """Change ``param`` and its state."""
+        raise AssertionError("a base class")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -58,8 +28,40 @@ class Blocks(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    param.sub_(_eight_bit_momentum(self.state[param], param.grad), alpha=group["lr"])
+                    self.update(param, param.grad, group["lr"])
         return loss
+
+
+class Modular(_Own):
+    """Momentum and parameters modulo 8: whole numbers stay whole and small for any number of steps."""
+
+    sharded_update = "elementwise"
+
+    def __init__(self, params: Iterable[Any], lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def update(self, param: Tensor, gradient: Tensor, lr: float) -> None:
+        """Change ``param`` and its momentum."""
+        state = self.state[param]
+        if not state:
+            state["momentum"] = torch.zeros_like(param)
+        momentum: Tensor = state["momentum"]
+        momentum.add_(gradient).add_(4).remainder_(8).sub_(4)
+        param.sub_(momentum, alpha=lr).add_(4).remainder_(8).sub_(4)
+
+
+BLOCK = 4
+
+
+class Blocks(_Own):
+    """Momentum in 8 bits with a scale per block of elements, in full where a tensor's size is no multiple of that."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def update(self, param: Tensor, gradient: Tensor, lr: float) -> None:
+        """Change ``param`` and its momentum."""
+        param.sub_(_eight_bit_momentum(self.state[param], gradient), alpha=lr)
 
 
 def _eight_bit_momentum(state: dict[str, Tensor], gradient: Tensor) -> Tensor:
