@@ -266,6 +266,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             recompute=0.0,
             unit=0.9,
             watched=0.0,
+            retain=0.0,  # torch's compiled backwards give their buffers away, whatever shards them
             steps=2,
             num_contenders=1,
             extras=table(change=1, eval=1, take=1),
