@@ -166,6 +166,49 @@ def post_accumulate_hooks(
     return found
 
 
+def gradient_hooks(
+    parameters: Iterable[torch.Tensor],
+) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]]:
+    """Return the hooks of ``register_hook``, each with the index of its parameter, in the order of their registration."""
+    found: list[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]] = []
+    for index, parameter in enumerate(parameters):
+        hooks = parameter._backward_hooks
+        if hooks:
+            found += [(index, hook) for hook in hooks.values()]
+    return found
+
+
+_HOOKS = operator.attrgetter("_backward_hooks")
+_FOLLOWERS = operator.attrgetter("_post_accumulate_grad_hooks")
+
+
+def have_gradient_hooks(parameters: Sequence[torch.Tensor]) -> tuple[bool, bool]:
+    """Return whether one of ``parameters`` has a hook of ``register_hook``, and of ``register_post_accumulate_grad_hook``."""
+    return (
+        any(map(_HOOKS, parameters)),
+        any(map(_FOLLOWERS, parameters)),
+    )
+
+
+def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give ``target`` the hooks on the gradient of ``source``: one set of both, from which handles remove them."""
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    accumulated = source._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    if accumulated:
+        target._post_accumulate_grad_hooks = accumulated  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# Returns what tells the storage of a tensor apart, also of a wrapper, whose storage is empty.  No function of Python: it is
+# called for every parameter in every forward.
+storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the live dict of a module's children."""
+    return module._modules
+
+
 def has_chosen_grad_dtype(parameter: torch.Tensor) -> bool:
     """Return True if ``parameter.grad_dtype`` was assigned to; before torch 2.15 the parameter's own dtype does not show."""
     known: bool | None = getattr(parameter, "_has_grad_dtype_override", None)

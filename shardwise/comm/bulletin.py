@@ -84,6 +84,28 @@ class Bulletin:
             lambda other: f"rank {self._rank} comes with new {what}, rank {other} does not: {_listed(facts)}",
         )
 
+    def post_writes(self, place: str, values: Sequence[str]) -> None:
+        """Leave for the others what this rank has written at ``place``; nobody waits."""
+        self._posts.post(f"writes/{place}", json.dumps(list(values)))
+
+    def check_writes(self, place: str, values: Sequence[str], position: Position) -> None:
+        """Raise DesyncError unless all ranks have left the same ``values`` at ``place``, which all of them have passed."""
+        posts = self._posts
+        found = posts.collect(f"writes/{place}", posts.peers(), GRACE_S)
+        for other in posts.peers():
+            theirs = json.loads(found[other]) if other in found else []
+            unlike = sorted({*values} ^ {*theirs})
+            if unlike:
+                problem = (
+                    f"ranks have written different values to parameters in forward (an embedding with max_norm changes the "
+                    f"rows that its rank looks up): {unlike[0].partition(' with digest')[0]} is not the same on rank "
+                    f"{self._rank} and rank {posts.members[other]} after it. Every rank keeps its own rows of a sharded "
+                    "parameter, so that all must write the same: gather what the values are made of first, or write on one "
+                    "rank and broadcast"
+                )
+                self.tell(Position(position.num_calls, position.recent, problem))
+                raise DesyncError(f"{problem}\n{_RULE}")
+
     def check_deviation(self, what: str, position: Position) -> None:
         """Raise DesyncError unless all ranks leave their plan here, in the way that ``what`` says.
 

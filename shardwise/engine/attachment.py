@@ -49,6 +49,7 @@ class Attachment:
         looked_at: nodes of the graph that a root's last forward made that was searched for reentrant checkpoints, and whether
             an input of it needed a gradient; None: no forward was searched.
         before: how many nodes this thread had made before a root's running forward; the same of its inputs.
+        ignored: the places of parameters that are left to the user: a module's dict of them, and a name.
         shared_pass: that the modules of a unit share.  passes: of the forwards that have begun.
     """
 
@@ -59,6 +60,7 @@ class Attachment:
         self.forward_methods: list[str] = []
         self.looked_at: tuple[int, bool] | None = None
         self.before: tuple[int, bool] = 0, False
+        self.ignored: tuple[tuple[dict[str, nn.Parameter | None], str], ...] = ()
         self.shared_pass: Pass | None = None
         self.passes: list[Pass | None] = []
 

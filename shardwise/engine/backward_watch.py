@@ -31,12 +31,14 @@ class BackwardWatch:
     Attributes:
         end: reference to the end of the backward that runs, dead if that has raised; None without one.
         task: autograd's number of it.
+        makes_graph: it runs with ``create_graph=True``.
     """
 
     def __init__(self, finish: Callable[[], None], abort: Callable[[], None]) -> None:
         self._finish, self._abort = weakref.WeakMethod(finish), weakref.WeakMethod(abort)
         self.end: weakref.ref[BackwardEnd] | None = None
         self.task = -1
+        self.makes_graph = False
 
     @property
     def is_running(self) -> bool:
@@ -60,6 +62,7 @@ class BackwardWatch:
 
         self.end = weakref.ref(end, on_death)
         self.task = torch_private.graph_task_id()
+        self.makes_graph = False
         return end
 
     def stop(self) -> None:

@@ -108,8 +108,12 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     leave(taken)
     unit.groups = _make_groups(own, preset, device)
     unit.number_parameters()
+    for param in unit.params:
+        if isinstance(param.sharded, DTensor):
+            param.made_of = torch_private.storage_id(param.sharded), weakref.ref(param.local)
     remember(unit)
     attachment = Attachment(unit)
+    attachment.ignored = _ignored_in(managed, preset.ignored)
     for module in roots:
         module.__dict__[ATTACHMENT] = attachment
     hooks = Hooks(attachment)
@@ -145,6 +149,15 @@ def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
             children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
             todo += reversed(children)
     return [(path, module) for module, path in managed.items()]
+
+
+def _ignored_in(
+    managed: Iterable[tuple[str, nn.Module]], ignored: frozenset[int]
+) -> tuple[tuple[dict[str, nn.Parameter | None], str], ...]:
+    if not ignored:
+        return ()
+    tables = [torch_private.parameters_of(module) for _, module in managed]
+    return tuple((table, name) for table in tables for name, param in table.items() if id(param) in ignored)
 
 
 def _find_parameters(managed: Iterable[tuple[str, nn.Module]], ignored: frozenset[int]) -> list[_Found]:
@@ -280,6 +293,7 @@ def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, preset: 
             if isinstance(preset.offload, CPUOffloadPolicy) and local.device.type != "meta":
                 local = local.cpu()
             sharded = torch_private.parameter_from_local(local, placed.spec, item.param.requires_grad)
+        torch_private.share_hooks(item.param, sharded)
     result = UnitParam(item.fqn, item.slots, cut, placed.spec, placed.inner_spec, sharded, shape, preset.keeps_plain)
     result.module = weakref.ref(item.module)
     result.keeps_dtype = keeps_dtype(preset.precision, item.param, item.fqn)
@@ -319,6 +333,8 @@ def _take_over(item: _Found, axes: MeshAxes, shard: Shard | None, preset: Preset
     item.param = whole(old)
     _move_parameter(item, axes.device)
     new = _shard_parameter(item, axes, shard, preset)
+    if new.sharded is not old.sharded:
+        torch_private.share_hooks(old.sharded, new.sharded)
     original = old.original()
     if original is not None:
         new.original = weakref.ref(original)

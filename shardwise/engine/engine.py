@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -28,7 +29,28 @@ from shardwise.units.param import UnitParam
 from shardwise.units.state import Gathering, Subsharded
 from shardwise.units.unit import Unit, is_in_backward
 
+_MAX_COMPARED = 2
+
 live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class Outside(Protocol):
+    """What users do to the model beside its engine: :class:`shardwise.engine.outside.Outside`.
+
+    Attributes:
+        originals: parameters of before they were sharded that somebody keeps.
+    """
+
+    @property
+    def originals(self) -> Sequence[object]: ...
+
+    def check(self) -> None:
+        """Raise StateError before a forward that would train something else."""
+        ...
+
+    def check_originals(self) -> None:
+        """Raise StateError after a backward whose gradients went to parameters of before they were sharded."""
+        ...
 
 
 class Engine:
@@ -43,6 +65,7 @@ class Engine:
         reductions: gradients on their way.
         manual: whether the user says when gradients are complete.
         is_last_backward: False defers waiting for reductions to a later backward.
+        outside: what users do to the model beside it; None before a root's first forward.
         post_optim_event: what the next step waits for instead of all that was done before; used once.
     """
 
@@ -56,10 +79,13 @@ class Engine:
         self.manual = ManualFinalization()
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
+        self.outside: Outside | None = None
         self._borrowers: dict[Unit, list[Unit]] = {}  # of units that lend parameters
         self._plain: list[Unit] = []  # those of which parameters may be their own full form
         self._late: list[Unit] = []  # to be resharded when the span is over
         self._outermost = 0  # the Python frame of the outermost forward
+        self._num_forwards = 0
+        self._writes: list[tuple[str, list[str]]] = []  # of forwards: where they are posted, and digests
         self._is_graphless = False  # the last forward built no graph
         live_engines.add(self)
 
@@ -164,6 +190,9 @@ class Engine:
         if self.watch.has_raised:
             self._abort_backward()
         note("root_pre_forward")
+        self._num_forwards += 1
+        if self.outside is not None:
+            self.outside.check()
         self.journal.begin()
         if self._is_graphless:
             # Nothing needs what an evaluation has left unsharded, and what has been written to shards since may not show.
@@ -217,14 +246,33 @@ class Engine:
             # In a span others read the shards: what modules have written to full parameters goes there only now.
             late, self._late = self._late, []
             for unit in late:
+                self._post_writes(unit)
                 unit.reshard()
             for unit in self.units:
                 if unit.is_full:
                     unit.keep()
 
+    def _post_writes(self, unit: Unit) -> None:
+        # Every rank takes its rows of what it has written: rows of others are lost where ranks have not written the same.
+        if unit.num_compared < _MAX_COMPARED and self.journal.bulletin is not None:
+            values = unit.written_values()
+            if values:
+                unit.num_compared += 1
+                place = f"{self._num_forwards}/{self.units.index(unit)}"
+                self.journal.bulletin.post_writes(place, values)
+                self._writes.append((place, values))
+
+    def _check_writes(self) -> None:
+        writes, self._writes = self._writes, []
+        for place, values in writes:
+            assert self.journal.bulletin is not None
+            self.journal.bulletin.check_writes(place, values, self.journal.position())
+
     def _reshard(self, unit: Unit, after_forward: bool = False) -> None:
         if after_forward and unit.backward.owes_weights and not unit.policy.reshard_after_backward:
             return  # their backward takes the parameters where they are registered
+        if after_forward and unit.backward.keeps_for_graph:
+            return
         is_done = unit.reshard_after_forward() if after_forward else unit.reshard(in_span=True)
         if not is_done:
             self._late.append(unit)
@@ -241,6 +289,8 @@ class Engine:
         if [group.num_packs for group in unit.groups] != made_of:
             unit.refuse_packing()
         backward = unit.backward
+        if torch.is_grad_enabled():
+            backward.keeps_for_graph = self.watch.makes_graph = True
         if through is not None:
             backward.open_passes.add(through)
         if backward.stage is Stage.RUNNING and (unit.is_full or not unit.policy.unshard_in_backward):
@@ -287,7 +337,7 @@ class Engine:
         self._begin_backward()
         note("post_backward", unit.name)
         gradients = unit.take_gradients(is_late)
-        if unit.policy.reshard_after_backward:
+        if self._may_go(unit):
             self._reshard(unit)
         if not (unit.policy.sync and reduces):
             if gradients:
@@ -319,6 +369,9 @@ class Engine:
     def finish(self) -> None:
         """End a backward: reduce what came only in part, reshard what is left, set gradients, plan the next step."""
         note("root_post_backward")
+        if not self.watch.makes_graph:
+            for unit in self.units:
+                unit.backward.keeps_for_graph = False
         try:
             for unit in reversed(self.units):
                 # Gradients held from earlier backwards must go out with this one, even if this one brought none.
@@ -327,17 +380,29 @@ class Engine:
                     self.after_backward(unit, reduces=not self.manual.is_on, is_late=unit.backward.counts)
                 elif type(unit.state) is Gathering:  # ahead, but backward went another way
                     unit.discard()
-                elif unit.policy.reshard_after_backward and unit.is_full and not unit.holders:
+                elif unit.is_full and not unit.holders and self._may_go(unit):
                     self._reshard(unit)
                     self.journal.visit(unit, Edge.RELEASE_BACKWARD)
             self.watch.stop()
             params = self._commit() if self.is_last_backward and not self.manual.is_on else self._defer()
+            if self._writes:  # which all ranks have left behind, now that their gradients have come
+                self._check_writes()
             self.journal.replan()
         except BaseException:
             self._abort_backward()
             raise
         # Last: when one raises, all gradients are there, and the ranks have agreed on the plan.
-        run_gradient_hooks(params)
+        if self.outside is not None and self.outside.originals:
+            self.outside.check_originals()
+        self._run_hooks(params)
+
+    def _run_hooks(self, params: list[UnitParam]) -> None:
+        if self.reductions.is_followed or self.reductions.failed_hook is not None:
+            run_gradient_hooks(params, self.reductions.failed_hook)
+
+    @staticmethod
+    def _may_go(unit: Unit) -> bool:
+        return unit.policy.reshard_after_backward and not unit.backward.keeps_for_graph
 
     def _is_due(self, unit: Unit) -> bool:
         held, is_manual = unit.earlier.held, self.manual.is_on
@@ -403,7 +468,7 @@ class Engine:
         except BaseException:
             self._abort_backward()
             raise
-        run_gradient_hooks(params)
+        self._run_hooks(params)
 
     # ---- backward whose end the user says ----
 
@@ -459,7 +524,7 @@ class Engine:
             self._show_gradients()
             raise
         self.manual.complete()
-        run_gradient_hooks(params)
+        self._run_hooks(params)
 
     def check_step(self, stepped: set[int]) -> None:
         """Raise StateError if gradients are not complete of a parameter with an id in ``stepped``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shardwise import torch_private
 from shardwise.engine.journal import Journal
 from shardwise.engine.means import Means
 from shardwise.errors import TransportError
@@ -40,6 +41,8 @@ class Reductions:
 
     Attributes:
         max_inputs: reduce-scatter inputs that may live at once.
+        is_followed: users have hooks that follow the accumulation of gradients of the last commit.
+        failed_hook: what a user's hook on a gradient raised in the last commit.
     """
 
     def __init__(self, journal: Journal, means: Means) -> None:
@@ -50,6 +53,8 @@ class Reductions:
         self._launched: list[_Launch] = []
         self._deferred: list[_Launch] = []
         self._fresh_held: list[tuple[Unit, Gradients]] = []
+        self.is_followed = False
+        self.failed_hook: BaseException | None = None
 
     @property
     def has_deferred(self) -> bool:
@@ -168,12 +173,14 @@ class Reductions:
         self._keep_held()
         self._deferred, self._launched = [], []
         self._in_flight.clear()
-        params: list[UnitParam] = []
+        params = [p for launch in launched for each in launch.reductions if not each.is_partial for p in each.params]
+        is_hooked, self.is_followed = torch_private.have_gradient_hooks([param.sharded for param in params])
+        self.failed_hook = None
         for launch in launched:
             for reduction in launch.reductions:
                 if not reduction.is_partial:
-                    reduction.set_gradients()
-                    params += reduction.params
+                    failed = reduction.set_gradients(is_hooked)
+                    self.failed_hook = self.failed_hook or failed
                 else:
                     left = {p: value for p, value in reduction.windows().items() if p not in launch.taken}
                     launch.unit.earlier.keep_partial(left)

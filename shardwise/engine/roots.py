@@ -10,6 +10,7 @@ from torch import nn
 from shardwise.engine.attachment import Attachment, attachment_of
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.optimizers import check_optimizers
+from shardwise.engine.outside import Outside
 from shardwise.engine.wiring import new_engine
 from shardwise.errors import StateError
 from shardwise.plan.naming import compress_paths
@@ -51,7 +52,9 @@ def _become_root(attachment: Attachment) -> Engine:
     check_optimizers(param for each in attachments for param in each.unit.params)
     if attachment.unit.uses_default_reshard:
         attachment.unit.policy = replace(attachment.unit.policy, reshard_after_forward=False)
+    outside = Outside(root, attachments)
     engine = new_engine([each.unit for each in attachments])
+    engine.outside = outside
     for inner in attachments:
         if inner.engine is not None:
             if inner.engine.manual.is_on and inner is not attachment:
@@ -103,6 +106,7 @@ def _name_units(root: nn.Module, attachments: Sequence[Attachment]) -> None:
 def _check_materialized(attachments: Sequence[Attachment]) -> None:
     for each in attachments:
         for param in each.unit.params:
+            param.check_places()
             if len(param.slots) > 1:
                 param.check_ties()
             param.adopt_registered()

@@ -55,6 +55,8 @@ class UnitBackward:
             again, that is so once a first backward has shown that they do not.
         ended_late: the last one ended without some gradient, at the end of the whole backward.
         owes_weights: one came without any: those of the weights may be computed apart, as stages of pipelines do.
+        keeps_for_graph: one ran with ``create_graph=True``: the graph of that backward reads the parameters, so they stay full
+            until a backward without it has ended.
         has_lost_weights: one of these began before the parameters were full, so that nobody can know which they are.
     """
 
@@ -70,6 +72,7 @@ class UnitBackward:
         self.counts = True
         self.ended_late = False
         self.owes_weights = self.has_lost_weights = False
+        self.keeps_for_graph = False
         self._began_full = True
 
     @property

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import torch
+
+from shardwise.errors import StateError
 from shardwise.units.local_gradients import Gradients, add_gradients
 from shardwise.units.param import UnitParam
 
@@ -16,6 +20,7 @@ class EarlierGradients:
         partial: sums over the shard axis that replicas have not been summed into.
         hidden: of plain parameters that stay registered, taken away while a backward adds new ones.
         unsynced: plain parameters whose gradients, which users see, are of this rank alone.
+        apart: of those that hold sums of ranks, too: what users see, and both parts of it.
     """
 
     def __init__(self) -> None:
@@ -23,6 +28,7 @@ class EarlierGradients:
         self.partial: Gradients = {}
         self.hidden: Gradients = {}
         self.unsynced: set[UnitParam] = set()
+        self.apart: dict[UnitParam, _Apart] = {}
 
     def hold(self, gradients: Gradients) -> None:
         """Keep ``gradients`` for a later backward."""
@@ -48,27 +54,62 @@ class EarlierGradients:
         """Drop what no user can see."""
         self.held, self.partial = {}, {}
 
-    def hide(self, params: Sequence[UnitParam]) -> None:
-        """Take the gradients of plain ``params`` from where a backward is about to accumulate new ones."""
+    def hide(self, params: Sequence[UnitParam], is_exact: bool) -> None:
+        """Take the gradients of plain ``params`` from where a backward is about to accumulate new ones.
+
+        ``is_exact``: the sum that is to come divides by another number than that of ranks, so what is a sum already must
+        not go through it again.
+        Raises: StateError if somebody has changed a gradient that is both.
+        """
         for param in params:
             gradient, param.sharded.grad = param.sharded.grad, None
+            apart = self.apart.pop(param, None)
             if gradient is None:
                 self.unsynced.discard(param)
-            elif param in self.unsynced:
-                self.held[param] = gradient
-            else:
+            elif param not in self.unsynced:
                 self.hidden[param] = gradient
+            elif apart is not None and apart.is_as_shown(gradient):
+                self.hidden[param], self.held[param] = gradient.copy_(apart.synced), apart.held
+            elif apart is not None and is_exact and gradient.any():
+                param.sharded.grad = gradient
+                raise StateError(
+                    f"the gradient of {param.fqn} holds what ranks have summed and what this rank has added since without "
+                    "sync, and was changed: set_gradient_divide_factor would divide the first part twice. Change gradients "
+                    "after a backward with sync, or set them to None"
+                )
+            else:
+                self.held[param] = gradient
 
     def show(self, params: Sequence[UnitParam]) -> None:
         """Put them back, with what a backward has added."""
         for param in params:
-            parts = [self.hidden.pop(param, None), self.held.get(param), param.sharded.grad]
-            first, *others = [part for part in parts if part is not None] or [None]
-            for other in others:
-                assert first is not None
-                first = first.add_(other) if other is not None else first
-            param.sharded.grad = first
-            if self.held.pop(param, None) is None:
+            synced, held = _sum_of(self.hidden.pop(param, None), param.sharded.grad), self.held.pop(param, None)
+            if held is None:
                 self.unsynced.discard(param)
             else:
                 self.unsynced.add(param)
+            if synced is None or held is None:
+                param.sharded.grad = synced if held is None else held
+            else:
+                alone = synced.clone()
+                param.sharded.grad = shown = synced.add_(held)  # in place, as autograd accumulates: users may hold it
+                self.apart[param] = _Apart(shown, shown._version, alone, held)
+
+
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """A gradient that users see, and what it is the sum of: sums of all ranks, and this rank's own since."""
+
+    shown: torch.Tensor
+    version: int
+    synced: torch.Tensor
+    held: torch.Tensor
+
+    def is_as_shown(self, gradient: torch.Tensor) -> bool:
+        return gradient is self.shown and gradient._version == self.version
+
+
+def _sum_of(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first.add_(second)

@@ -17,7 +17,7 @@ from shardwise.layout.bucket import Bucket
 from shardwise.plan.policy import UnitPolicy
 from shardwise.units.gradient_memory import GradientSection, as_gradient
 from shardwise.units.group import ShardGroup
-from shardwise.units.local_gradients import Gradients
+from shardwise.units.local_gradients import Gradients, change_by_hooks
 from shardwise.units.param import UnitParam
 from shardwise.units.place import Place
 from shardwise.units.reduce_layout import ReduceLayout
@@ -257,11 +257,16 @@ class Reduction:
         """Return this rank's reduced shards in the reduce dtype, windows of one buffer; once finished."""
         return dict(zip(self.params, self._layout.windows(self._packing.target()), strict=True))
 
-    def set_gradients(self) -> None:
-        """Accumulate the result into ``.grad`` of the sharded parameters; once finished."""
+    def set_gradients(self, is_hooked: bool) -> BaseException | None:
+        """Accumulate the result into ``.grad`` of the sharded parameters; once finished.
+
+        ``is_hooked``: users want to see, and may change, what is accumulated.  Returns: what they have raised.
+        """
         olds: list[torch.Tensor] = []
         news: list[torch.Tensor] = []
-        for param, gradient in zip(self.params, self._as_gradients(), strict=True):
+        gradients = self._as_gradients()
+        failed = change_by_hooks(self.params, gradients) if is_hooked else None
+        for param, gradient in zip(self.params, gradients, strict=True):
             existing = param.sharded.grad
             if existing is None:
                 if param.full is param.sharded and param.is_strided:
@@ -273,6 +278,7 @@ class Reduction:
         if olds:
             torch_private.add_all(olds, news)
         self._give_back()
+        return failed
 
     def _as_gradients(self) -> list[torch.Tensor]:
         packing = self._packing

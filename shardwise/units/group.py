@@ -396,7 +396,8 @@ class ShardGroup:
                 if full is None:
                     continue
                 if (
-                    full._version != param.full_version
+                    param.is_touched
+                    or full._version != param.full_version
                     or full.data_ptr() != param.full_address
                     or (
                         type(full) is not nn.Parameter
@@ -407,6 +408,22 @@ class ShardGroup:
                     found.append(param)
         return found
 
+    def look_for_touched(self, looks_at_all: bool) -> None:
+        """Note which full parameters somebody has written to through ``.data``, as far as this rank's rows show it.
+
+        ``looks_at_all``: else those alone of which that is known.  The shards are as they were when they were gathered.
+        """
+        packing = self._packing
+        if packing is None or self.place.on.has_lanes or not self.is_collective:
+            return  # on an accelerator the host would have to wait for the answer
+        for param in (param for bucket in packing.buckets for param in bucket.params):
+            full = param.full
+            if not (looks_at_all or param.is_touchy) or full is None or param.inner_spec is not None:
+                continue
+            is_counted = full._version != param.full_version or full.data_ptr() != param.full_address
+            if not is_counted and param.local.numel() and not self._own_rows.are_as_gathered(param, full):
+                param.is_touched = param.is_touchy = True
+
     @property
     def _own_rows(self) -> OwnRows:
         return OwnRows(self.axes.shard_rank, self.compression if self.gather_coding is not None else None)
@@ -416,6 +433,7 @@ class ShardGroup:
         assert param.full is not None
         self._own_rows.bring_back(param, param.full)
         self.is_written = True
+        param.is_touched = False
         torch.autograd.graph.increment_version(param.sharded)
         mark_full([param])
         param.full_version, param.seen_version = param.full._version, param.sharded._version

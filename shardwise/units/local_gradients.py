@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
+from shardwise.errors import StateError
 from shardwise.units.axes import names_of
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import UnitParam
@@ -28,6 +29,8 @@ def take_gradients(group: ShardGroup) -> Gradients:
         if type(gradient) is not torch.Tensor and not lies_as(full, gradient):
             continue  # between calls a full parameter that stays shows the gradient of its shard: it has been reduced
         full.grad = None
+        if gradient.is_sparse:  # of an embedding: other ranks have other rows, and a section has all of them
+            gradient = gradient.to_dense()
         if not param.sharded.requires_grad:
             continue  # frozen since forward
         if type(gradient) is not torch.Tensor:
@@ -72,8 +75,45 @@ def add_gradients(old: Mapping[UnitParam, torch.Tensor], new: Mapping[UnitParam,
     return total
 
 
-def run_gradient_hooks(params: Iterable[UnitParam]) -> None:
-    """Run the hooks that users registered on sharded parameters to follow the accumulation of their gradients."""
+def change_by_hooks(params: Sequence[UnitParam], gradients: Sequence[torch.Tensor]) -> BaseException | None:
+    """Let the hooks that users registered on sharded parameters see, and change, what is about to be accumulated.
+
+    Of parameters that are their own full form autograd has run them.
+    Returns: what a hook has raised: ``gradients`` are as they were for it and those after it.
+    """
+    hooked = torch_private.gradient_hooks([p.sharded for p in params])
+    try:
+        for index, hook in hooked:
+            if params[index].full is not params[index].sharded:
+                with torch.no_grad():
+                    changed = hook(gradients[index])
+                if changed is not None:
+                    _take_changed(params[index], gradients[index], changed)
+    except BaseException as error:
+        return error
+    return None
+
+
+def _take_changed(param: UnitParam, gradient: torch.Tensor, changed: torch.Tensor) -> None:
+    is_alike = isinstance(changed, DTensor) is isinstance(gradient, DTensor) and changed.shape == gradient.shape
+    if not is_alike:
+        raise StateError(
+            f"a hook on the gradient of {param.fqn} was given a {type(gradient).__name__} of shape {tuple(gradient.shape)} and "
+            f"returned a {type(changed).__name__} of shape {tuple(changed.shape)}: hooks on sharded parameters get the reduced "
+            "gradient as a DTensor and return one like it, or None"
+        )
+    if isinstance(changed, DTensor) and isinstance(gradient, DTensor) and changed.placements != gradient.placements:
+        changed = changed.redistribute(gradient.device_mesh, gradient.placements)
+    torch_private.local_of(gradient).copy_(torch_private.wait_tensor(torch_private.local_of(changed)))
+
+
+def run_gradient_hooks(params: Iterable[UnitParam], failed: BaseException | None = None) -> None:
+    """Run the hooks that users registered on sharded parameters to follow the accumulation of their gradients.
+
+    ``failed``: what an earlier hook has raised; it is raised here, when all else of the backward is done.
+    """
+    if failed is not None:
+        raise failed
     # Of those that are their own full form autograd has run them.
     for sharded, hook in torch_private.post_accumulate_hooks([p.sharded for p in params if p.full is not p.sharded]):
         hook(sharded)

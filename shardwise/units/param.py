@@ -84,6 +84,8 @@ class UnitParam:
         grad_dtype: what was assigned to ``grad_dtype`` of the sharded parameter, or of the one it was made from; None: nothing.
         module: weak reference to the module of the first slot.
         original: weak reference to the parameter it was made from, while someone holds that.
+        is_touched: the full form has been written to in a way that torch does not count.  is_touchy: that has happened before.
+        made_of: what told the storage of the sharded parameter apart, and its shard, when both were made.
     """
 
     fqn: str
@@ -105,7 +107,10 @@ class UnitParam:
     grad_dtype: GradDtype | None = None
     module: Callable[[], nn.Module | None] = field(default=_nothing)
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
+    made_of: tuple[int, Callable[[], torch.Tensor | None]] = (0, _nothing)
     version_base: int = 0
+    is_touched: bool = False
+    is_touchy: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -157,6 +162,15 @@ class UnitParam:
         """True if one of this parameter's own forms hangs in its first slot."""
         current = self.slots[0].parameters[self.slots[0].name]
         return current is self.sharded or current is self.full or current is self.subsharded
+
+    def check_places(self, is_in_tree: Callable[[dict[str, nn.Parameter | None]], bool] = lambda _: True) -> None:
+        """Raise StateError if a module, of those whose dict ``is_in_tree``, has no parameter of this name any more."""
+        for slot in self.slots:
+            if slot.name not in slot.parameters and is_in_tree(slot.parameters):
+                raise StateError(
+                    f"{self.fqn} was taken off its module after that was sharded, as torch.nn.utils.parametrize, weight_norm "
+                    "and prune do. Call them before fully_shard (or replicate), which then shards what they train"
+                )
 
     def check_ties(self) -> None:
         """Hang what user code has put in place of a shared parameter in all its slots.

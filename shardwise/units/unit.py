@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.black_box import hearers, now, remember, tell, thread
+from shardwise.comm.digest import digest_of
 from shardwise.comm.links.link import Transport
 from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.events import Call, EventLog, Op
@@ -25,6 +26,8 @@ from shardwise.units.local_gradients import Gradients, take_gradients
 from shardwise.units.param import UnitParam
 from shardwise.units.precision import MixedPrecisionPolicy
 from shardwise.units.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
+
+_MAX_LOOKS = 2
 
 
 class Host(Protocol):
@@ -62,6 +65,9 @@ class Unit:
         uses_default_reshard: ``reshard_after_forward`` was not given, so a root keeps its parameters.
         max_reductions: reduce-scatter inputs that may live at once; the largest of an engine's units holds.
         transport: how its engine's ranks may exchange tensors, if the user has said so of this unit; a root's holds.
+        num_looks: forwards after which full parameters were looked at for writes that torch does not count; the first show
+            what a module does.  has_touchy: one was found.
+        num_compared: how often ranks have compared what their forwards have written to full parameters.
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
     """
 
@@ -85,6 +91,9 @@ class Unit:
         self.transport: Transport | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.num_looks = 0
+        self.num_compared = 0
+        self.has_touchy = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.host_ref: Callable[[], Host | None] = _nobody
 
@@ -349,6 +358,8 @@ class Unit:
 
     def reshard_after_forward(self) -> bool:
         """Do what the policy says at the end of forward; return False as :meth:`reshard` in a span does."""
+        if self.num_looks < _MAX_LOOKS or self.has_touchy:
+            self._look_for_touched()
         wanted = self.policy.reshard_after_forward
         if wanted is False or not isinstance(self.state, Unsharded):
             return True
@@ -366,6 +377,13 @@ class Unit:
         return True
 
     # ---- changes made by others ----
+
+    def _look_for_touched(self) -> None:
+        if self.is_full:
+            for group in self.groups:
+                group.look_for_touched(self.num_looks < _MAX_LOOKS)
+            self.num_looks += 1
+            self.has_touchy = any(param.is_touchy for param in self.params)
 
     def _version(self) -> int:
         version = self.num_commits << 40
@@ -420,6 +438,14 @@ class Unit:
     def _write_back(self, written: list[tuple[ShardGroup, UnitParam]]) -> None:
         for group, param in written:
             group.write_back(param)
+
+    def written_values(self) -> list[str]:
+        """Return digests of the full parameters that forward has written to, where all ranks have the same ones."""
+        return [
+            f"{param.fqn} with digest {digest_of(torch_private.data_of(param.full)):x}"
+            for _, param in self._written()
+            if param.full is not None and param.inner_spec is None and not param.is_touched
+        ]
 
     def take_writes(self) -> None:
         """Let what was written to full parameters go to the shards; not in a span, in which others read them.
@@ -484,7 +510,7 @@ class Unit:
         """Take the gradients of parameters that stay registered from where backward is about to accumulate new ones."""
         for group in self.groups:
             if group.in_place:
-                self.earlier.hide(group.in_place)
+                self.earlier.hide(group.in_place, self.policy.divide_factor is not None)
 
     def show_gradients(self) -> None:
         """Put them back, with what a backward has added."""

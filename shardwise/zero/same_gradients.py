@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from shardwise.comm.board import Board
+from shardwise.comm.digest import CHUNK_NUMEL, digest_of
 from shardwise.errors import DesyncError
 from shardwise.optim.owned_gradient import OwnedGradient
 from shardwise.zero.local_pieces import flat_like
@@ -28,9 +29,6 @@ from shardwise.zero.share import Share
 logger = logging.getLogger(__name__)
 
 NUM_PROJECTIONS = 16
-CHUNK_NUMEL = 1 << 20
-_ODD = -7046029254386353131  # 2**64 / golden ratio, as a signed number: spreads consecutive integers over all bits
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +66,6 @@ def are_same(share: Share, board: Board, what: str, *, has_inputs: bool = True, 
 def _sketch_in(text: str, index: int) -> Sketch | None:
     found = json.loads(text).get(str(index))
     return None if found is None else Sketch(**found)
-
-
-def digest_of(gradient: torch.Tensor) -> int:
-    """Return a number that depends on every bit of ``gradient`` (1-D) and on their order; 0 for zeros."""
-    numbers = gradient.view(_INTEGERS[gradient.element_size()])
-    weights = torch.arange(1, min(CHUNK_NUMEL, numbers.numel()) + 1, device=gradient.device) * _ODD
-    weights = (weights ^ (weights >> 31)) * _ODD | 1
-    total = torch.zeros((), dtype=torch.int64, device=gradient.device)
-    for chunk in numbers.split(CHUNK_NUMEL):
-        total = total * _ODD + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
-    return int(total.item())
 
 
 def _gradient(param: torch.Tensor) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardwise import ReplicateModule, fully_shard, replicate
+from shardwise import ReplicateModule, StateError, fully_shard, replicate
 from shardwise.testing.models import Block
 
 
@@ -93,3 +93,40 @@ def test_wrong_arguments_are_refused() -> None:
         replicate(fully_shard(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="expects a 1D DeviceMesh"):
         replicate(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")))
+
+
+@on_ranks(1, 2)
+def test_the_older_way_divides_what_ranks_have_summed_once(num_ranks: int) -> None:
+    """Whatever comes between: gradients of a backward with sync stay as they are when a later sum takes others in."""
+    torch.manual_seed(0)
+    model, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain.load_state_dict(model.state_dict())
+    replicate(model, bucket_cap_mb=25)
+    inputs = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    parts: list[torch.Tensor] = []
+    for x in inputs:
+        plain.zero_grad()
+        plain(x).sum().backward()
+        assert plain.weight.grad is not None
+        parts.append(plain.weight.grad)
+    model(inputs[0]).sum().backward()
+    first = model.weight.grad
+    model.set_gradient_divide_factor(4.0)
+    model.set_requires_gradient_sync(False)
+    model(inputs[1]).sum().backward()
+    model(inputs[2]).sum().backward()
+    assert model.weight.grad is first
+    torch.testing.assert_close(first, parts[0] + parts[1] + parts[2])
+    model.set_requires_gradient_sync(True)
+    model(inputs[3]).sum().backward()
+    torch.testing.assert_close(model.weight.grad, parts[0] + num_ranks * (parts[1] + parts[2] + parts[3]) / 4)
+    model.set_requires_gradient_sync(False)
+    model(inputs[1]).sum().backward()
+    assert model.weight.grad is not None
+    model.weight.grad.mul_(0.5)
+    with pytest.raises(StateError, match="was changed: set_gradient_divide_factor would divide the first part twice"):
+        model(inputs[1]).sum().backward()
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    model(inputs[1]).sum().backward()
+    torch.testing.assert_close(model.weight.grad, num_ranks * parts[1] / 4)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from shardwise import DesyncError, ZeroRedundancyOptimizer
 from shardwise.api.zero import share_stepper
 from shardwise.comm.board import Board
-from shardwise.zero.same_gradients import digest_of
+from shardwise.comm.digest import digest_of
 
 PARTITIONS = ("whole", "even")
 

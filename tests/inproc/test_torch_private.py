@@ -240,6 +240,41 @@ def test_module_parameters_and_hooks() -> None:
     assert private.post_accumulate_hooks([layer.weight]) == [(layer.weight, print)]
 
 
+def test_hooks_on_gradients_are_shared_with_their_handles() -> None:
+    source, target = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    assert private.have_gradient_hooks([source, target]) == (False, False)
+    private.share_hooks(source, target)  # of one that has none
+    assert private.have_gradient_hooks([target]) == (False, False)
+    double = source.register_hook(lambda gradient: gradient * 2)
+    follow = source.register_post_accumulate_grad_hook(print)
+    private.share_hooks(source, target)
+    assert private.have_gradient_hooks([target]) == (True, True)
+    assert [index for index, _ in private.gradient_hooks([nn.Parameter(torch.ones(1)), target])] == [1]
+    target.sum().backward()
+    assert target.grad is not None
+    assert target.grad.tolist() == [2.0, 2.0]
+    double.remove()
+    follow.remove()
+    assert private.have_gradient_hooks([target]) == (False, False)
+
+
+def test_an_assignment_to_data_changes_the_storage_also_of_a_wrapper(fake_ranks: object) -> None:
+    spec = private.make_spec(init_device_mesh("cpu", (4,)), (Shard(0),), torch.Size((8, 2)), (2, 1), torch.float32)
+    param = private.parameter_from_local(torch.ones(2, 2), spec, True)
+    before = private.storage_id(param)
+    with torch.no_grad():
+        param.add_(1)
+    assert private.storage_id(param) == before
+    param.data = param.data * 2
+    assert private.storage_id(param) != before
+    assert param.to_local().tolist() == [[2.0, 2.0], [2.0, 2.0]]  # what was assigned is not what it computes with
+
+
+def test_the_children_of_a_module_are_a_live_dict() -> None:
+    module = nn.Sequential(nn.Linear(1, 1))
+    assert list(private.children_of(module).values()) == [module[0]]
+
+
 def test_parameters_made_from_local_tensors_are_what_nn_parameter_makes(fake_ranks: object) -> None:
     mesh = init_device_mesh("cpu", (4,))
     spec = private.make_spec(mesh, (Shard(0),), torch.Size((8, 2)), (2, 1), torch.float32)

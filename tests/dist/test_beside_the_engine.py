@@ -1,0 +1,291 @@
+"""What users do to a model beside its engine trains as on one process, or is refused by name on every rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.compare import average_gradients, full
+from helpers.ranks import on_ranks
+from helpers.trains_alike import assert_trains_alike, batch
+from torch import nn
+from torch.nn.utils import parametrizations, vector_to_parameters
+
+from shardwise import DesyncError, StateError, fully_shard, replicate
+from shardwise.testing.models import Block
+
+
+def _blocks(make: Callable[[], nn.Module] = lambda: Block(6, 10), seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(make(), make())
+
+
+def _sharded(model: nn.Sequential) -> nn.Sequential:
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def _step(model: nn.Module, number: int = 0) -> None:
+    model(batch(number)).square().mean().backward()
+
+
+# ---- hooks on gradients ----
+
+
+def _scale(factor: float, param: torch.Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(factor)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_on_the_gradient_of_a_parameter_change_what_is_accumulated(when: str) -> None:
+    for add in ("register_hook", "register_post_accumulate_grad_hook"):
+        model, plain = _blocks(), _blocks()
+        plain_weight = plain[0].up.weight
+        if when == "after":
+            _sharded(model)
+        for weight in (model[0].up.weight, plain_weight):
+            if add == "register_hook":
+                weight.register_hook(lambda gradient: gradient * 0.5)
+                handle = weight.register_hook(lambda gradient: gradient * 100)
+            else:
+                weight.register_post_accumulate_grad_hook(functools.partial(_scale, 0.5))
+                handle = weight.register_post_accumulate_grad_hook(functools.partial(_scale, 100.0))
+            handle.remove()
+        if when == "before":
+            _sharded(model)
+        assert_trains_alike(model, plain)
+
+
+@on_ranks(2)
+def test_a_removed_hook_of_before_sharding_is_not_called_any_more() -> None:
+    model, plain = _blocks(), _blocks()
+    handle = model[0].up.weight.register_hook(lambda gradient: gradient * 100)
+    _sharded(model)
+    handle.remove()
+    assert_trains_alike(model, plain)
+
+
+@on_ranks(2)
+def test_a_hook_that_raises_leaves_all_gradients_and_one_that_returns_something_else_is_named() -> None:
+    model = _sharded(_blocks())
+    handle = model[0].up.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _step(model)
+    assert all(param.grad is not None for param in model.parameters())
+    handle.remove()
+    model.zero_grad()
+    model[0].up.weight.register_hook(lambda gradient: gradient.to_local())
+    for _ in range(2):  # the second time, too: the ranks have not lost each other
+        with pytest.raises(StateError, match=r"0\.up\.weight.*as a DTensor and return one like it"):
+            _step(model)
+
+
+@on_ranks(2)
+def test_sparse_gradients_of_embeddings_are_those_of_dense_ones() -> None:
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.block = nn.Embedding(11, 6, sparse=True), Block(6, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(self.table((x.abs() * 10).long() % 11).mean(1) + x)
+
+    for way in ("fully_shard", "replicate"):
+        model, plain = _blocks(Lookup), _blocks(Lookup)
+        if way == "fully_shard":
+            _sharded(model)
+        else:
+            replicate(model)
+        for number in range(3):
+            for each in (model, plain):
+                _step(each, number)
+            for each in plain:
+                each.table.weight.grad = each.table.weight.grad.to_dense()
+            average_gradients(plain)
+            for each in (model, plain):
+                torch.optim.SGD(each.parameters(), lr=0.1).step()
+                each.zero_grad()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(ours), theirs)
+
+
+# ---- gradients of gradients ----
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("forwards_between", [0, 1])
+def test_a_graph_of_a_backward_reads_parameters_again(forwards_between: int) -> None:
+    model, plain = _sharded(_blocks()), _blocks()
+    for number in range(3):
+        for each in (model, plain):
+            x = batch(number).requires_grad_()
+            y = each(x)
+            (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            rest = each(batch(number + 7)).mean() if forwards_between else 0.0
+            (y.mean() + gradient.square().sum(1).mean() + rest).backward()
+        average_gradients(plain)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(ours.grad), theirs.grad)
+        for each in (model, plain):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+
+
+# ---- parameters that no unit has ----
+
+
+def _new_layer(model: nn.Sequential) -> None:
+    model[0].up = nn.Linear(6, 10)
+
+
+def _new_block(model: nn.Sequential) -> None:
+    model.append(Block(6, 10))
+
+
+def _new_parameter(model: nn.Sequential) -> None:
+    model[1].register_parameter("extra", nn.Parameter(torch.ones(3)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("change", [_new_layer, _new_block, _new_parameter])
+def test_parameters_that_come_after_sharding_are_refused_unless_frozen_ignored_or_sharded(
+    change: Callable[[nn.Sequential], None], warm: bool
+) -> None:
+    for door in (_sharded, replicate):
+        model = _blocks()
+        door(model)
+        if warm:
+            _step(model)
+        change(model)
+        with pytest.raises(StateError, match=r"came into the module tree after its units were made"):
+            _step(model)
+        if change is _new_block:
+            fully_shard(model[2])
+            _step(model)
+        for param in model.parameters():
+            param.requires_grad_(False)
+        model(batch(0))
+    ignoring = _blocks()
+    fully_shard(ignoring, ignored_params={ignoring[0].up.weight})
+    _step(ignoring)
+    del ignoring[0]
+    _step(ignoring)
+
+
+@on_ranks(2)
+def test_a_parameter_that_leaves_its_module_after_sharding_is_named() -> None:
+    for warm in (True, False):
+        model = _sharded(_blocks())
+        if warm:
+            _step(model)
+        parametrizations.weight_norm(model[0].up)
+        with pytest.raises(StateError, match=r"up\.weight was taken off its module .* Call them before fully_shard"):
+            _step(model)
+    early, plain = _blocks(), _blocks()
+    for each in (early, plain):
+        parametrizations.weight_norm(each[0].up)
+    assert_trains_alike(_sharded(early), plain)
+
+
+class _Keeping(nn.Module):
+    """Uses a parameter that it keeps beside its registered one."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.block, self.scale = Block(6, 10), nn.Parameter(torch.ones(6))
+        self.kept: Any = [self.scale] if way == "list" else functools.partial(torch.mul, self.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.kept(x) if callable(self.kept) else self.kept[0] * x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["list", "partial"])
+def test_gradients_of_parameters_of_before_they_were_sharded_are_no_secret(way: str) -> None:
+    model = _sharded(_blocks(lambda: _Keeping(way)))
+    with pytest.raises(StateError, match=r"forward has used 0\.scale, 1\.scale as it was before it was sharded"):
+        _step(model)
+    held = _blocks()
+    before = list(held.parameters())
+    assert_trains_alike(_sharded(held), _blocks())  # who only holds them makes no mistake
+    assert all(param.grad is None for param in before)
+
+
+# ---- values that are written past the parameter ----
+
+
+def _assign(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data * 0.5
+
+
+def _assign_vector(model: nn.Module) -> None:
+    vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 0.5, model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("assign", [_assign, _assign_vector])
+def test_data_that_is_assigned_to_a_sharded_parameter_is_no_secret(assign: Callable[[nn.Module], None]) -> None:
+    for warm in (True, False):
+        model = _sharded(_blocks())
+        if warm:
+            _step(model)
+        assign(model)
+        with pytest.raises(StateError, match=r"\.data of 0\.norm\.weight, .* was assigned to, which changes nothing"):
+            _step(model)
+    model = _sharded(_blocks())
+    for convert in (nn.Module.double, nn.Module.float):
+        convert(model)
+        model(batch(0).to(next(model.parameters()).dtype)).sum().backward()
+
+
+class _Codebook(nn.Module):
+    """Changes its frozen parameter in forward, as codebooks with moving averages do."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.block, self.way = Block(6, 10), way
+        self.codes = nn.Parameter(torch.randn(5, 6), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "data":
+            self.codes.data.mul_(0.9)
+        elif self.way == "assign":
+            self.codes.data = self.codes.data * 0.9
+        else:
+            self.codes.mul_(0.9)
+        return self.block(x + self.codes.sum(0))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("way", ["data", "assign", "count"])
+def test_what_forward_writes_to_a_parameter_reaches_the_shards(way: str) -> None:
+    model = _sharded(_blocks(lambda: _Codebook(way)))
+    assert_trains_alike(model, _blocks(lambda: _Codebook(way)), steps=4)
+
+
+@on_ranks(2)
+def test_ranks_that_write_different_values_in_forward_are_named() -> None:
+    class Limited(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.block = nn.Embedding(11, 6, max_norm=0.5), Block(6, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(self.table((x.abs() * 10).long() % 11).mean(1) + x)
+
+    model = _sharded(_blocks(Limited))
+    with pytest.raises(
+        DesyncError, match=r"different values to parameters in forward.*table\.weight is not the same on rank"
+    ):
+        for number in range(3):
+            model(batch(number + 100 * dist.get_rank())).square().mean().backward()
