@@ -20,6 +20,7 @@ from shardwise.engine.means import Means
 from shardwise.engine.notes import note
 from shardwise.engine.reductions import Reductions
 from shardwise.engine.staged import check_weights, hold_assigned
+from shardwise.engine.written import WrittenAlike
 from shardwise.errors import StateError
 from shardwise.events import Op
 from shardwise.plan.visits import Edge
@@ -28,8 +29,6 @@ from shardwise.units.local_gradients import run_gradient_hooks
 from shardwise.units.param import UnitParam
 from shardwise.units.state import Gathering, Subsharded
 from shardwise.units.unit import Unit, is_in_backward
-
-_MAX_COMPARED = 2
 
 live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -66,6 +65,7 @@ class Engine:
         manual: whether the user says when gradients are complete.
         is_last_backward: False defers waiting for reductions to a later backward.
         outside: what users do to the model beside it; None before a root's first forward.
+        written: what forwards have written to parameters, to be compared between ranks.
         post_optim_event: what the next step waits for instead of all that was done before; used once.
     """
 
@@ -80,12 +80,12 @@ class Engine:
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
         self.outside: Outside | None = None
+        self.written = WrittenAlike()
         self._borrowers: dict[Unit, list[Unit]] = {}  # of units that lend parameters
         self._plain: list[Unit] = []  # those of which parameters may be their own full form
         self._late: list[Unit] = []  # to be resharded when the span is over
         self._outermost = 0  # the Python frame of the outermost forward
         self._num_forwards = 0
-        self._writes: list[tuple[str, list[str]]] = []  # of forwards: where they are posted, and digests
         self._is_graphless = False  # the last forward built no graph
         live_engines.add(self)
 
@@ -246,27 +246,11 @@ class Engine:
             # In a span others read the shards: what modules have written to full parameters goes there only now.
             late, self._late = self._late, []
             for unit in late:
-                self._post_writes(unit)
+                self.written.post(unit, f"{self._num_forwards}/{self.units.index(unit)}", self.journal.bulletin)
                 unit.reshard()
             for unit in self.units:
                 if unit.is_full:
                     unit.keep()
-
-    def _post_writes(self, unit: Unit) -> None:
-        # Every rank takes its rows of what it has written: rows of others are lost where ranks have not written the same.
-        if unit.num_compared < _MAX_COMPARED and self.journal.bulletin is not None:
-            values = unit.written_values()
-            if values:
-                unit.num_compared += 1
-                place = f"{self._num_forwards}/{self.units.index(unit)}"
-                self.journal.bulletin.post_writes(place, values)
-                self._writes.append((place, values))
-
-    def _check_writes(self) -> None:
-        writes, self._writes = self._writes, []
-        for place, values in writes:
-            assert self.journal.bulletin is not None
-            self.journal.bulletin.check_writes(place, values, self.journal.position())
 
     def _reshard(self, unit: Unit, after_forward: bool = False) -> None:
         if after_forward and unit.backward.owes_weights and not unit.policy.reshard_after_backward:
@@ -385,8 +369,8 @@ class Engine:
                     self.journal.visit(unit, Edge.RELEASE_BACKWARD)
             self.watch.stop()
             params = self._commit() if self.is_last_backward and not self.manual.is_on else self._defer()
-            if self._writes:  # which all ranks have left behind, now that their gradients have come
-                self._check_writes()
+            if self.written.posted:  # at places that all ranks have left behind, now that their gradients have come
+                self.written.check(self.journal)
             self.journal.replan()
         except BaseException:
             self._abort_backward()
