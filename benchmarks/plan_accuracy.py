@@ -11,29 +11,20 @@ Run: python benchmarks/plan_accuracy.py [--only NAME ...] [--time] [--out result
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import time
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from shardwise import shard_model, torch_private
+from shardwise import shard_model
 from shardwise.cli.measure_shared import measured_shared
-from shardwise.comm.links.segment import Segment, SegmentAddress
 from shardwise.planner.dry_run import DryRun, dry_run
 from shardwise.planner.hardware import HARDWARE, Wire
 from shardwise.planner.measure import measured
@@ -46,55 +37,13 @@ from shardwise.planner.step_order import steps_of
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.doors import DOORS
 from shardwise.recipes.gpt import GPT
+from shardwise.recipes.live_bytes import LiveBytes
 from shardwise.recipes.parallel import HEADS, split_heads
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import TiedModel
 
 WARM_STEPS = 2
 EVEN, UNEVEN = ModelShape(4, 384, 6, 256), ModelShape(3, 330, 5, 200)
-
-
-class Meter(TorchDispatchMode):
-    """Counts the bytes of storages that operations inside have made or touched and that are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.at = ""
-        self.seen: dict[int, Any] = {}
-        self.others: list[tuple[int, int]] = []  # memory of other ranks, which this one reads
-        self.ranges: dict[int, tuple[int, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, out)):
-            if isinstance(tensor, DTensor):
-                tensor = torch_private.local_of(tensor)
-            if type(tensor) in (torch.Tensor, nn.Parameter):
-                self.follow(tensor.untyped_storage())
-        if self.live > self.peak:
-            self.peak, self.at = self.live, str(func)
-        return out
-
-    def follow(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key in self.seen:
-            return
-        start, size = storage.data_ptr(), storage.nbytes()
-        if any(low <= start and start + size <= high for low, high in self.ranges.values()):
-            size = 0  # a part of memory that counts already
-        if any(low <= start < high for low, high in self.others):
-            size = 0
-
-        def forget(_: object) -> None:
-            self.live -= size
-            self.seen.pop(key, None)
-            self.ranges.pop(key, None)
-
-        self.seen[key] = weakref.ref(storage, forget)
-        if size:
-            self.ranges[key] = (start, start + size)
-        self.live += size
 
 
 @dataclass(frozen=True)
@@ -201,31 +150,15 @@ class Job:
         self.optimizer.zero_grad()
 
 
-@contextmanager
-def leaving_out_others(meter: Meter) -> Iterator[None]:
-    """Do not count what other ranks share with this one, which shares as if nobody watched."""
-    opened = Segment.open
-
-    def open_segment(address: SegmentAddress) -> Segment:
-        segment = opened(address)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(segment.mapping))
-        meter.others.append((start, start + segment.num_bytes))
-        return segment
-
-    # While somebody watches operations ours are collectives, so that they are seen.
-    unseen = mock.patch.object(torch_private, "has_dispatch_mode", return_value=False)
-    with mock.patch.object(Segment, "open", open_segment), unseen:
-        yield
-
-
 def held_on_rank(case: Case) -> dict[str, Any]:
     """Return the peak of the third step on this rank."""
-    with Meter() as meter, leaving_out_others(meter):
+    meter = LiveBytes(torch.device("cpu"))
+    with meter.watching():
         job = Job(case)
         inputs = case.inputs()
         for _ in range(WARM_STEPS):
             job.step(*inputs)
-        meter.peak = 0
+        meter.restart()
         job.step(*inputs)
         return {"peak": meter.peak, "at": meter.at, "between": meter.live}
 

@@ -392,10 +392,11 @@ def accelerator_type() -> str:
 
 
 @contextmanager
-def watching(watch: Callable[[Any, Any, Any], None]) -> Generator[None, None, None]:
+def watching(watch: Callable[[Any, Any, Any], None], *, is_seen: bool = True) -> Generator[None, None, None]:
     """Call ``watch(op, (args, kwargs), out)`` after every operation of this thread that torch dispatches.
 
     Of an operation on DTensors those count that it makes of its local parts; what torch tries out to learn placements does not.
+    ``is_seen`` False: :func:`has_dispatch_mode` does not know of it, so that tensors go the way that they go unwatched.
     """
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -404,6 +405,8 @@ def watching(watch: Callable[[Any, Any, Any], None]) -> Generator[None, None, No
     parts, is_trying = (DTensor, AsyncCollectiveTensor), [0]
 
     class Watching(TorchDispatchMode):
+        _is_seen_by_links = is_seen
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if any(issubclass(each, parts) for each in types):
                 return NotImplemented  # the class goes first, then its local parts come here
@@ -464,9 +467,9 @@ def is_mutating(op: Any) -> bool:
 
 def has_dispatch_mode() -> bool:
     """Return True while a ``TorchDispatchMode`` (CommDebugMode, a FLOP counter, ...) sees every operation of this thread."""
-    from torch.utils._python_dispatch import _get_current_dispatch_mode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    return _get_current_dispatch_mode() is not None
+    return any(getattr(mode, "_is_seen_by_links", True) for mode in _get_current_dispatch_mode_stack())
 
 
 def skip_frames(function: Callable[..., Any], why: str) -> None:

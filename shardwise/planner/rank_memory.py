@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from shardwise.events import Call, Op
-from shardwise.planner.profile import Profile
+from shardwise.planner.profile import Mark, Profile
 from shardwise.planner.rank_units import KEPT_SECTION_BYTES, RankUnit
 from shardwise.planner.setting import SHARED, UNIT_DOORS, Setting
 from shardwise.planner.step_order import Passage, Steps
@@ -21,6 +22,7 @@ KINDS = (
     "activations",  # and temporaries of operations
     "idle buffers",  # of the pool, on CPU; elsewhere the device's allocator has them
 )
+UPDATE = "optimizer step"  # the last edge of a step
 _MESSAGE_BYTES = 4 * 1024 * 1024  # of ZeRO's reductions, as in zero/gradients.py
 _CLASSES_PER_DOUBLING_BITS = 4
 _OUTBOX_SLOTS = (
@@ -30,10 +32,11 @@ _OUTBOX_SLOTS = (
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment of a step: where it is, and the bytes of each of ``KINDS``."""
+    """A moment of a step: where it is, the bytes of each of ``KINDS``, and the last edge of a block that it comes after."""
 
     place: str
     held: tuple[int, ...]
+    edge: str = ""
 
     @property
     def total(self) -> int:
@@ -52,6 +55,11 @@ class RankMemory:
     def peak(self) -> Moment:
         """The moment at which most is held."""
         return max(self.moments, key=lambda moment: moment.total)
+
+    def by_edge(self) -> tuple[Moment, ...]:
+        """Return, for each edge of a block in order, the highest moment between it and the next one."""
+        groups = groupby(self.moments, key=lambda moment: moment.edge)
+        return tuple(max(group, key=lambda moment: moment.total) for _, group in groups)
 
 
 def pooled(num_bytes: int) -> int:
@@ -95,6 +103,7 @@ class _Rank:
         self.pool = _Pool(self.on_cpu)
         self.held = dict.fromkeys(KINDS, 0)
         self.moments: list[Moment] = []
+        self.edge = ""
         self.is_on_host = setting.offload and not self.on_cpu
         self.names = {unit.facts.name: number for number, unit in enumerate(units)}
         shards = sum(unit.shard_bytes for unit in units)
@@ -120,7 +129,7 @@ class _Rank:
         if activations >= 0:
             held["activations"] = activations
         held["idle buffers"] = self.pool.idle
-        self.moments.append(Moment(place, tuple([held[kind] for kind in KINDS])))
+        self.moments.append(Moment(place, tuple([held[kind] for kind in KINDS]), self.edge))
 
     def borrow(self, kind: str, unit: int, num_bytes: int) -> None:
         size = self.pool.lend(num_bytes)
@@ -241,7 +250,8 @@ def memory_of(profile: Profile, units: Sequence[RankUnit], steps: Steps, setting
         rank.moments = []
         for microbatch in range(setting.accumulate):
             _microbatch(rank, profile, steps, is_last=microbatch == setting.accumulate - 1)
-        rank.note("optimizer step", 0)
+        rank.edge = UPDATE
+        rank.note(UPDATE, 0)
         rank.zero_gradients()
     return RankMemory(tuple(rank.moments), rank.host_bytes)
 
@@ -249,6 +259,7 @@ def memory_of(profile: Profile, units: Sequence[RankUnit], steps: Steps, setting
 def _microbatch(rank: _Rank, profile: Profile, steps: Steps, is_last: bool) -> None:
     for passage in steps.passages:
         mark = passage.mark
+        _pass_edge(rank, profile, mark)
         if mark.edge is None:
             rank.gradient_comes(passage, _gradient_bytes(profile, rank.setting, mark.param))
         for call in passage.calls:
@@ -265,11 +276,15 @@ def _microbatch(rank: _Rank, profile: Profile, steps: Steps, is_last: bool) -> N
         rank.add_waiting()
 
 
+def _pass_edge(rank: _Rank, profile: Profile, mark: Mark) -> None:
+    if mark.edge is not None:
+        rank.edge = f"{mark.edge.value} {profile.blocks[mark.block] or '(root)'}"
+
+
 def _compute(rank: _Rank, profile: Profile, passage: Passage) -> None:
     mark, stretch = passage.mark, passage.stretch
-    edge = "gradient of " + profile.params[mark.param].name if mark.edge is None else mark.edge.value
-    block = profile.blocks[mark.block] or "(root)"
-    rank.note(edge if mark.edge is None else f"{edge} {block}", profile.input_bytes + stretch.peak_bytes)
+    place = "gradient of " + profile.params[mark.param].name if mark.edge is None else rank.edge
+    rank.note(place, profile.input_bytes + stretch.peak_bytes)
     rank.held["activations"] = profile.input_bytes + stretch.left_bytes
 
 
@@ -294,11 +309,13 @@ def _under_ddp(rank: _Rank, profile: Profile, units: Sequence[RankUnit], steps: 
         for passage in steps.passages:
             if passage.mark.edge is None and not has_buckets and not microbatch:
                 held["full gradients"] += profile.params[passage.mark.param].num_bytes
+            _pass_edge(rank, profile, passage.mark)
             _compute(rank, profile, passage)
     held["activations"] = 0
     if not has_buckets:
         _reduce_to_owners(rank, [param.num_bytes for param in trainable])
-    rank.note("optimizer step")
+    rank.edge = UPDATE
+    rank.note(UPDATE)
     return RankMemory(tuple(rank.moments))
 
 
@@ -347,4 +364,4 @@ def _messages(gradients: Sequence[int]) -> Iterator[int]:
 def _with_idle(moment: Moment, num_bytes: int) -> Moment:
     place = KINDS.index("idle buffers")
     held = tuple(value + num_bytes if index == place else value for index, value in enumerate(moment.held))
-    return Moment(moment.place, held)
+    return Moment(moment.place, held, moment.edge)

@@ -14,7 +14,8 @@ DOORS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")  # as 
 UNIT_DOORS = frozenset(
     {"full", "hybrid", "replicate"}
 )  # units move; the others keep parameters whole, under DDP or alone
-SHARED = "shared memory"
+SHARED, SEND_RECV, TIERS = "shared memory", "send/recv", "shared memory, send/recv between hosts"
+ROUTES = ("collective", SHARED, SEND_RECV, TIERS)
 ONE_UNIT = 1 << 62  # a unit size that no block has: all parameters are one unit
 
 # Bytes of state per parameter of element-wise optimizers, in fp32.
@@ -36,7 +37,7 @@ class Setting:
         accumulate: microbatches of a step.
         state_bytes: of the optimizer, per element that it updates.
         depth: units unsharded ahead.
-        transport: of CPU ranks, "collective": the backend's; SHARED: each other's memory, what ours do on one host.
+        transport: of CPU ranks, one of ``ROUTES``: "collective" is the backend's, the others are those that units take.
         compression: in how many bits parameters and gradients travel, of the doors with units.
     """
 
