@@ -31,7 +31,7 @@ from shardwise.planner.measure import measured
 from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of
 from shardwise.planner.rank_units import rank_units
 from shardwise.planner.search import evaluate
-from shardwise.planner.setting import ONE_UNIT, SHARED, UNIT_DOORS, Setting
+from shardwise.planner.setting import ONE_UNIT, SEND_RECV, SHARED, UNIT_DOORS, Setting
 from shardwise.planner.split import Split
 from shardwise.planner.step_order import steps_of
 from shardwise.recipes.config import ModelShape, TrainConfig
@@ -103,6 +103,8 @@ CASES = (
     Case("hybrid 2x2", Setting(door="hybrid", ranks=4, replicas=2), batch=2),
     Case("full, shared memory", replace(FULL, transport=SHARED), transport="auto"),
     Case("full, shared memory, bf16", replace(FULL, transport=SHARED, precision="bf16"), transport="auto"),
+    Case("full, send/recv", replace(FULL, transport=SEND_RECV), transport="gloo"),
+    Case("full, send/recv, bf16", replace(FULL, transport=SEND_RECV, precision="bf16"), transport="gloo"),
     Case("full 2, tp 2", replace(FULL, tensor=2), batch=2),
     Case("replicate", Setting(door="replicate", ranks=2)),
     Case("replicate, bf16", Setting(door="replicate", ranks=2, precision="bf16")),

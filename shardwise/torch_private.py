@@ -398,6 +398,7 @@ def watching(watch: Callable[[Any, Any, Any], None], *, is_seen: bool = True) ->
     Of an operation on DTensors those count that it makes of its local parts; what torch tries out to learn placements does not.
     ``is_seen`` False: :func:`has_dispatch_mode` does not know of it, so that tensors go the way that they go unwatched.
     """
+    from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -411,8 +412,8 @@ def watching(watch: Callable[[Any, Any, Any], None], *, is_seen: bool = True) ->
             if any(issubclass(each, parts) for each in types):
                 return NotImplemented  # the class goes first, then its local parts come here
             given = kwargs or {}
-            if func is torch.ops._c10d_functional.wait_tensor.default:
-                return args[0]  # on fake tensors torch makes another one here; of real ones it returns the same
+            if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
+                return args[0]  # torch makes another one here; of real ones it waits, and returns the same
             out = func(*args, **given)
             if not is_trying[0]:
                 watch(func, (args, given), out)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from shardwise.comm.links.inboxes import NUM_INBOXES
 from shardwise.events import Call, Op
+from shardwise.planner.optimizer_calls import Exchanges, exchange_moments, exchanges_of, messages
 from shardwise.planner.profile import Mark, Profile
 from shardwise.planner.rank_units import KEPT_SECTION_BYTES, RankUnit
-from shardwise.planner.setting import SHARED, UNIT_DOORS, Setting
+from shardwise.planner.setting import MATRIX_STATE_BYTES, SHARED, TIERS, UNIT_DOORS, Setting
 from shardwise.planner.step_order import Passage, Steps
 
 KINDS = (
@@ -23,7 +25,6 @@ KINDS = (
     "idle buffers",  # of the pool, on CPU; elsewhere the device's allocator has them
 )
 UPDATE = "optimizer step"  # the last edge of a step
-_MESSAGE_BYTES = 4 * 1024 * 1024  # of ZeRO's reductions, as in zero/gradients.py
 _CLASSES_PER_DOUBLING_BITS = 4
 _OUTBOX_SLOTS = (
     3  # of shared memory, one after another, as in comm/links/host.py: pages take memory when they are written
@@ -107,17 +108,21 @@ class _Rank:
         self.is_on_host = setting.offload and not self.on_cpu
         self.names = {unit.facts.name: number for number, unit in enumerate(units)}
         shards = sum(unit.shard_bytes for unit in units)
-        state = sum(unit.state_numel for unit in units) * setting.state_bytes
+        self.exchanges = exchanges_of(profile, setting) if setting.matrices else Exchanges()
+        elementwise = sum(unit.state_numel for unit in units) - self.exchanges.matrix_numel
+        state = elementwise * setting.state_bytes + self.exchanges.owned_numel * MATRIX_STATE_BYTES
         self.held["parameters"] = profile.buffer_bytes + (0 if self.is_on_host else shards)
         self.held["optimizer"] = 0 if self.is_on_host else state
         self.held["optimizer"] += sum(unit.residual_bytes for unit in units)
-        if setting.transport == SHARED and setting.num_shards > 1:
+        if setting.transport in (SHARED, TIERS) and setting.num_shards > 1:
             posts = [unit.outbox_bytes for unit in (*reversed(units[1:]), units[0]) if unit.outbox_bytes]
             self.held["staging"] = sum(max(posts[slot::_OUTBOX_SLOTS], default=0) for slot in range(_OUTBOX_SLOTS))
+            sections = max((unit.moved_bytes // setting.num_shards for unit in units), default=0)
+            self.held["staging"] += NUM_INBOXES * (setting.hosts - 1) * sections
         self.host_bytes = shards + state + sum(u.section_bytes for u in units) if self.is_on_host else 0
         self.loans: dict[tuple[str, int], int] = {}
         self.reducing: list[int] = []  # units whose packed gradients are on loan
-        self.coded = 0  # bytes of coded gradients on their way
+        self.coded = self.sent = 0  # bytes of coded gradients on their way; of those that are sent from where they lie
         self.arrived = [0] * len(units)
         self.waiting = [0] * len(units)  # held for later microbatches
         self.kept = [0] * len(units)  # small sections that stay from step to step
@@ -148,10 +153,14 @@ class _Rank:
         unit, place = self.units[number], f"{call.op.value} {call.unit or '(root)'}"
         if call.op is Op.UNSHARD:
             self.held["staging"] += unit.cast_bytes
+            held_full = unit.facts.full_bytes if unit.facts.in_place else 0
             if unit.moved_bytes:
-                self.borrow("gather", number, unit.facts.gather_bytes)
+                self.borrow("gather", number, unit.facts.gather_bytes - held_full)
+            if held_full:
+                self.borrow("full", number, held_full)
         elif call.op is Op.WAIT:
-            self.borrow("full", number, unit.facts.full_bytes)
+            if not unit.facts.in_place:
+                self.borrow("full", number, unit.facts.full_bytes)
             self.held["staging"] += unit.decoding_bytes
             self.note(place)
             self.held["staging"] -= unit.decoding_bytes
@@ -201,7 +210,10 @@ class _Rank:
             self.give_back("scatter", number)
             self.coded += unit.coded_bytes
             held["staging"] += unit.coded_bytes
-        held["full gradients"] -= summed + self.arrived[number]
+        if unit.facts.in_place:
+            self.sent += summed + self.arrived[number]  # messages are sent from where they lie
+        else:
+            held["full gradients"] -= summed + self.arrived[number]
         if stays:
             held["gradients"] += unit.reduced_bytes
         self.arrived[number] = 0
@@ -211,7 +223,8 @@ class _Rank:
         while self.reducing:
             self.give_back("scatter", self.reducing.pop(0))
         self.held["staging"] -= self.coded
-        self.coded = 0
+        self.held["full gradients"] -= self.sent
+        self.coded = self.sent = 0
 
     def hold(self, number: int, place: str) -> None:
         self.note(place)
@@ -252,6 +265,10 @@ def memory_of(profile: Profile, units: Sequence[RankUnit], steps: Steps, setting
             _microbatch(rank, profile, steps, is_last=microbatch == setting.accumulate - 1)
         rank.edge = UPDATE
         rank.note(UPDATE, 0)
+        for place, staged in exchange_moments(rank.exchanges) if setting.num_shards > 1 else ():
+            rank.held["staging"] += staged
+            rank.note(place)
+            rank.held["staging"] -= staged
         rank.zero_gradients()
     return RankMemory(tuple(rank.moments), rank.host_bytes)
 
@@ -268,6 +285,8 @@ def _microbatch(rank: _Rank, profile: Profile, steps: Steps, is_last: bool) -> N
             else:
                 rank.call(call, is_last)
         _compute(rank, profile, passage)
+    for call in steps.releases:
+        rank.call(call, is_last)
     if is_last:
         for call in steps.commits:
             rank.call(call, is_last)
@@ -326,7 +345,7 @@ def _reduce_to_owners(rank: _Rank, gradients: Sequence[int]) -> None:
     before = len(rank.moments)
     on_the_way: list[tuple[int, ...]] = []
     sent = 0
-    for message in _messages(gradients):
+    for message in messages(gradients):
         mine = max(min(sent + message, owned) - sent, 0)
         sent += message
         on_the_way.append((rank.pool.lend(message), rank.pool.lend(mine * ranks), mine, message))
@@ -347,18 +366,6 @@ def _arrive(rank: _Rank, message: Sequence[int]) -> None:
     for size in (out, received):
         rank.pool.take_back(size)
         rank.held["staging"] -= size
-
-
-def _messages(gradients: Sequence[int]) -> Iterator[int]:
-    """Yield the bytes of each message, as zero/gradients.py cuts them."""
-    size = 0
-    for num_bytes in gradients:
-        size += num_bytes
-        if size >= _MESSAGE_BYTES:
-            yield size
-            size = 0
-    if size:
-        yield size
 
 
 def _with_idle(moment: Moment, num_bytes: int) -> Moment:

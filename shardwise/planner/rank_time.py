@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from shardwise.events import Call, Op
 from shardwise.planner.hardware import Hardware, Wire, matrix_rate, ring_s
+from shardwise.planner.optimizer_calls import optimizer_transfers, update_flops
 from shardwise.planner.profile import Profile, Stretch
 from shardwise.planner.rank_units import RankUnit
-from shardwise.planner.setting import SHARED, UNIT_DOORS, Setting
+from shardwise.planner.setting import SHARED, TIERS, UNIT_DOORS, Setting
 from shardwise.planner.step_order import Steps
 
 
@@ -52,9 +53,10 @@ class _Clock:
     ends: dict[int, float] = field(default_factory=dict[int, float])
     waits: dict[str, float] = field(default_factory=dict[str, float])
 
-    def launch(self, unit: str, num_bytes: float, ranks: int, is_within: bool) -> float:
-        """Start a ring collective over ``ranks`` for ``unit``; return when it ends."""
-        seconds = ring_s(self.hardware, num_bytes, ranks, is_within)
+    def launch(self, unit: str, num_bytes: float, ranks: int, is_within: bool, is_column: bool = False) -> float:
+        """Start a ring collective over ``ranks`` for ``unit``, with ``is_column`` one of each host; return when it ends."""
+        hardware = replace(self.hardware, ranks_per_host=1) if is_column else self.hardware
+        seconds = ring_s(hardware, num_bytes, ranks, is_within)
         if ranks > 1:
             sent = num_bytes * (ranks - 1) / ranks
             self.inside += sent if is_within else 0
@@ -117,6 +119,9 @@ def time_of(
     else:
         _without_units(clock, profile, compute)
     update = _update_s(profile, units, setting, hardware)
+    if setting.matrices and setting.num_shards > 1:
+        update += update_flops(profile, setting) / matrix_rate(hardware, "bf16")
+        _exchange_matrices(clock, profile)
     host = num_ops * hardware.host_s_per_op if not hardware.op_seconds else 0.0
     host += len(units) * setting.accumulate * hardware.host_s_per_unit if setting.door in UNIT_DOORS else 0.0
     step = max(clock.now, host) if hardware.overlaps else clock.now + (host if hardware.op_seconds else 0.0)
@@ -146,7 +151,7 @@ def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, 
     name, number = call.unit or "(root)", numbers[call.unit]
     is_within = setting.num_shards <= hardware.ranks_per_host
     copy_s = 2 / hardware.memory_bytes_per_s
-    if setting.transport == SHARED and hardware.shared is not None and setting.num_shards > 1:
+    if setting.transport in (SHARED, TIERS) and hardware.shared is not None and setting.num_shards > 1:
         _through_memory(clock, call, unit, hardware.shared, is_last)
     elif call.op is Op.UNSHARD:
         end = clock.launch(name, unit.moved_bytes, setting.num_shards, is_within)
@@ -155,9 +160,10 @@ def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, 
         clock.ends[number] = end
     elif call.op is Op.WAIT:
         clock.wait(name, clock.ends.get(number, 0.0))
-        clock.now += unit.moved_bytes * copy_s
+        clock.now += 0.0 if unit.facts.in_place else unit.moved_bytes * copy_s  # messages come where they belong
     elif call.op is Op.REDUCE and is_last:
-        clock.now += unit.reduced_bytes * copy_s if setting.num_shards > 1 else 0.0
+        is_packed = setting.num_shards > 1 and not unit.facts.in_place
+        clock.now += unit.reduced_bytes * copy_s if is_packed else 0.0
         clock.launch(name, unit.scattered_bytes if setting.num_shards > 1 else 0, setting.num_shards, is_within)
     if call.op is Op.REDUCE and is_last:
         if setting.num_replicas > 1:
@@ -177,7 +183,10 @@ def _through_memory(clock: _Clock, call: Call, unit: RankUnit, shared: Wire, is_
     else:
         return
     seconds = num_bytes / shared.bytes_per_s + added / clock.hardware.memory_bytes_per_s + shared.latency_s
-    clock.inside += num_bytes * (num_shards - 1) / num_shards
+    hosts = clock.setting.hosts
+    if hosts > 1:  # each section comes to a host once, sums leave it once: a ring over the ranks of a column
+        clock.launch(name, num_bytes * hosts / num_shards, hosts, is_within=False, is_column=True)
+    clock.inside += num_bytes * (1 - hosts / num_shards)
     clock.moved_s += seconds
     clock.expose(name, seconds)
     clock.now += seconds
@@ -197,6 +206,14 @@ def _without_units(clock: _Clock, profile: Profile, compute: float) -> None:
         clock.wait("gradients", max(before, end - hidden))
     if setting.door != "none":
         clock.wait("parameters", clock.launch("parameters", num_bytes, setting.ranks, is_within))
+
+
+def _exchange_matrices(clock: _Clock, profile: Profile) -> None:
+    """Count the two all-to-alls by which owners of whole matrices get shards, and give them back updated."""
+    setting = clock.setting
+    is_within = setting.num_shards <= clock.hardware.ranks_per_host
+    for transfer in optimizer_transfers(profile, setting):
+        clock.wait("matrices", clock.launch("matrices", transfer.num_bytes, setting.num_shards, is_within))
 
 
 def _update_s(profile: Profile, units: Sequence[RankUnit], setting: Setting, hardware: Hardware) -> float:
