@@ -1,9 +1,9 @@
 """What ``shardwise plan`` says beside what a rank really holds and how long its step really takes, on this machine.
 
 Memory is counted where torch allocates tensors, at every operation of the third step, the largest of all ranks: what
-``torch.cuda.max_memory_allocated`` says of a GPU.  Buffers inside gloo are not torch's and do not count.  Time is the
-median of steps beside a plan with this machine's own figures, by the clock and without waits: time of the thread that
-makes the step, which other processes on the same cores do not change.
+``torch.cuda.max_memory_allocated`` says of a GPU.  Buffers inside gloo are not torch's and do not count.  Time is that of
+the thread that makes the step, which other processes on the same cores do not change: the median of steps beside a plan
+with figures of this rank, measured in turns with the steps.
 
 Run: python benchmarks/plan_accuracy.py [--only NAME ...] [--time] [--out results.json]
 """
@@ -24,10 +24,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import shard_model
-from shardwise.cli.measure_shared import measured_shared
 from shardwise.planner.dry_run import DryRun, dry_run
-from shardwise.planner.hardware import HARDWARE, Wire
+from shardwise.planner.hardware import HARDWARE, Hardware, Wire
 from shardwise.planner.measure import measured
+from shardwise.planner.measure_shared import measured_shared
 from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of
 from shardwise.planner.rank_units import rank_units
 from shardwise.planner.search import evaluate
@@ -165,20 +165,6 @@ def held_on_rank(case: Case) -> dict[str, Any]:
         return {"peak": meter.peak, "at": meter.at, "between": meter.live}
 
 
-def timed_on_rank(case: Case, steps: int) -> tuple[float, float]:
-    """Return the median seconds of a step on this rank, by the clock and of the thread that makes it."""
-    job = Job(case)
-    inputs = case.inputs()
-    seconds: list[tuple[float, float]] = []
-    for _ in range(steps):
-        dist.barrier()
-        begin = time.perf_counter(), time.thread_time()
-        job.step(*inputs)
-        seconds.append((time.perf_counter() - begin[0], time.thread_time() - begin[1]))
-    clock, own = zip(*seconds[WARM_STEPS:], strict=True)
-    return statistics.median(clock), statistics.median(own)
-
-
 def profile_of(case: Case) -> DryRun:
     with torch.device("meta"):
         model = case.build()
@@ -207,47 +193,65 @@ def compare_memory(case: Case, pool: WorkerPool) -> dict[str, Any]:
     }
 
 
-def figures_on_rank(case: Case) -> tuple[dict[str, float], float, Wire]:
-    """Return seconds of operations, bytes per second of memory and the link, measured on all ranks at the same time."""
-    dist.barrier()
-    found = measured(HARDWARE["cpu"], [profile_of(case)])
-    seconds: dict[int, float] = {}
-    for numel in (1 << 8, 1 << 21):
-        shard, full = torch.zeros(numel), torch.zeros(numel * dist.get_world_size())
-        times: list[float] = []
-        for _ in range(12):
-            begin = time.perf_counter()
-            dist.all_gather_into_tensor(full, shard)
-            times.append(time.perf_counter() - begin)
-        seconds[numel] = statistics.median(times[2:])
-    small, large = seconds.values()
-    ranks = dist.get_world_size()
-    rate = 4 * (1 << 21) * (ranks - 1) / max(large - small, 1e-9)
-    return dict(found.op_seconds), found.memory_bytes_per_s, Wire(rate, small / (ranks - 1))
+ROUNDS = 3  # figures and steps take turns, so that both see the same machine
 
 
-def compare_time(case: Case, pool: WorkerPool) -> dict[str, Any]:
+def timed_with_figures(case: Case, steps: int) -> dict[str, Any]:
+    """Return this rank's own figures, measured on all ranks at the same time, and its steps, in turns."""
+    torch.set_num_threads(1)
+    job, inputs, run = Job(case), case.inputs(), profile_of(case)
+    for _ in range(WARM_STEPS):
+        job.step(*inputs)
+    figures: list[Hardware] = []
+    clock: list[float] = []
+    own: list[float] = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        figures.append(measured(HARDWARE["cpu"], [run]))
+        for _ in range(steps // ROUNDS):
+            dist.barrier()
+            begin = time.perf_counter(), time.thread_time()
+            job.step(*inputs)
+            clock.append(time.perf_counter() - begin[0])
+            own.append(time.thread_time() - begin[1])
+    names = set.intersection(*[set(each.op_seconds) for each in figures])
+    ops = {name: statistics.median([each.op_seconds[name] for each in figures]) for name in names}
+    rates = ("memory_bytes_per_s", "host_s_per_op", "cast_elements_per_s", "update_elements_per_s")
+    return {
+        "clock": statistics.median(clock),
+        "own": statistics.median(own),
+        "ops": ops,
+        "rates": {name: statistics.median([getattr(each, name) for each in figures]) for name in rates},
+    }
+
+
+def compare_time(case: Case, pool: WorkerPool, shared: Wire) -> dict[str, Any]:
     case = replace(case, transport="auto")  # what ranks of one host use unless they are told otherwise
-    ranks = case.ranks
-    ops, memory, wire = pool.run(figures_on_rank, num_ranks=ranks, timeout_s=300, case=case)[0]
+    found = pool.run(timed_with_figures, num_ranks=case.ranks, timeout_s=300, case=case, steps=9)
+    slowest = max(found, key=lambda each: each["own"])
     hardware = replace(
-        HARDWARE["cpu"], op_seconds=ops, memory_bytes_per_s=memory, inside=wire, between=wire, ranks_per_host=ranks
+        HARDWARE["cpu"], op_seconds=slowest["ops"], ranks_per_host=case.ranks, shared=shared, **slowest["rates"]
     )
-    hardware = replace(hardware, shared=measured_shared(ranks))
     planned = evaluate(profile_of(case).profile, case.setting, hardware).time
-    found = pool.run(timed_on_rank, num_ranks=ranks, timeout_s=300, case=case, steps=WARM_STEPS + 8)
-    seconds, own = max(clock for clock, _ in found), max(own for _, own in found)
     is_shared = case.setting.door in UNIT_DOORS  # then what is exposed are this rank's own copies
-    work = planned.step_s - (0.0 if is_shared else planned.exposed_s)
+    work, own = planned.step_s - (0.0 if is_shared else planned.exposed_s), slowest["own"]
     return {
         "name": case.name,
-        "measured": seconds,
-        "planned": planned.step_s,
-        "error": planned.step_s / seconds - 1,
-        "own": own,
-        "own_planned": work,
-        "at": f"of the thread: {1e3 * own:.2f} ms",
-        "place": f"planned {1e3 * work:.2f} ms, {100 * (work / own - 1):+.1f} %",
+        "measured": own,
+        "planned": work,
+        "error": work / own - 1,
+        "clock": slowest["clock"],
+        "parts": {"compute": planned.compute_s, "host": planned.host_s, "optimizer": planned.optimizer_s},
+        "at": f"by the clock {1e3 * slowest['clock']:.2f} ms",
+        "place": ", ".join(
+            f"{name} {1e3 * seconds:.2f}"
+            for name, seconds in (
+                ("compute", planned.compute_s),
+                ("copies and waits", planned.exposed_s),
+                ("host", planned.host_s),
+                ("optimizer", planned.optimizer_s),
+            )
+        ),
     }
 
 
@@ -259,9 +263,10 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [case for case in CASES if not options.only or case.name in options.only]
     rows: list[dict[str, Any]] = []
+    shared = measured_shared(2) if options.time else None
     with WorkerPool(max_ranks=4) as pool:
         for case in chosen:
-            rows.append(compare_time(case, pool) if options.time else compare_memory(case, pool))
+            rows.append(compare_time(case, pool, shared) if shared else compare_memory(case, pool))
             row = rows[-1]
             scale, unit = (1e-3, "ms") if options.time else (1e6, "MB")
             print(

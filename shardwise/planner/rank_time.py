@@ -10,7 +10,7 @@ from shardwise.planner.hardware import Hardware, Wire, matrix_rate, ring_s
 from shardwise.planner.optimizer_calls import optimizer_transfers, update_flops
 from shardwise.planner.profile import Profile, Stretch
 from shardwise.planner.rank_units import RankUnit
-from shardwise.planner.setting import SHARED, TIERS, UNIT_DOORS, Setting
+from shardwise.planner.setting import OPTIMIZERS, SHARED, TIERS, UNIT_DOORS, Setting
 from shardwise.planner.step_order import Steps
 
 
@@ -122,7 +122,7 @@ def time_of(
     if setting.matrices and setting.num_shards > 1:
         update += update_flops(profile, setting) / matrix_rate(hardware, "bf16")
         _exchange_matrices(clock, profile)
-    host = num_ops * hardware.host_s_per_op if not hardware.op_seconds else 0.0
+    host = num_ops * hardware.host_s_per_op
     host += len(units) * setting.accumulate * hardware.host_s_per_unit if setting.door in UNIT_DOORS else 0.0
     step = max(clock.now, host) if hardware.overlaps else clock.now + (host if hardware.op_seconds else 0.0)
     waits = tuple(sorted(clock.waits.items(), key=lambda item: -item[1]))
@@ -148,6 +148,7 @@ def _split_ranks_talk(clock: _Clock, stretch: Stretch, hardware: Hardware) -> No
 
 def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, int], is_last: bool) -> None:
     setting, hardware = clock.setting, clock.hardware
+    clock.now += _cast_s(call, unit, hardware)
     name, number = call.unit or "(root)", numbers[call.unit]
     is_within = setting.num_shards <= hardware.ranks_per_host
     copy_s = 2 / hardware.memory_bytes_per_s
@@ -171,6 +172,21 @@ def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, 
             clock.launch(name, unit.summed_bytes, setting.num_replicas, is_near)
         if setting.offload and hardware.device != "cpu":
             clock.lane += unit.section_bytes / hardware.host_memory.bytes_per_s
+
+
+def _cast_s(call: Call, unit: RankUnit, hardware: Hardware) -> float:
+    """Return the seconds in which this rank's section is cast for a gather, or gradients for their reduction."""
+    if call.op is Op.UNSHARD:
+        numel = unit.cast_bytes // 2
+    elif call.op in (Op.REDUCE, Op.HOLD) and unit.reduced_bytes != unit.gradient_bytes:
+        numel = unit.reduced_bytes // 4
+    else:
+        return 0.0
+    return (
+        numel / hardware.cast_elements_per_s
+        if hardware.cast_elements_per_s
+        else 6 * numel / hardware.memory_bytes_per_s
+    )
 
 
 def _through_memory(clock: _Clock, call: Call, unit: RankUnit, shared: Wire, is_last: bool) -> None:
@@ -225,4 +241,6 @@ def _update_s(profile: Profile, units: Sequence[RankUnit], setting: Setting, har
     rate = hardware.memory_bytes_per_s
     if setting.offload and hardware.device != "cpu":
         rate = hardware.host_memory.bytes_per_s
+    if hardware.update_elements_per_s and not setting.offload and setting.state_bytes == OPTIMIZERS["adamw"]:
+        return numel / hardware.update_elements_per_s
     return numel * (setting.state_bytes * 2 + 3 * 4) / rate
