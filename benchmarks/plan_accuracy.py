@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -205,21 +206,25 @@ def timed_with_figures(case: Case, steps: int) -> dict[str, Any]:
     figures: list[Hardware] = []
     clock: list[float] = []
     own: list[float] = []
+    fresh: list[int] = []
     for _ in range(ROUNDS):
         dist.barrier()
         figures.append(measured(HARDWARE["cpu"], [run]))
         for _ in range(steps // ROUNDS):
             dist.barrier()
             begin = time.perf_counter(), time.thread_time()
+            faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
             job.step(*inputs)
             clock.append(time.perf_counter() - begin[0])
             own.append(time.thread_time() - begin[1])
+            fresh.append(resource.getpagesize() * (resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults))
     names = set.intersection(*[set(each.op_seconds) for each in figures])
     ops = {name: statistics.median([each.op_seconds[name] for each in figures]) for name in names}
     rates = ("memory_bytes_per_s", "host_s_per_op", "cast_elements_per_s", "update_elements_per_s")
     return {
         "clock": statistics.median(clock),
         "own": statistics.median(own),
+        "fresh": statistics.median(fresh),
         "ops": ops,
         "rates": {name: statistics.median([getattr(each, name) for each in figures]) for name in rates},
     }
@@ -242,7 +247,7 @@ def compare_time(case: Case, pool: WorkerPool, shared: Wire) -> dict[str, Any]:
         "error": work / own - 1,
         "clock": slowest["clock"],
         "parts": {"compute": planned.compute_s, "host": planned.host_s, "optimizer": planned.optimizer_s},
-        "at": f"by the clock {1e3 * slowest['clock']:.2f} ms",
+        "at": f"by the clock {1e3 * slowest['clock']:.2f} ms, {slowest['fresh'] / 1e6:.1f} MB of fresh pages",
         "place": ", ".join(
             f"{name} {1e3 * seconds:.2f}"
             for name, seconds in (

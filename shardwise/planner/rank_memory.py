@@ -265,7 +265,7 @@ def memory_of(profile: Profile, units: Sequence[RankUnit], steps: Steps, setting
             _microbatch(rank, profile, steps, is_last=microbatch == setting.accumulate - 1)
         rank.edge = UPDATE
         rank.note(UPDATE, 0)
-        for place, staged in exchange_moments(rank.exchanges) if setting.num_shards > 1 else ():
+        for place, staged in exchange_moments(rank.exchanges) if setting.matrices and setting.num_shards > 1 else ():
             rank.held["staging"] += staged
             rank.note(place)
             rank.held["staging"] -= staged
