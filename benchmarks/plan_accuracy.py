@@ -1,9 +1,9 @@
 """What ``shardwise plan`` says beside what a rank really holds and how long its step really takes, on this machine.
 
 Memory is counted where torch allocates tensors, at every operation of the third step, the largest of all ranks: what
-``torch.cuda.max_memory_allocated`` says of a GPU.  Buffers inside gloo are not torch's and do not count.  Time is the
-median of steps beside a plan with this machine's own figures, by the clock and without waits: time of the thread that
-makes the step, which other processes on the same cores do not change.
+``torch.cuda.max_memory_allocated`` says of a GPU.  Buffers inside gloo are not torch's and do not count.  Time is that of
+the thread that makes the step, which other processes on the same cores do not change: the median of steps beside a plan
+with figures of this rank, measured in turns with the steps.
 
 Run: python benchmarks/plan_accuracy.py [--only NAME ...] [--time] [--out results.json]
 """
@@ -11,90 +11,40 @@ Run: python benchmarks/plan_accuracy.py [--only NAME ...] [--time] [--out result
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
+import resource
 import statistics
 import time
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from shardwise import shard_model, torch_private
-from shardwise.cli.measure_shared import measured_shared
-from shardwise.comm.links.segment import Segment, SegmentAddress
+from shardwise import shard_model
 from shardwise.planner.dry_run import DryRun, dry_run
-from shardwise.planner.hardware import HARDWARE, Wire
+from shardwise.planner.hardware import HARDWARE, Hardware, Wire
 from shardwise.planner.measure import measured
+from shardwise.planner.measure_shared import measured_shared
 from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of
 from shardwise.planner.rank_units import rank_units
 from shardwise.planner.search import evaluate
-from shardwise.planner.setting import ONE_UNIT, SHARED, UNIT_DOORS, Setting
+from shardwise.planner.setting import ONE_UNIT, SEND_RECV, SHARED, UNIT_DOORS, Setting
 from shardwise.planner.split import Split
 from shardwise.planner.step_order import steps_of
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.doors import DOORS
 from shardwise.recipes.gpt import GPT
+from shardwise.recipes.live_bytes import LiveBytes
 from shardwise.recipes.parallel import HEADS, split_heads
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import TiedModel
 
 WARM_STEPS = 2
 EVEN, UNEVEN = ModelShape(4, 384, 6, 256), ModelShape(3, 330, 5, 200)
-
-
-class Meter(TorchDispatchMode):
-    """Counts the bytes of storages that operations inside have made or touched and that are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.at = ""
-        self.seen: dict[int, Any] = {}
-        self.others: list[tuple[int, int]] = []  # memory of other ranks, which this one reads
-        self.ranges: dict[int, tuple[int, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, out)):
-            if isinstance(tensor, DTensor):
-                tensor = torch_private.local_of(tensor)
-            if type(tensor) in (torch.Tensor, nn.Parameter):
-                self.follow(tensor.untyped_storage())
-        if self.live > self.peak:
-            self.peak, self.at = self.live, str(func)
-        return out
-
-    def follow(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key in self.seen:
-            return
-        start, size = storage.data_ptr(), storage.nbytes()
-        if any(low <= start and start + size <= high for low, high in self.ranges.values()):
-            size = 0  # a part of memory that counts already
-        if any(low <= start < high for low, high in self.others):
-            size = 0
-
-        def forget(_: object) -> None:
-            self.live -= size
-            self.seen.pop(key, None)
-            self.ranges.pop(key, None)
-
-        self.seen[key] = weakref.ref(storage, forget)
-        if size:
-            self.ranges[key] = (start, start + size)
-        self.live += size
 
 
 @dataclass(frozen=True)
@@ -154,6 +104,8 @@ CASES = (
     Case("hybrid 2x2", Setting(door="hybrid", ranks=4, replicas=2), batch=2),
     Case("full, shared memory", replace(FULL, transport=SHARED), transport="auto"),
     Case("full, shared memory, bf16", replace(FULL, transport=SHARED, precision="bf16"), transport="auto"),
+    Case("full, send/recv", replace(FULL, transport=SEND_RECV), transport="gloo"),
+    Case("full, send/recv, bf16", replace(FULL, transport=SEND_RECV, precision="bf16"), transport="gloo"),
     Case("full 2, tp 2", replace(FULL, tensor=2), batch=2),
     Case("replicate", Setting(door="replicate", ranks=2)),
     Case("replicate, bf16", Setting(door="replicate", ranks=2, precision="bf16")),
@@ -201,47 +153,17 @@ class Job:
         self.optimizer.zero_grad()
 
 
-@contextmanager
-def leaving_out_others(meter: Meter) -> Iterator[None]:
-    """Do not count what other ranks share with this one, which shares as if nobody watched."""
-    opened = Segment.open
-
-    def open_segment(address: SegmentAddress) -> Segment:
-        segment = opened(address)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(segment.mapping))
-        meter.others.append((start, start + segment.num_bytes))
-        return segment
-
-    # While somebody watches operations ours are collectives, so that they are seen.
-    unseen = mock.patch.object(torch_private, "has_dispatch_mode", return_value=False)
-    with mock.patch.object(Segment, "open", open_segment), unseen:
-        yield
-
-
 def held_on_rank(case: Case) -> dict[str, Any]:
     """Return the peak of the third step on this rank."""
-    with Meter() as meter, leaving_out_others(meter):
+    meter = LiveBytes(torch.device("cpu"))
+    with meter.watching():
         job = Job(case)
         inputs = case.inputs()
         for _ in range(WARM_STEPS):
             job.step(*inputs)
-        meter.peak = 0
+        meter.restart()
         job.step(*inputs)
         return {"peak": meter.peak, "at": meter.at, "between": meter.live}
-
-
-def timed_on_rank(case: Case, steps: int) -> tuple[float, float]:
-    """Return the median seconds of a step on this rank, by the clock and of the thread that makes it."""
-    job = Job(case)
-    inputs = case.inputs()
-    seconds: list[tuple[float, float]] = []
-    for _ in range(steps):
-        dist.barrier()
-        begin = time.perf_counter(), time.thread_time()
-        job.step(*inputs)
-        seconds.append((time.perf_counter() - begin[0], time.thread_time() - begin[1]))
-    clock, own = zip(*seconds[WARM_STEPS:], strict=True)
-    return statistics.median(clock), statistics.median(own)
 
 
 def profile_of(case: Case) -> DryRun:
@@ -272,47 +194,69 @@ def compare_memory(case: Case, pool: WorkerPool) -> dict[str, Any]:
     }
 
 
-def figures_on_rank(case: Case) -> tuple[dict[str, float], float, Wire]:
-    """Return seconds of operations, bytes per second of memory and the link, measured on all ranks at the same time."""
-    dist.barrier()
-    found = measured(HARDWARE["cpu"], [profile_of(case)])
-    seconds: dict[int, float] = {}
-    for numel in (1 << 8, 1 << 21):
-        shard, full = torch.zeros(numel), torch.zeros(numel * dist.get_world_size())
-        times: list[float] = []
-        for _ in range(12):
-            begin = time.perf_counter()
-            dist.all_gather_into_tensor(full, shard)
-            times.append(time.perf_counter() - begin)
-        seconds[numel] = statistics.median(times[2:])
-    small, large = seconds.values()
-    ranks = dist.get_world_size()
-    rate = 4 * (1 << 21) * (ranks - 1) / max(large - small, 1e-9)
-    return dict(found.op_seconds), found.memory_bytes_per_s, Wire(rate, small / (ranks - 1))
+ROUNDS = 3  # figures and steps take turns, so that both see the same machine
 
 
-def compare_time(case: Case, pool: WorkerPool) -> dict[str, Any]:
+def timed_with_figures(case: Case, steps: int) -> dict[str, Any]:
+    """Return this rank's own figures, measured on all ranks at the same time, and its steps, in turns."""
+    torch.set_num_threads(1)
+    job, inputs, run = Job(case), case.inputs(), profile_of(case)
+    for _ in range(WARM_STEPS):
+        job.step(*inputs)
+    figures: list[Hardware] = []
+    clock: list[float] = []
+    own: list[float] = []
+    fresh: list[int] = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        figures.append(measured(HARDWARE["cpu"], [run]))
+        for _ in range(steps // ROUNDS):
+            dist.barrier()
+            begin = time.perf_counter(), time.thread_time()
+            faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            job.step(*inputs)
+            clock.append(time.perf_counter() - begin[0])
+            own.append(time.thread_time() - begin[1])
+            fresh.append(resource.getpagesize() * (resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults))
+    names = set.intersection(*[set(each.op_seconds) for each in figures])
+    ops = {name: statistics.median([each.op_seconds[name] for each in figures]) for name in names}
+    rates = ("memory_bytes_per_s", "host_s_per_op", "cast_elements_per_s", "update_elements_per_s")
+    return {
+        "clock": statistics.median(clock),
+        "own": statistics.median(own),
+        "fresh": statistics.median(fresh),
+        "ops": ops,
+        "rates": {name: statistics.median([getattr(each, name) for each in figures]) for name in rates},
+    }
+
+
+def compare_time(case: Case, pool: WorkerPool, shared: Wire) -> dict[str, Any]:
     case = replace(case, transport="auto")  # what ranks of one host use unless they are told otherwise
-    ranks = case.ranks
-    ops, memory, wire = pool.run(figures_on_rank, num_ranks=ranks, timeout_s=300, case=case)[0]
+    found = pool.run(timed_with_figures, num_ranks=case.ranks, timeout_s=300, case=case, steps=9)
+    slowest = max(found, key=lambda each: each["own"])
     hardware = replace(
-        HARDWARE["cpu"], op_seconds=ops, memory_bytes_per_s=memory, inside=wire, between=wire, ranks_per_host=ranks
+        HARDWARE["cpu"], op_seconds=slowest["ops"], ranks_per_host=case.ranks, shared=shared, **slowest["rates"]
     )
-    hardware = replace(hardware, shared=measured_shared(ranks))
     planned = evaluate(profile_of(case).profile, case.setting, hardware).time
-    found = pool.run(timed_on_rank, num_ranks=ranks, timeout_s=300, case=case, steps=WARM_STEPS + 8)
-    seconds, own = max(clock for clock, _ in found), max(own for _, own in found)
     is_shared = case.setting.door in UNIT_DOORS  # then what is exposed are this rank's own copies
-    work = planned.step_s - (0.0 if is_shared else planned.exposed_s)
+    work, own = planned.step_s - (0.0 if is_shared else planned.exposed_s), slowest["own"]
     return {
         "name": case.name,
-        "measured": seconds,
-        "planned": planned.step_s,
-        "error": planned.step_s / seconds - 1,
-        "own": own,
-        "own_planned": work,
-        "at": f"of the thread: {1e3 * own:.2f} ms",
-        "place": f"planned {1e3 * work:.2f} ms, {100 * (work / own - 1):+.1f} %",
+        "measured": own,
+        "planned": work,
+        "error": work / own - 1,
+        "clock": slowest["clock"],
+        "parts": {"compute": planned.compute_s, "host": planned.host_s, "optimizer": planned.optimizer_s},
+        "at": f"by the clock {1e3 * slowest['clock']:.2f} ms, {slowest['fresh'] / 1e6:.1f} MB of fresh pages",
+        "place": ", ".join(
+            f"{name} {1e3 * seconds:.2f}"
+            for name, seconds in (
+                ("compute", planned.compute_s),
+                ("copies and waits", planned.exposed_s),
+                ("host", planned.host_s),
+                ("optimizer", planned.optimizer_s),
+            )
+        ),
     }
 
 
@@ -324,9 +268,10 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [case for case in CASES if not options.only or case.name in options.only]
     rows: list[dict[str, Any]] = []
+    shared = measured_shared(2) if options.time else None
     with WorkerPool(max_ranks=4) as pool:
         for case in chosen:
-            rows.append(compare_time(case, pool) if options.time else compare_memory(case, pool))
+            rows.append(compare_time(case, pool, shared) if shared else compare_memory(case, pool))
             row = rows[-1]
             scale, unit = (1e-3, "ms") if options.time else (1e6, "MB")
             print(

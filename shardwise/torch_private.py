@@ -392,11 +392,13 @@ def accelerator_type() -> str:
 
 
 @contextmanager
-def watching(watch: Callable[[Any, Any, Any], None]) -> Generator[None, None, None]:
+def watching(watch: Callable[[Any, Any, Any], None], *, is_seen: bool = True) -> Generator[None, None, None]:
     """Call ``watch(op, (args, kwargs), out)`` after every operation of this thread that torch dispatches.
 
     Of an operation on DTensors those count that it makes of its local parts; what torch tries out to learn placements does not.
+    ``is_seen`` False: :func:`has_dispatch_mode` does not know of it, so that tensors go the way that they go unwatched.
     """
+    from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -404,12 +406,14 @@ def watching(watch: Callable[[Any, Any, Any], None]) -> Generator[None, None, No
     parts, is_trying = (DTensor, AsyncCollectiveTensor), [0]
 
     class Watching(TorchDispatchMode):
+        _is_seen_by_links = is_seen
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if any(issubclass(each, parts) for each in types):
                 return NotImplemented  # the class goes first, then its local parts come here
             given = kwargs or {}
-            if func is torch.ops._c10d_functional.wait_tensor.default:
-                return args[0]  # on fake tensors torch makes another one here; of real ones it returns the same
+            if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
+                return args[0]  # torch makes another one here; of real ones it waits, and returns the same
             out = func(*args, **given)
             if not is_trying[0]:
                 watch(func, (args, given), out)
@@ -464,9 +468,9 @@ def is_mutating(op: Any) -> bool:
 
 def has_dispatch_mode() -> bool:
     """Return True while a ``TorchDispatchMode`` (CommDebugMode, a FLOP counter, ...) sees every operation of this thread."""
-    from torch.utils._python_dispatch import _get_current_dispatch_mode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    return _get_current_dispatch_mode() is not None
+    return any(getattr(mode, "_is_seen_by_links", True) for mode in _get_current_dispatch_mode_stack())
 
 
 def skip_frames(function: Callable[..., Any], why: str) -> None:

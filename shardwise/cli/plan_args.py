@@ -15,16 +15,16 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwise.cli.extras import check_extras
-from shardwise.cli.measure_shared import measured_shared
 from shardwise.errors import ConfigError
 from shardwise.planner.advice import Plan, plan, with_hosts
-from shardwise.planner.hardware import HARDWARE, read_hardware
+from shardwise.planner.hardware import HARDWARE, hardware_json, read_hardware
 from shardwise.planner.search import Choices
-from shardwise.planner.setting import DOORS, OPTIMIZERS
-from shardwise.recipes.config import PRESETS, TrainConfig
+from shardwise.planner.setting import DOORS, ONE_UNIT, OPTIMIZERS
+from shardwise.recipes.config import NUM_BYTES, PRESETS, TrainConfig
 from shardwise.recipes.gpt import GPT
 from shardwise.recipes.llama import LLAMAS, Llama
 from shardwise.recipes.parallel import HEADS, LLAMA_HEADS
+from shardwise.recipes.step_memory import planned_model
 
 _GPT = "gpt-"
 _PRESETS = (*LLAMAS, *(_GPT + name for name in PRESETS))
@@ -94,9 +94,6 @@ def run_plan(arguments: argparse.Namespace) -> int:
     hardware = read_hardware(arguments.hardware)
     if arguments.hosts is not None:
         hardware = with_hosts(hardware, arguments.ranks, arguments.hosts)
-    near = min(arguments.ranks, hardware.ranks_per_host)
-    if arguments.measure and hardware.device == "cpu" and near > 1:
-        hardware = replace(hardware, shared=measured_shared(near))
     choices = Choices(
         precision=arguments.precision,
         accumulate=arguments.accumulate,
@@ -108,8 +105,37 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.doors is not None:
         choices = replace(choices, doors=tuple(arguments.doors))
     inputs = (arguments.batch, arguments.seq)
-    show(plan(_model_of(arguments), inputs, arguments.ranks, hardware=hardware, choices=choices), arguments.out)
+    found = plan(_model_of(arguments), inputs, arguments.ranks, hardware=hardware, choices=choices)
+    show(found, arguments.out)
+    command = _train_command(arguments, found)
+    if command:
+        print(f"\nor, with the model of this preset: {command}")
+    if arguments.measure and arguments.out is not None:
+        path = Path(arguments.out) / "hardware.json"
+        path.write_text(hardware_json(found.hardware))
+        print(f"what was measured: {path}; next time, in place of --measure: --hardware {path}")
     return 0
+
+
+def _train_command(arguments: argparse.Namespace, found: Plan) -> str:
+    """Return the command that trains the best way, where ``shardwise train`` has the model and the way; else nothing."""
+    preset = str(arguments.preset or "").removeprefix(_GPT)
+    if found.best is None or preset not in PRESETS or arguments.optimizer != "adamw":
+        return ""
+    setting = found.best.setting
+    words = [f"--model {preset} --context {arguments.seq} --shard {setting.door} --nproc {arguments.ranks}"]
+    words.append(f"--batch {arguments.batch * setting.ranks * setting.accumulate} --dtype {setting.precision}")
+    if setting.door in ("full", "hybrid"):
+        size = "1024G" if setting.min_unit_bytes >= ONE_UNIT else str(setting.min_unit_bytes)
+        words.append(f"--min-unit-bytes {size}")
+    for name, value, default in (
+        ("replicas", setting.replicas, 1),
+        ("tp", setting.tensor, 1),
+        ("accumulate", setting.accumulate, 1),
+    ):
+        words += [f"--{name} {value}"] if value != default else []
+    words += [f"--{name}" for name, is_on in (("recompute", setting.recompute), ("offload", setting.offload)) if is_on]
+    return " ".join(["shardwise train", *words])
 
 
 def show(found: Plan, out: str | None) -> None:
@@ -139,8 +165,17 @@ def plan_training(config: TrainConfig, ranks: int, device: str) -> int:
         tensor_plan=HEADS,
     )
     batch = max(config.batch // (ranks // config.tp * config.accumulate), 1)
-    hardware = "cpu" if device == "cpu" else "h100"
-    found = plan(lambda: GPT(config.model), (batch, config.model.context), ranks, hardware=hardware, choices=choices)
+    hardware = HARDWARE["cpu" if device == "cpu" else "h100"]
+    if device == "cpu":  # all ranks of the command are on this host
+        hardware = with_hosts(hardware, ranks, 1)
+    size = (batch, config.model.context)
+    found = plan(
+        lambda: planned_model(replace(config, recompute=False), NUM_BYTES),
+        size,
+        ranks,
+        hardware=hardware,
+        choices=choices,
+    )
     print(found.table())
     return 0
 

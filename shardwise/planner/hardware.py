@@ -38,7 +38,10 @@ class Hardware:
             nothing else runs meanwhile; None: they use ``inside``.
         ranks_per_host: devices of a host.
         overlaps: communication runs beside computation.
-        op_seconds: measured seconds of operations by name and shapes, in place of the rates.
+        op_seconds: measured seconds of operations by name and shapes, in place of the rates.  ``host_s_per_op`` is then what
+            Python and autograd take around each of them.
+        cast_elements_per_s: measured, from fp32 to bf16 and back.  update_elements_per_s: of the optimizer's, AdamW's, fused.
+            0: both as fast as memory is read and written.
     """
 
     name: str
@@ -57,6 +60,8 @@ class Hardware:
     host_s_per_unit: float = 2.5e-4
     overlaps: bool = True
     op_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    cast_elements_per_s: float = 0.0
+    update_elements_per_s: float = 0.0
 
 
 GB = 1e9

@@ -6,19 +6,26 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import cycle
 
 import torch
+from torch import nn
 
-from shardwise.planner.dry_run import DryRun
+from shardwise import torch_private
+from shardwise.planner.dry_run import DryRun, dry_run
 from shardwise.planner.hardware import Hardware, Wire
-from shardwise.planner.op_watch import OpCall, TensorSpec, numel_of
+from shardwise.planner.measure_shared import measured_shared
+from shardwise.planner.op_watch import OpCall, TensorSpec, num_bytes_of, numel_of
 
 _LEAST_S, _MOST_CALLS, _LEAST_CALLS = 0.02, 50, 3
 _COPIED_BYTES = 32 << 20
+_CACHE_BYTES, _MOST_SETS = 32 << 20, 8
 
 
-def measured(hardware: Hardware, runs: Iterable[DryRun]) -> Hardware:
+def measured(hardware: Hardware, runs: Iterable[DryRun], ranks: int = 1) -> Hardware:
     """Return ``hardware`` with the seconds of the operations of ``runs``, memory and a host's links, measured here.
+
+    ``ranks``: of the plan; as many of them as a CPU host has are started to see how they read each other's memory.
 
     Operations run on random tensors of their shapes, on the CPU or the GPU that ``hardware`` names; one that cannot be
     repeated by itself keeps its estimate.  Cost: some hundredths of a second for each distinct operation.
@@ -33,23 +40,42 @@ def measured(hardware: Hardware, runs: Iterable[DryRun]) -> Hardware:
                     seconds[name] = found
     rate = _copy_rate(device)
     is_host = device.type == "cpu"
+    near = min(ranks, hardware.ranks_per_host)
     return replace(
         hardware,
         name=f"{hardware.name} (measured)",
         op_seconds=seconds,
         memory_bytes_per_s=2 * rate,
         inside=Wire(rate / 4, hardware.inside.latency_s) if is_host else hardware.inside,
+        host_s_per_op=_host_s_per_op(device, hardware.host_s_per_op),
+        cast_elements_per_s=_cast_rate(device),
+        update_elements_per_s=_update_rate(device),
+        shared=measured_shared(near) if is_host and near > 1 else hardware.shared,
     )
 
 
 def op_seconds(call: OpCall, device: torch.device) -> float | None:
     """Return the median seconds of an operation on tensors like those it was called with; None if it cannot run so."""
     try:
-        args, kwargs = _made((call.args, call.kwargs), device)
-        call.function(*args, **kwargs)
-        return _median_s(lambda: call.function(*args, **kwargs), device)
+        # In turns over as much memory as caches hold: in a step an operation does not find its own operands there.
+        sets = [_made((call.args, call.kwargs), device) for _ in range(_num_sets(call))]
+        for args, kwargs in sets:
+            call.function(*args, **kwargs)
+        turns = cycle(sets)
+
+        def run() -> None:
+            args, kwargs = next(turns)
+            call.function(*args, **kwargs)
+
+        return _median_s(run, device)
     except (RuntimeError, TypeError, ValueError, IndexError):
         return None
+
+
+def _num_sets(call: OpCall) -> int:
+    specs = [each for each in torch_private.leaves_of((call.args, call.kwargs)) if isinstance(each, TensorSpec)]
+    num_bytes = sum(num_bytes_of(spec) for spec in specs)
+    return max(1, min(_CACHE_BYTES // max(num_bytes, 1), _MOST_SETS))
 
 
 def _made(tree: object, device: torch.device) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -96,3 +122,45 @@ def _copy_rate(device: torch.device) -> float:
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return _COPIED_BYTES / _median_s(lambda: target.copy_(source), device)
+
+
+def _cast_rate(device: torch.device) -> float:
+    """Return elements per second from fp32 to bf16 and back, the slower way."""
+    full, half = torch.ones(_COPIED_BYTES // 4, device=device), torch.ones(_COPIED_BYTES // 4, device=device).bfloat16()
+    slower = max(_median_s(lambda: half.copy_(full), device), _median_s(lambda: full.copy_(half), device))
+    return full.numel() / slower
+
+
+def _update_rate(device: torch.device) -> float:
+    """Return elements per second of AdamW, fused, over tensors of a mebibyte each."""
+    params = [torch.nn.Parameter(torch.ones(1 << 18, device=device)) for _ in range(8)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = torch.optim.AdamW(params, fused=True)
+    return sum(param.numel() for param in params) / _median_s(optimizer.step, device)
+
+
+def _host_s_per_op(device: torch.device, default: float) -> float:
+    """Return the seconds that modules, autograd and its graph take around an operation, in a model that computes little."""
+    width, blocks = 8, 8
+    layers = [
+        part
+        for _ in range(blocks)
+        for part in (nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+    ]
+    model, inputs = nn.Sequential(*layers).to(device), torch.ones(4, width, device=device)
+    run = dry_run(model, [inputs], lambda model, x: model(x).sum())
+    counts: dict[int, int] = {}
+    for stretch in run.profile.stretches:
+        for number, count in stretch.work.ops:
+            counts[number] = counts.get(number, 0) + count
+    alone = {number: op_seconds(run.calls[number], device) for number in counts}
+    operations = sum(count * (alone[number] or 0.0) for number, count in counts.items())
+
+    def step() -> None:
+        model(inputs).sum().backward()
+        model.zero_grad()
+
+    step()
+    found = (_median_s(step, device) - operations) / sum(counts.values())
+    return found if found > 0 else default

@@ -40,6 +40,8 @@ def _imports(setting: Setting, tensor_plan: Mapping[str, ParallelStyle]) -> Iter
         wanted.add("MixedPrecisionPolicy")
     if setting.door in UNIT_DOORS and setting.offload:
         wanted.add("CPUOffloadPolicy")
+    if setting.matrices:
+        wanted.add("ShardedOptimizer")
     if setting.compression is not None:
         wanted.add("CompressionPolicy")
     if setting.accumulate > 1 and setting.door in UNIT_DOORS:
@@ -62,7 +64,12 @@ def _body(setting: Setting, profile: Profile, device: str, tensor_plan: Mapping[
         if setting.tensor > 1:
             yield from _split(profile, tensor_plan)
         yield from _shard(setting, profile)
-        if setting.tensor > 1:
+        if setting.matrices:
+            yield "named = dict(model.named_parameters())"
+            yield "matrices = {name: param for name, param in named.items() if param.ndim == 2}"
+            yield "optimizer = ShardedOptimizer(matrices, torch.optim.Muon, lr=3e-4)"
+            yield "rest = torch.optim.AdamW([param for param in named.values() if param.ndim != 2], lr=3e-4, fused=True)"
+        elif setting.tensor > 1:
             yield "groups = {}  # a fused update takes tensors of one mesh"
             yield "for param in model.parameters():"
             yield "    groups.setdefault(param.device_mesh, []).append(param)"

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.errors import ConfigError
 from shardwise.planner.rank_memory import KINDS, RankMemory
 
-_COLOURS = ("#4c72b0", "#8172b3", "#937860", "#55a868", "#c44e52", "#dd8452", "#64b5cd", "#cccccc")
+COLOURS = ("#4c72b0", "#8172b3", "#937860", "#55a868", "#c44e52", "#dd8452", "#64b5cd", "#cccccc")
 
 
 def draw_memory(memory: RankMemory, title: str, room: float, path: Path) -> None:
@@ -27,7 +27,7 @@ def draw_memory(memory: RankMemory, title: str, room: float, path: Path) -> None
     rows = [[moment.held[kind] / 1e9 for moment in moments] for kind in range(len(KINDS))]
     shown = [number for number, row in enumerate(rows) if any(row)]
     places = range(len(moments))
-    colours = [_COLOURS[number] for number in shown]
+    colours = [COLOURS[number] for number in shown]
     axes.stackplot(
         places, *[rows[number] for number in shown], labels=[KINDS[number] for number in shown], colors=colours
     )

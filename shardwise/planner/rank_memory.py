@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
+from shardwise.comm.links.inboxes import NUM_INBOXES
 from shardwise.events import Call, Op
-from shardwise.planner.profile import Profile
+from shardwise.planner.optimizer_calls import Exchanges, exchange_moments, exchanges_of, messages
+from shardwise.planner.profile import Mark, Profile
 from shardwise.planner.rank_units import KEPT_SECTION_BYTES, RankUnit
-from shardwise.planner.setting import SHARED, UNIT_DOORS, Setting
+from shardwise.planner.setting import MATRIX_STATE_BYTES, SHARED, TIERS, UNIT_DOORS, Setting
 from shardwise.planner.step_order import Passage, Steps
 
 KINDS = (
@@ -21,7 +24,7 @@ KINDS = (
     "activations",  # and temporaries of operations
     "idle buffers",  # of the pool, on CPU; elsewhere the device's allocator has them
 )
-_MESSAGE_BYTES = 4 * 1024 * 1024  # of ZeRO's reductions, as in zero/gradients.py
+UPDATE = "optimizer step"  # the last edge of a step
 _CLASSES_PER_DOUBLING_BITS = 4
 _OUTBOX_SLOTS = (
     3  # of shared memory, one after another, as in comm/links/host.py: pages take memory when they are written
@@ -30,10 +33,11 @@ _OUTBOX_SLOTS = (
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment of a step: where it is, and the bytes of each of ``KINDS``."""
+    """A moment of a step: where it is, the bytes of each of ``KINDS``, and the last edge of a block that it comes after."""
 
     place: str
     held: tuple[int, ...]
+    edge: str = ""
 
     @property
     def total(self) -> int:
@@ -52,6 +56,11 @@ class RankMemory:
     def peak(self) -> Moment:
         """The moment at which most is held."""
         return max(self.moments, key=lambda moment: moment.total)
+
+    def by_edge(self) -> tuple[Moment, ...]:
+        """Return, for each edge of a block in order, the highest moment between it and the next one."""
+        groups = groupby(self.moments, key=lambda moment: moment.edge)
+        return tuple(max(group, key=lambda moment: moment.total) for _, group in groups)
 
 
 def pooled(num_bytes: int) -> int:
@@ -95,20 +104,25 @@ class _Rank:
         self.pool = _Pool(self.on_cpu)
         self.held = dict.fromkeys(KINDS, 0)
         self.moments: list[Moment] = []
+        self.edge = ""
         self.is_on_host = setting.offload and not self.on_cpu
         self.names = {unit.facts.name: number for number, unit in enumerate(units)}
         shards = sum(unit.shard_bytes for unit in units)
-        state = sum(unit.state_numel for unit in units) * setting.state_bytes
+        self.exchanges = exchanges_of(profile, setting) if setting.matrices else Exchanges()
+        elementwise = sum(unit.state_numel for unit in units) - self.exchanges.matrix_numel
+        state = elementwise * setting.state_bytes + self.exchanges.owned_numel * MATRIX_STATE_BYTES
         self.held["parameters"] = profile.buffer_bytes + (0 if self.is_on_host else shards)
         self.held["optimizer"] = 0 if self.is_on_host else state
         self.held["optimizer"] += sum(unit.residual_bytes for unit in units)
-        if setting.transport == SHARED and setting.num_shards > 1:
+        if setting.transport in (SHARED, TIERS) and setting.num_shards > 1:
             posts = [unit.outbox_bytes for unit in (*reversed(units[1:]), units[0]) if unit.outbox_bytes]
             self.held["staging"] = sum(max(posts[slot::_OUTBOX_SLOTS], default=0) for slot in range(_OUTBOX_SLOTS))
+            sections = max((unit.moved_bytes // setting.num_shards for unit in units), default=0)
+            self.held["staging"] += NUM_INBOXES * (setting.hosts - 1) * sections
         self.host_bytes = shards + state + sum(u.section_bytes for u in units) if self.is_on_host else 0
         self.loans: dict[tuple[str, int], int] = {}
         self.reducing: list[int] = []  # units whose packed gradients are on loan
-        self.coded = 0  # bytes of coded gradients on their way
+        self.coded = self.sent = 0  # bytes of coded gradients on their way; of those that are sent from where they lie
         self.arrived = [0] * len(units)
         self.waiting = [0] * len(units)  # held for later microbatches
         self.kept = [0] * len(units)  # small sections that stay from step to step
@@ -120,7 +134,7 @@ class _Rank:
         if activations >= 0:
             held["activations"] = activations
         held["idle buffers"] = self.pool.idle
-        self.moments.append(Moment(place, tuple([held[kind] for kind in KINDS])))
+        self.moments.append(Moment(place, tuple([held[kind] for kind in KINDS]), self.edge))
 
     def borrow(self, kind: str, unit: int, num_bytes: int) -> None:
         size = self.pool.lend(num_bytes)
@@ -139,10 +153,14 @@ class _Rank:
         unit, place = self.units[number], f"{call.op.value} {call.unit or '(root)'}"
         if call.op is Op.UNSHARD:
             self.held["staging"] += unit.cast_bytes
+            held_full = unit.facts.full_bytes if unit.facts.in_place else 0
             if unit.moved_bytes:
-                self.borrow("gather", number, unit.facts.gather_bytes)
+                self.borrow("gather", number, unit.facts.gather_bytes - held_full)
+            if held_full:
+                self.borrow("full", number, held_full)
         elif call.op is Op.WAIT:
-            self.borrow("full", number, unit.facts.full_bytes)
+            if not unit.facts.in_place:
+                self.borrow("full", number, unit.facts.full_bytes)
             self.held["staging"] += unit.decoding_bytes
             self.note(place)
             self.held["staging"] -= unit.decoding_bytes
@@ -192,7 +210,10 @@ class _Rank:
             self.give_back("scatter", number)
             self.coded += unit.coded_bytes
             held["staging"] += unit.coded_bytes
-        held["full gradients"] -= summed + self.arrived[number]
+        if unit.facts.in_place:
+            self.sent += summed + self.arrived[number]  # messages are sent from where they lie
+        else:
+            held["full gradients"] -= summed + self.arrived[number]
         if stays:
             held["gradients"] += unit.reduced_bytes
         self.arrived[number] = 0
@@ -202,7 +223,8 @@ class _Rank:
         while self.reducing:
             self.give_back("scatter", self.reducing.pop(0))
         self.held["staging"] -= self.coded
-        self.coded = 0
+        self.held["full gradients"] -= self.sent
+        self.coded = self.sent = 0
 
     def hold(self, number: int, place: str) -> None:
         self.note(place)
@@ -241,7 +263,12 @@ def memory_of(profile: Profile, units: Sequence[RankUnit], steps: Steps, setting
         rank.moments = []
         for microbatch in range(setting.accumulate):
             _microbatch(rank, profile, steps, is_last=microbatch == setting.accumulate - 1)
-        rank.note("optimizer step", 0)
+        rank.edge = UPDATE
+        rank.note(UPDATE, 0)
+        for place, staged in exchange_moments(rank.exchanges) if setting.matrices and setting.num_shards > 1 else ():
+            rank.held["staging"] += staged
+            rank.note(place)
+            rank.held["staging"] -= staged
         rank.zero_gradients()
     return RankMemory(tuple(rank.moments), rank.host_bytes)
 
@@ -249,6 +276,7 @@ def memory_of(profile: Profile, units: Sequence[RankUnit], steps: Steps, setting
 def _microbatch(rank: _Rank, profile: Profile, steps: Steps, is_last: bool) -> None:
     for passage in steps.passages:
         mark = passage.mark
+        _pass_edge(rank, profile, mark)
         if mark.edge is None:
             rank.gradient_comes(passage, _gradient_bytes(profile, rank.setting, mark.param))
         for call in passage.calls:
@@ -257,6 +285,8 @@ def _microbatch(rank: _Rank, profile: Profile, steps: Steps, is_last: bool) -> N
             else:
                 rank.call(call, is_last)
         _compute(rank, profile, passage)
+    for call in steps.releases:
+        rank.call(call, is_last)
     if is_last:
         for call in steps.commits:
             rank.call(call, is_last)
@@ -265,11 +295,15 @@ def _microbatch(rank: _Rank, profile: Profile, steps: Steps, is_last: bool) -> N
         rank.add_waiting()
 
 
+def _pass_edge(rank: _Rank, profile: Profile, mark: Mark) -> None:
+    if mark.edge is not None:
+        rank.edge = f"{mark.edge.value} {profile.blocks[mark.block] or '(root)'}"
+
+
 def _compute(rank: _Rank, profile: Profile, passage: Passage) -> None:
     mark, stretch = passage.mark, passage.stretch
-    edge = "gradient of " + profile.params[mark.param].name if mark.edge is None else mark.edge.value
-    block = profile.blocks[mark.block] or "(root)"
-    rank.note(edge if mark.edge is None else f"{edge} {block}", profile.input_bytes + stretch.peak_bytes)
+    place = "gradient of " + profile.params[mark.param].name if mark.edge is None else rank.edge
+    rank.note(place, profile.input_bytes + stretch.peak_bytes)
     rank.held["activations"] = profile.input_bytes + stretch.left_bytes
 
 
@@ -294,11 +328,13 @@ def _under_ddp(rank: _Rank, profile: Profile, units: Sequence[RankUnit], steps: 
         for passage in steps.passages:
             if passage.mark.edge is None and not has_buckets and not microbatch:
                 held["full gradients"] += profile.params[passage.mark.param].num_bytes
+            _pass_edge(rank, profile, passage.mark)
             _compute(rank, profile, passage)
     held["activations"] = 0
     if not has_buckets:
         _reduce_to_owners(rank, [param.num_bytes for param in trainable])
-    rank.note("optimizer step")
+    rank.edge = UPDATE
+    rank.note(UPDATE)
     return RankMemory(tuple(rank.moments))
 
 
@@ -309,7 +345,7 @@ def _reduce_to_owners(rank: _Rank, gradients: Sequence[int]) -> None:
     before = len(rank.moments)
     on_the_way: list[tuple[int, ...]] = []
     sent = 0
-    for message in _messages(gradients):
+    for message in messages(gradients):
         mine = max(min(sent + message, owned) - sent, 0)
         sent += message
         on_the_way.append((rank.pool.lend(message), rank.pool.lend(mine * ranks), mine, message))
@@ -332,19 +368,7 @@ def _arrive(rank: _Rank, message: Sequence[int]) -> None:
         rank.held["staging"] -= size
 
 
-def _messages(gradients: Sequence[int]) -> Iterator[int]:
-    """Yield the bytes of each message, as zero/gradients.py cuts them."""
-    size = 0
-    for num_bytes in gradients:
-        size += num_bytes
-        if size >= _MESSAGE_BYTES:
-            yield size
-            size = 0
-    if size:
-        yield size
-
-
 def _with_idle(moment: Moment, num_bytes: int) -> Moment:
     place = KINDS.index("idle buffers")
     held = tuple(value + num_bytes if index == place else value for index, value in enumerate(moment.held))
-    return Moment(moment.place, held)
+    return Moment(moment.place, held, moment.edge)

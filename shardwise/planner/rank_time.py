@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from shardwise.events import Call, Op
 from shardwise.planner.hardware import Hardware, Wire, matrix_rate, ring_s
+from shardwise.planner.optimizer_calls import optimizer_transfers, update_flops
 from shardwise.planner.profile import Profile, Stretch
 from shardwise.planner.rank_units import RankUnit
-from shardwise.planner.setting import SHARED, UNIT_DOORS, Setting
+from shardwise.planner.setting import OPTIMIZERS, SHARED, TIERS, UNIT_DOORS, Setting
 from shardwise.planner.step_order import Steps
 
 
@@ -52,9 +53,10 @@ class _Clock:
     ends: dict[int, float] = field(default_factory=dict[int, float])
     waits: dict[str, float] = field(default_factory=dict[str, float])
 
-    def launch(self, unit: str, num_bytes: float, ranks: int, is_within: bool) -> float:
-        """Start a ring collective over ``ranks`` for ``unit``; return when it ends."""
-        seconds = ring_s(self.hardware, num_bytes, ranks, is_within)
+    def launch(self, unit: str, num_bytes: float, ranks: int, is_within: bool, is_column: bool = False) -> float:
+        """Start a ring collective over ``ranks`` for ``unit``, with ``is_column`` one of each host; return when it ends."""
+        hardware = replace(self.hardware, ranks_per_host=1) if is_column else self.hardware
+        seconds = ring_s(hardware, num_bytes, ranks, is_within)
         if ranks > 1:
             sent = num_bytes * (ranks - 1) / ranks
             self.inside += sent if is_within else 0
@@ -117,7 +119,10 @@ def time_of(
     else:
         _without_units(clock, profile, compute)
     update = _update_s(profile, units, setting, hardware)
-    host = num_ops * hardware.host_s_per_op if not hardware.op_seconds else 0.0
+    if setting.matrices and setting.num_shards > 1:
+        update += update_flops(profile, setting) / matrix_rate(hardware, "bf16")
+        _exchange_matrices(clock, profile)
+    host = num_ops * hardware.host_s_per_op
     host += len(units) * setting.accumulate * hardware.host_s_per_unit if setting.door in UNIT_DOORS else 0.0
     step = max(clock.now, host) if hardware.overlaps else clock.now + (host if hardware.op_seconds else 0.0)
     waits = tuple(sorted(clock.waits.items(), key=lambda item: -item[1]))
@@ -143,10 +148,11 @@ def _split_ranks_talk(clock: _Clock, stretch: Stretch, hardware: Hardware) -> No
 
 def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, int], is_last: bool) -> None:
     setting, hardware = clock.setting, clock.hardware
+    clock.now += _cast_s(call, unit, hardware)
     name, number = call.unit or "(root)", numbers[call.unit]
     is_within = setting.num_shards <= hardware.ranks_per_host
     copy_s = 2 / hardware.memory_bytes_per_s
-    if setting.transport == SHARED and hardware.shared is not None and setting.num_shards > 1:
+    if setting.transport in (SHARED, TIERS) and hardware.shared is not None and setting.num_shards > 1:
         _through_memory(clock, call, unit, hardware.shared, is_last)
     elif call.op is Op.UNSHARD:
         end = clock.launch(name, unit.moved_bytes, setting.num_shards, is_within)
@@ -155,9 +161,10 @@ def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, 
         clock.ends[number] = end
     elif call.op is Op.WAIT:
         clock.wait(name, clock.ends.get(number, 0.0))
-        clock.now += unit.moved_bytes * copy_s
+        clock.now += 0.0 if unit.facts.in_place else unit.moved_bytes * copy_s  # messages come where they belong
     elif call.op is Op.REDUCE and is_last:
-        clock.now += unit.reduced_bytes * copy_s if setting.num_shards > 1 else 0.0
+        is_packed = setting.num_shards > 1 and not unit.facts.in_place
+        clock.now += unit.reduced_bytes * copy_s if is_packed else 0.0
         clock.launch(name, unit.scattered_bytes if setting.num_shards > 1 else 0, setting.num_shards, is_within)
     if call.op is Op.REDUCE and is_last:
         if setting.num_replicas > 1:
@@ -165,6 +172,21 @@ def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, 
             clock.launch(name, unit.summed_bytes, setting.num_replicas, is_near)
         if setting.offload and hardware.device != "cpu":
             clock.lane += unit.section_bytes / hardware.host_memory.bytes_per_s
+
+
+def _cast_s(call: Call, unit: RankUnit, hardware: Hardware) -> float:
+    """Return the seconds in which this rank's section is cast for a gather, or gradients for their reduction."""
+    if call.op is Op.UNSHARD:
+        numel = unit.cast_bytes // 2
+    elif call.op in (Op.REDUCE, Op.HOLD) and unit.reduced_bytes != unit.gradient_bytes:
+        numel = unit.reduced_bytes // 4
+    else:
+        return 0.0
+    return (
+        numel / hardware.cast_elements_per_s
+        if hardware.cast_elements_per_s
+        else 6 * numel / hardware.memory_bytes_per_s
+    )
 
 
 def _through_memory(clock: _Clock, call: Call, unit: RankUnit, shared: Wire, is_last: bool) -> None:
@@ -177,7 +199,10 @@ def _through_memory(clock: _Clock, call: Call, unit: RankUnit, shared: Wire, is_
     else:
         return
     seconds = num_bytes / shared.bytes_per_s + added / clock.hardware.memory_bytes_per_s + shared.latency_s
-    clock.inside += num_bytes * (num_shards - 1) / num_shards
+    hosts = clock.setting.hosts
+    if hosts > 1:  # each section comes to a host once, sums leave it once: a ring over the ranks of a column
+        clock.launch(name, num_bytes * hosts / num_shards, hosts, is_within=False, is_column=True)
+    clock.inside += num_bytes * (1 - hosts / num_shards)
     clock.moved_s += seconds
     clock.expose(name, seconds)
     clock.now += seconds
@@ -199,6 +224,14 @@ def _without_units(clock: _Clock, profile: Profile, compute: float) -> None:
         clock.wait("parameters", clock.launch("parameters", num_bytes, setting.ranks, is_within))
 
 
+def _exchange_matrices(clock: _Clock, profile: Profile) -> None:
+    """Count the two all-to-alls by which owners of whole matrices get shards, and give them back updated."""
+    setting = clock.setting
+    is_within = setting.num_shards <= clock.hardware.ranks_per_host
+    for transfer in optimizer_transfers(profile, setting):
+        clock.wait("matrices", clock.launch("matrices", transfer.num_bytes, setting.num_shards, is_within))
+
+
 def _update_s(profile: Profile, units: Sequence[RankUnit], setting: Setting, hardware: Hardware) -> float:
     if setting.door in UNIT_DOORS:
         numel = sum(unit.state_numel for unit in units)
@@ -208,4 +241,6 @@ def _update_s(profile: Profile, units: Sequence[RankUnit], setting: Setting, har
     rate = hardware.memory_bytes_per_s
     if setting.offload and hardware.device != "cpu":
         rate = hardware.host_memory.bytes_per_s
+    if hardware.update_elements_per_s and not setting.offload and setting.state_bytes == OPTIMIZERS["adamw"]:
+        return numel / hardware.update_elements_per_s
     return numel * (setting.state_bytes * 2 + 3 * 4) / rate

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shardwise.comm.links.send_recv import is_worth_messages
 from shardwise.layout.bucket import Bucket, align, build_bucket, by_size
 from shardwise.layout.shard import ChunkShard
 from shardwise.plan.grouping import group_blocks
@@ -13,7 +14,7 @@ from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.prefetch import UnitFacts
 from shardwise.planner.coded_bytes import Codings
 from shardwise.planner.profile import ROOT, ParamFacts, Profile, params_by_block
-from shardwise.planner.setting import ONE_UNIT, SHARED, Setting
+from shardwise.planner.setting import ONE_UNIT, SEND_RECV, SHARED, TIERS, Setting
 
 _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share, as in units/shards.py
 KEPT_SECTION_BYTES = 1 << 20  # reduced gradients up to this size stay for the next step, as in units/gradient_memory.py
@@ -126,12 +127,15 @@ class _Sizes:
         kept: dict[tuple[str, int], list[ParamFacts]] = {}
         for param in params:
             kept.setdefault((param.dtype, self._full_itemsize(param)), []).append(param)
-        shard_bytes = packed = full_bytes = section = cast = messages = decoding = 0
+        shard_bytes = packed = full_bytes = section = cast = messages = decoding = tails = 0
+        sends = bool(numbers) and self._setting.transport == SEND_RECV
         is_coded = False
         for (_, full_itemsize), members in kept.items():
             itemsize = members[0].itemsize
             bucket = self._bucket(members, self._alignment(itemsize), self._alignment(full_itemsize))
             shard_bytes += bucket.section_numel * itemsize
+            tails += bucket.tail_numel * full_itemsize
+            sends = sends and is_worth_messages(bucket)
             section = -(-(section + bucket.section_numel * full_itemsize) // _BYTE_ALIGNMENT) * _BYTE_ALIGNMENT
             cast += bucket.section_numel * full_itemsize if itemsize != full_itemsize else 0
             full_bytes += bucket.full_numel * full_itemsize if self._travels(itemsize, full_itemsize) else 0
@@ -144,7 +148,11 @@ class _Sizes:
             packed, cast = section * self._setting.num_shards, section
         if is_coded:
             packed = messages * self._setting.num_shards
-        return self._assembled(blocks, numbers, _Moved(shard_bytes, packed, full_bytes, cast, decoding * is_coded))
+        return self._assembled(
+            blocks,
+            numbers,
+            _Moved(shard_bytes, packed, full_bytes, cast, decoding * is_coded, tails if sends else None),
+        )
 
     def _travels(self, itemsize: int, full_itemsize: int) -> bool:
         return self._is_cut or itemsize != full_itemsize or (self._setting.offload and not self._on_cpu)
@@ -156,20 +164,22 @@ class _Sizes:
         by_dtype: dict[int, list[ParamFacts]] = {}
         for param in trainable:
             by_dtype.setdefault(4 if setting.precision == "bf16" else param.itemsize, []).append(param)
-        section_bytes = 0
+        section_bytes = staged = 0
         travels = _Reduced()
         for itemsize, members in by_dtype.items():
             bucket = self._bucket(members, self._alignment(itemsize), 1)
             section_bytes += bucket.section_numel * itemsize
+            staged += self._reduce_staging(bucket, itemsize)
             travels = travels.plus(self._reduced(members, bucket, itemsize))
         keeps = ROOT in blocks or setting.door == "replicate"
-        is_staged = self._is_cut and setting.transport != SHARED  # else sections are read where they lie
+        gather, in_place = self._gather_staging(moved)
         facts = UnitFacts(
             name="",
             policy=UnitPolicy(reshard_after_forward=not keeps),
-            gather_bytes=moved.packed if is_staged else 0,
+            gather_bytes=gather,
+            in_place=in_place,
             full_bytes=moved.full_bytes,
-            reduce_bytes=section_bytes * setting.num_shards if is_staged else 0,
+            reduce_bytes=staged,
         )
         numel = sum(param.numel for param in params)
         return RankUnit(
@@ -193,6 +203,24 @@ class _Sizes:
             residual_bytes=travels.residuals,
             outbox_bytes=travels.outbox,
         )
+
+    def _gather_staging(self, moved: _Moved) -> tuple[int, bool]:
+        """Return what a launched gather holds, and whether the full parameters are among it."""
+        if not self._is_cut or self._setting.transport in (SHARED, TIERS):
+            return 0, False  # sections are read where they lie
+        if moved.tail_bytes is not None:
+            return moved.full_bytes + (self._setting.num_shards - 1) * moved.tail_bytes, True
+        return moved.packed, False
+
+    def _reduce_staging(self, bucket: Bucket, itemsize: int) -> int:
+        setting = self._setting
+        if not self._is_cut or setting.transport == SHARED:
+            return 0
+        if setting.transport == SEND_RECV and is_worth_messages(bucket):
+            return (setting.num_shards - 1) * (bucket.section_numel + bucket.tail_numel) * itemsize
+        if setting.transport == TIERS:
+            return 2 * (setting.hosts - 1) * (bucket.section_numel + 1) * itemsize
+        return setting.num_shards * bucket.section_numel * itemsize
 
     def _reduced(self, members: Sequence[ParamFacts], bucket: Bucket, itemsize: int) -> _Reduced:
         """Return how gradients in ``bucket`` travel: coded between replicas where there are any, else between shards."""
@@ -245,6 +273,7 @@ class _Moved:
     full_bytes: int
     cast_bytes: int
     decoding_bytes: int
+    tail_bytes: int | None  # of small tensors, which are one message; None: nothing is sent as messages
 
     def padding(self, numel: int, params: Sequence[ParamFacts], num_shards: int) -> float:
         """Return the bytes of all sections divided by those of the parameters."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwise.codec.compression_policy import CompressionPolicy
+from shardwise.comm.links.send_recv import MAX_RANKS
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 from shardwise.planner.hardware import Hardware
@@ -15,7 +16,7 @@ from shardwise.planner.profile import Profile
 from shardwise.planner.rank_memory import Moment, RankMemory, memory_of
 from shardwise.planner.rank_time import RankTime, time_of
 from shardwise.planner.rank_units import rank_units, unit_paths
-from shardwise.planner.setting import ONE_UNIT, OPTIMIZERS, SHARED, UNIT_DOORS, Setting
+from shardwise.planner.setting import ONE_UNIT, OPTIMIZERS, SEND_RECV, SHARED, TIERS, UNIT_DOORS, Setting
 from shardwise.planner.step_order import steps_of
 
 _MOST_RANKS = 1 << 17
@@ -34,7 +35,7 @@ class Choices:
         recompute, offload: whether to try without, with, or both.
         precision: "fp32" or "bf16".
         accumulate: microbatches of a step.
-        optimizer: one of ``adamw``, ``adam``, ``adagrad``, ``momentum``, ``sgd``.
+        optimizer: one of ``adamw``, ``adam``, ``adagrad``, ``momentum``, ``sgd``, ``muon`` (matrices whole, the rest AdamW).
         measures: time this machine's operations and links first.
         tensor: ranks that may split every block (tensor parallelism); 1: none.
         tensor_plan: how they split it, as ``parallelize_module`` takes it for one block.
@@ -118,9 +119,8 @@ def evaluate(profile: Profile, setting: Setting, hardware: Hardware) -> Candidat
 
     CPU ranks whose shards are all on one host read each other's memory, unless what they read is coded.
     """
-    is_near = setting.num_shards * setting.tensor <= hardware.ranks_per_host
-    if hardware.shared is not None and is_near and setting.door in UNIT_DOORS and setting.compression is None:
-        setting = replace(setting, transport=SHARED)
+    if hardware.shared is not None and setting.door in UNIT_DOORS and setting.compression is None:
+        setting = _routed(setting, max(hardware.ranks_per_host // setting.tensor, 1))
     units = rank_units(profile, setting, hardware.device)
     steps = steps_of(profile, units, setting.depth)
     memory = memory_of(profile, units, steps, setting, hardware.device)
@@ -135,6 +135,16 @@ def evaluate(profile: Profile, setting: Setting, hardware: Hardware) -> Candidat
         padding_ratio=padded / numel if numel else 1.0,
         num_units=len(units),
     )
+
+
+def _routed(setting: Setting, ranks_per_host: int) -> Setting:
+    """Return ``setting`` with the way that CPU ranks, so many on a host, would take: as comm/links/meet.py finds it."""
+    shards = setting.num_shards
+    if shards <= ranks_per_host:
+        return replace(setting, transport=SHARED)
+    if shards % ranks_per_host or shards > ranks_per_host * MAX_RANKS:
+        return setting
+    return replace(setting, transport=SEND_RECV if ranks_per_host == 1 else TIERS, hosts=shards // ranks_per_host)
 
 
 def memory_over_step(profile: Profile, setting: Setting, device: str) -> RankMemory:
@@ -213,6 +223,9 @@ class Search:
         for door in choices.doors:
             if tensor > 1 and door not in UNIT_DOORS:
                 continue
+            if choices.optimizer == "muon" and door not in ("full", "hybrid"):
+                self.left_out.append(f"{door}: whole matrices are planned for the doors that shard parameters")
+                continue
             policy = choices.compression
             if policy is not None and (door not in UNIT_DOORS or (policy.gather is not None and door != "full")):
                 self.left_out.append(f"{door}: it takes no CompressionPolicy" + " that gathers" * (door in UNIT_DOORS))
@@ -224,6 +237,7 @@ class Search:
                 precision=choices.precision,
                 accumulate=choices.accumulate,
                 state_bytes=OPTIMIZERS[choices.optimizer],
+                matrices=choices.optimizer == "muon" and door in ("full", "hybrid"),
             )
             if door == "hybrid":
                 for replicas in self._replicas(base.ranks, tensor):

@@ -14,11 +14,15 @@ DOORS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")  # as 
 UNIT_DOORS = frozenset(
     {"full", "hybrid", "replicate"}
 )  # units move; the others keep parameters whole, under DDP or alone
-SHARED = "shared memory"
+SHARED, SEND_RECV, TIERS = "shared memory", "send/recv", "shared memory, send/recv between hosts"
+ROUTES = ("collective", SHARED, SEND_RECV, TIERS)
 ONE_UNIT = 1 << 62  # a unit size that no block has: all parameters are one unit
 
 # Bytes of state per parameter of element-wise optimizers, in fp32.
-OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 8, "adam": 8, "adagrad": 4, "momentum": 4, "sgd": 0})
+OPTIMIZERS: Mapping[str, int] = MappingProxyType(
+    {"adamw": 8, "adam": 8, "adagrad": 4, "momentum": 4, "sgd": 0, "muon": 8}  # Muon's: AdamW for what is no matrix
+)
+MATRIX_STATE_BYTES = 4  # of Muon's momentum
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,10 @@ class Setting:
         accumulate: microbatches of a step.
         state_bytes: of the optimizer, per element that it updates.
         depth: units unsharded ahead.
-        transport: of CPU ranks, "collective": the backend's; SHARED: each other's memory, what ours do on one host.
+        transport: of CPU ranks, one of ``ROUTES``: "collective" is the backend's, the others are those that units take.
+        hosts: that the ranks of one parameter's shards are on, with ``TIERS``.
+        matrices: parameters of two dims are updated whole, each by an owner that gathers it, as ``ShardedOptimizer`` does for
+            Muon; the rest, of ``state_bytes``, element by element.
         compression: in how many bits parameters and gradients travel, of the doors with units.
     """
 
@@ -53,6 +60,8 @@ class Setting:
     tensor: int = 1
     compression: CompressionPolicy | None = None
     transport: str = "collective"
+    hosts: int = 1
+    matrices: bool = False
 
     def __post_init__(self) -> None:
         if self.door not in DOORS:

@@ -36,10 +36,11 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A step of some units: its passages, and the commits after the last."""
+    """A step of some units: its passages, and what comes after the last: units without gradients are released, then commits."""
 
     plan: StepPlan
     passages: tuple[Passage, ...]
+    releases: tuple[Call, ...]
     commits: tuple[Call, ...]
 
 
@@ -68,21 +69,29 @@ def steps_of(profile: Profile, units: Sequence[RankUnit], depth: int) -> Steps:
         at.append((unit, len(visits) if visit is not None else None, ends))
         if visit is not None:
             visits.append(visit)
+    num_passed = len(visits)
+    gradients = {unit_of_param[stretch.mark.param] for stretch in profile.stretches if stretch.mark.edge is None}
+    visits += [Visit(unit, Edge.RELEASE_BACKWARD) for unit in sorted(places.in_backward - gradients)]
     plan = plan_step(Order(tuple(visits)), [unit.facts for unit in units], depth)
     passages: list[Passage] = []
     for stretch, (unit, number, ends) in zip(profile.stretches, at, strict=True):
         calls = () if number is None else plan.calls[plan.starts[number] : plan.starts[number + 1]]
         passages.append(Passage(stretch, calls, unit, ends))
-    return Steps(plan, tuple(passages), plan.calls[plan.starts[-1] :])
+    releases = plan.calls[plan.starts[num_passed] : plan.starts[-1]]
+    return Steps(plan, tuple(passages), releases, plan.calls[plan.starts[-1] :])
 
 
 class _Places:
-    """Which edges of blocks are edges of their units: the first block's entry, the last one's exit."""
+    """Which edges of blocks are edges of their units: the first block's entry, the last one's exit.
+
+    Attributes:
+        in_backward: units whose backward has begun.
+    """
 
     def __init__(self, units: Sequence[RankUnit]) -> None:
         self._units = units
         self._left = [set[int]() for _ in units]
-        self._in_backward: set[int] = set()
+        self.in_backward: set[int] = set()
 
     def passes(self, unit: int, edge: Edge, block: int) -> bool:
         """Return True if ``unit`` passes ``edge`` as ``block``, one of its blocks, does."""
@@ -95,6 +104,6 @@ class _Places:
         if edge is Edge.EXIT_FORWARD:
             left.discard(block)
             return not left
-        is_first = unit not in self._in_backward
-        self._in_backward.add(unit)
+        is_first = unit not in self.in_backward
+        self.in_backward.add(unit)
         return is_first

@@ -13,7 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from numpy.typing import ArrayLike, NDArray
 
+from shardwise.plan.visits import Edge
+from shardwise.planner.picture import COLOURS
+from shardwise.planner.rank_memory import KINDS, UPDATE
 from shardwise.recipes.held_bytes import HeldBytes
+from shardwise.recipes.step_memory import HeldMemory, StepMemory
 from shardwise.recipes.text import Baseline
 
 _TRAIN, _VALIDATION, _REFERENCE = "#9ecae1", "#d62728", "#555555"
@@ -30,13 +34,15 @@ def draw_report(
     title: str,
     metrics: Sequence[Mapping[str, float | str]],
     baseline: Baseline,
-    held: Sequence[HeldBytes],
-    unsharded: HeldBytes,
+    memory: HeldMemory,
 ) -> None:
-    """Draw loss curves over tokens per second, both by steps, beside memory per rank; written as PNG at ``path``."""
-    figure = Figure(figsize=(12.5, 7.0), layout="constrained")
+    """Draw loss curves over tokens per second, both by steps, beside memory: per rank, and over one step beside the plan.
+
+    Written as PNG at ``path``.
+    """
+    figure = Figure(figsize=(13.5, 8.5), layout="constrained")
     FigureCanvasAgg(figure)
-    cells = figure.add_gridspec(1, 2, width_ratios=(1.5, 1.0))
+    cells = figure.add_gridspec(1, 2, width_ratios=(1.3, 1.0))
     left, right = (figure.add_subfigure(cells[0, column]) for column in range(2))
     upper, lower = left.add_gridspec(2, 1, height_ratios=(2.6, 1.0))
     loss = left.add_subplot(upper)
@@ -45,7 +51,10 @@ def draw_report(
     figure.suptitle(title, fontsize=12)
     _draw_loss(loss, metrics, baseline)
     _draw_speed(speed, metrics)
-    _draw_memory(right.add_subplot(), held, unsharded)
+    rows = right.add_gridspec(2, 1, height_ratios=(1.0, 1.1)) if memory.step is not None else right.add_gridspec(1, 1)
+    _draw_memory(right.add_subplot(rows[0]), memory.held, memory.unsharded)
+    if memory.step is not None:
+        _draw_step(right.add_subplot(rows[1]), memory.step)
     figure.savefig(path, dpi=110)
 
 
@@ -127,6 +136,44 @@ def _draw_memory(axes: Axes, held: Sequence[HeldBytes], unsharded: HeldBytes) ->
     axes.set_title("What each rank holds between passes (no activations)")
     axes.legend(loc="upper left", frameon=False)
     axes.grid(axis="y", alpha=0.25)
+
+
+def _draw_step(axes: Axes, step: StepMemory) -> None:
+    """Draw the most bytes between edges of blocks, measured, over the plan's, stacked by kind."""
+    places = np.arange(len(step.peaks) + 1)
+    if step.planned is not None:
+        moments = step.planned.by_edge()
+        at = np.linspace(0, len(step.peaks), len(moments) + 1)  # the same places wherever the same edges were passed
+        rows = [[moment.held[kind] / 1e6 for moment in moments] for kind in range(len(KINDS))]
+        shown = [kind for kind, row in enumerate(rows) if any(row)]
+        axes.stackplot(
+            at,
+            *[[*rows[kind], rows[kind][-1]] for kind in shown],
+            labels=[f"planned: {KINDS[kind]}" for kind in shown],
+            colors=[COLOURS[kind] for kind in shown],
+            step="post",
+            alpha=0.75,
+        )
+    measured = [num_bytes / 1e6 for _, num_bytes in step.peaks]
+    axes.step(places, [*measured, measured[-1]], where="post", color="black", linewidth=1.6, label="measured")
+    for name, edge, side in (("backward", Edge.ENTER_BACKWARD.value, "left"), ("update", UPDATE, "right")):
+        begin = next((place for place, (each, _) in enumerate(step.peaks) if each.startswith(edge)), None)
+        if begin is not None:
+            axes.axvline(begin, color=_REFERENCE, linestyle=":", linewidth=1.0)
+            axes.annotate(
+                name, xy=(begin, 0.985), xycoords=("data", "axes fraction"), xytext=(3 if side == "left" else -3, 0),
+                textcoords="offset points", ha=side, va="top", fontsize=8, color=_REFERENCE,
+            )  # fmt: skip
+    edge, most = step.peak
+    title = f"Over step {step.step}, rank {step.rank}: {most / 1e6:.1f} MB at most ({edge})"
+    if step.planned is not None:
+        planned = step.planned.peak
+        title += f"\nplanned: {planned.total / 1e6:.1f} MB ({planned.edge})"
+    highest = max(most, 0 if step.planned is None else step.planned.peak.total) / 1e6
+    axes.set(xlim=(0, len(step.peaks)), ylim=(0, 1.08 * highest), xticks=[], ylabel="megabytes in tensors")
+    axes.set_xlabel("edges of blocks, in the order of the step")
+    axes.set_title(title, fontsize=10)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncol=3, frameon=False, fontsize=8)
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

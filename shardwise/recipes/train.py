@@ -30,6 +30,15 @@ from shardwise.recipes.run_folder import (
     write_config,
 )
 from shardwise.recipes.run_log import RunJournal, RunLog, SilentJournal, open_lines
+from shardwise.recipes.step_memory import (
+    HeldMemory,
+    StepMemory,
+    StepMeter,
+    both,
+    largest_of,
+    measured_number,
+    planned_memory,
+)
 from shardwise.recipes.step_watch import StepWatch, traced_steps, unwatched
 from shardwise.recipes.stop import Listening, listen_to_nobody
 from shardwise.recipes.text import Baseline
@@ -71,17 +80,39 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
         if start.resume is not None and run.done is None:
             journal.say("this run has ended before its first checkpoint: it begins again")
         with listening() as asked:
-            watch = tracing(trainer, start.trace_steps, journal) if start.trace_steps else unwatched
-            finished = train_steps(trainer, journal, asked, watch)
+            traced = tracing(trainer, start.trace_steps, journal) if start.trace_steps else unwatched
+            meter = metering(trainer, start.trace_steps)
+            finished = train_steps(trainer, journal, asked, both(traced, meter.watch if meter else unwatched))
         if isinstance(finished, Stopped):
             journal.say(
                 f"stopped and saved after step {finished.step}; go on with: shardwise train --resume {run.folder}"
             )
             return finished.signal
         sample = _sample(trainer)
+        memory = _largest_step(trainer, meter)
     if ranks.is_first:
-        _conclude(trainer, finished, sample)
+        _conclude(trainer, finished, sample, memory)
     return 0
+
+
+def metering(trainer: Trainer, traced: int) -> StepMeter | None:
+    """Return what measures the memory of a step after the first ``traced`` + 1; None where operations are not seen."""
+    config, start = trainer.config, trainer.run.start_step
+    if config.compile or start >= config.steps:  # a compiled part allocates where nobody sees it
+        return None
+    number = measured_number(config, start, traced)
+    return StepMeter(trainer.door.plain(trainer.model), trainer.optimizer, trainer.ranks.device, number)
+
+
+def _largest_step(trainer: Trainer, meter: StepMeter | None) -> StepMemory | None:
+    """Return the measured step of the rank that held most, on rank 0 beside its plan.  Collective."""
+    if meter is None:
+        return None
+    run, ranks = trainer.run, trainer.ranks
+    found = largest_of(ranks, run.start_step + meter.number + 1, meter.peaks)
+    if found is None or not ranks.is_first:
+        return found
+    return replace(found, planned=planned_memory(run.config, run.facts.vocabulary, ranks, trainer.model))
 
 
 def tracing(trainer: Trainer, steps: int, journal: RunLog) -> StepWatch:
@@ -155,7 +186,7 @@ def _sample(trainer: Trainer) -> str:
         return vocabulary.decode(sampled)
 
 
-def _conclude(trainer: Trainer, finished: Finished, sample: str) -> None:
+def _conclude(trainer: Trainer, finished: Finished, sample: str, memory: StepMemory | None) -> None:
     from shardwise.recipes.report import draw_report  # matplotlib: only rank 0, only when training is over
 
     run, config = trainer.run, trainer.config
@@ -171,8 +202,7 @@ def _conclude(trainer: Trainer, finished: Finished, sample: str) -> None:
         title,
         [*read_metrics(run.metrics), *read_restarts(run.folder)],
         Baseline(run.facts.unigram_nats, run.facts.unit),
-        finished.held,
-        unsharded,
+        HeldMemory(finished.held, unsharded, memory),
     )
     display = ProgressDisplay(config.steps, config.steps, is_shown=True)
     if sample:
@@ -180,5 +210,7 @@ def _conclude(trainer: Trainer, finished: Finished, sample: str) -> None:
         display.say(sample + "\n")
     peak_name = "peak GPU memory" if on_gpu else "peak of the process (all)"
     display.show(memory_table(finished.held, unsharded, peak_name))
+    if memory is not None:
+        display.say(str(memory))
     display.say(f"{finished.tokens_per_s:,.0f} tokens/s; report: {path}; figures: {run.metrics}")
     display.say(f"continue with: shardwise train --resume {run.folder} --steps {2 * config.steps}")

@@ -5,27 +5,41 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 from helpers.ranks import on_ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from shardwise import ConfigError, ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard, replicate, spans
-from shardwise.events import Op
+from shardwise import (
+    ConfigError,
+    ShardedOptimizer,
+    ZeroRedundancyOptimizer,
+    fully_shard,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    replicate,
+    spans,
+)
+from shardwise.events import Call, Op
 from shardwise.planner.dry_run import dry_run
 from shardwise.planner.hardware import HARDWARE
+from shardwise.planner.optimizer_calls import Transfer, hooked_transfers, optimizer_transfers
+from shardwise.planner.rank_units import rank_units
 from shardwise.planner.search import evaluate
-from shardwise.planner.setting import Setting
+from shardwise.planner.setting import SEND_RECV, SHARED, Setting
+from shardwise.planner.step_order import steps_of
 from shardwise.testing.models import Block
 
 
-def sharded(door: object) -> nn.Module:
+def sharded(door: object, width: int = 16) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block(16, 64) for _ in range(3)])
+    model = nn.Sequential(*[Block(width, 4 * width) for _ in range(3)])
     assert callable(door)
     for block in model:
         door(block)
@@ -33,8 +47,8 @@ def sharded(door: object) -> nn.Module:
     return model
 
 
-def step(model: nn.Module) -> None:
-    model(torch.ones(4, 16)).sum().backward()
+def step(model: nn.Module, width: int = 16) -> None:
+    model(torch.ones(4, width)).sum().backward()
 
 
 @on_ranks(2)
@@ -152,3 +166,91 @@ def test_a_profiler_sees_transfers_of_every_way_by_name_while_it_is_on() -> None
         assert spans.listeners
         step(model)
         assert not spans.listeners
+
+
+def planned_calls(setting: Setting, width: int = 16) -> list[Call]:
+    plain, inputs = sharded(lambda _: None, width), [torch.empty(4, width)]
+    profile = dry_run(plain, inputs, lambda model, x: model(x).sum()).profile
+    return list(steps_of(profile, rank_units(profile, setting, "cpu"), setting.depth).plan.calls)
+
+
+@on_ranks(2)
+def test_what_units_call_was_planned_before_any_of_them_was_there() -> None:
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    hybrid = functools.partial(fully_shard, mesh=replicas)
+    full = Setting(ranks=2, min_unit_bytes=0)
+    for door, transport, setting, width in (
+        (fully_shard, "auto", replace(full, transport=SHARED), 16),
+        (fully_shard, "gloo", replace(full, transport=SEND_RECV), 16),  # too small for messages
+        (fully_shard, "gloo", replace(full, transport=SEND_RECV), 300),
+        (fully_shard, "collective", full, 16),
+        (hybrid, "auto", replace(full, door="hybrid", replicas=2), 16),
+        (replicate, "auto", replace(full, door="replicate"), 16),
+        (None, "auto", replace(full, transport=SHARED), 16),
+    ):
+        model = sharded(door or (lambda _: None), width)
+        if door is None:
+            shardwise.shard_model(model, min_unit_bytes=0)
+        elif door is not replicate:
+            model.set_transport(transport)  # pyright: ignore[reportCallIssue]
+        for _ in range(2):
+            step(model, width)
+        with shardwise.trace(model) as trace:
+            step(model, width)
+        planned = planned_calls(setting, width)
+        assert trace.calls == planned, (setting.door, transport, width)
+        assert any(call.in_place for call in planned) == (width == 300)
+
+
+def transfers_in(trace: shardwise.Trace) -> list[Transfer]:
+    names = {"exchange", "reduction", "all-gather"}
+    return [Transfer(each.what, each.num_bytes) for each in trace.spans if each.what in names]
+
+
+@on_ranks(2)
+def test_what_optimizers_call_was_planned_before_any_of_them_was_there() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[Block(300, 1201) for _ in range(3)])
+
+    profile = dry_run(make(), [torch.empty(4, 300)], lambda model, x: model(x).sum()).profile
+    inputs = torch.ones(4, 300)
+    for door in ("optimizer", "gradients"):
+        model = make()
+        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition="even", lr=0.1)
+        with shardwise.trace() as trace:
+            model(inputs).sum().backward()
+            if door == "gradients":
+                zero.reduce_gradients()
+            zero.step()
+        found = transfers_in(trace)
+        assert found == list(optimizer_transfers(profile, Setting(door=door, ranks=2))), door
+        assert len(found) >= (3 if door == "gradients" else 1)
+    for hook, reduce in ((hook_with_zero_step, "all"), (hook_with_zero_step_interleaved, "owner")):
+        ddp = nn.parallel.DistributedDataParallel(make(), bucket_cap_mb=1)
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, partition="even", overlap_with_ddp=True)
+        ddp.register_comm_hook(None, hook(None if reduce == "owner" else allreduce_hook, ddp, zero, reduce=reduce))
+        for _ in range(2):
+            ddp(inputs).sum().backward()
+            zero.zero_grad()
+        with shardwise.trace() as trace:
+            ddp(inputs).sum().backward()
+        planned = hooked_transfers(profile, reduce == "owner", (1 << 20, 1 << 20))
+        assert Counter(transfers_in(trace)) == Counter(planned)
+        assert len(planned) >= 5
+    sharded_model = make()
+    for block in sharded_model:
+        fully_shard(block)
+    muon = ShardedOptimizer(
+        {name: param for name, param in sharded_model.named_parameters() if param.ndim == 2}, torch.optim.Muon, lr=0.1
+    )
+    rest = ShardedOptimizer(
+        {name: param for name, param in sharded_model.named_parameters() if param.ndim != 2}, torch.optim.AdamW
+    )
+    sharded_model(inputs).sum().backward()
+    with shardwise.trace() as trace:
+        muon.step()
+        rest.step()
+    planned = optimizer_transfers(profile, Setting(ranks=2, min_unit_bytes=0, matrices=True))
+    assert transfers_in(trace) == list(planned) or torch.distributed.get_rank()
+    assert len(planned) == 2

@@ -156,6 +156,8 @@ def test_a_run_of_two_ranks_goes_on_behind_every_door_on_four_and_back_on_two(
         _assert_same_curve(tmp_path / name, base)
         assert _saved_shares(said) == pytest.approx(CASES[name].saves, abs=0.01), name
         assert _unit_names(said) == UNITS.get(name, []), name
+        assert "memory of step 5: " in said
+        assert ", planned " in said
     back = {
         name: _continue(tmp_path / name, tmp_path / f"{name}-back", AGAIN, **options) for name, options in BACK.items()
     }

@@ -21,7 +21,7 @@ from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of, pooled
 from shardwise.planner.rank_time import time_of
 from shardwise.planner.rank_units import rank_units
 from shardwise.planner.search import Choices, Search, evaluate
-from shardwise.planner.setting import ONE_UNIT, Setting
+from shardwise.planner.setting import ONE_UNIT, SEND_RECV, SHARED, TIERS, Setting
 from shardwise.planner.step_order import steps_of
 
 MB = 1_000_000
@@ -239,13 +239,51 @@ def test_settings_that_cannot_be_are_refused() -> None:
 def test_ranks_of_one_host_that_read_each_others_memory_stage_nothing_but_an_outbox() -> None:
     profile, cpu = a_profile(), replace(HARDWARE["cpu"], ranks_per_host=4)
     near, far = (evaluate(profile, Setting(ranks=4), replace(cpu, ranks_per_host=hosts)) for hosts in (4, 2))
-    assert (near.setting.transport, far.setting.transport) == ("shared memory", "collective")
+    assert (near.setting.transport, far.setting.transport) == (SHARED, TIERS)
     staging = KINDS.index("staging")
     moments = held(profile, near.setting, "cpu").moments
     parts = 3 * (BLOCK * 3 // 4)  # of three reductions, for the three other ranks
     assert {moment.held[staging] for moment in moments} == {parts}
     assert near.time.between_bytes == 0
     assert near.time.inside_bytes == pytest.approx((BLOCK * 3 * 3 + NORM * 2) * 3 / 4)
+
+
+def test_each_byte_crosses_a_cable_once_for_a_host_however_many_ranks_it_has() -> None:
+    profile, cpu = a_profile(), HARDWARE["cpu"]
+    moved = BLOCK * 3 * 3 + NORM * 2  # two gathers and a reduction of each block, the root's one and one
+    for ranks, near, transport in ((4, 2, TIERS), (8, 4, TIERS), (2, 1, SEND_RECV), (6, 4, "collective")):
+        found = evaluate(profile, Setting(ranks=ranks), replace(cpu, ranks_per_host=near))
+        assert found.setting.transport == transport
+        hosts = ranks // near
+        if transport != "collective":
+            assert found.time.between_bytes * near == pytest.approx(moved * (hosts - 1) / hosts, rel=1e-3)
+            assert found.time.inside_bytes == pytest.approx(moved * (near - 1) / near, rel=1e-3)
+
+
+def test_messages_that_are_received_where_they_belong_stage_nothing_but_small_tensors() -> None:
+    profile, staging = a_profile(), KINDS.index("staging")
+    most = {
+        transport: max(
+            moment.held[staging] for moment in held(profile, Setting(ranks=2, transport=transport), "cpu").moments
+        )
+        for transport in ("collective", SEND_RECV)
+    }
+    assert most["collective"] >= 2 * BLOCK  # of an all-gather's result beside a reduction's input
+    assert most[SEND_RECV] == pooled(BLOCK // 2)  # gradients that another rank has sent
+
+
+def test_a_step_over_whole_matrices_gathers_what_an_owner_updates_and_sends_it_back() -> None:
+    profile = a_profile()
+    plain, whole = (held(profile, Setting(ranks=4, matrices=matrices)) for matrices in (False, True))
+    staged = {moment.place: moment.held[KINDS.index("staging")] for moment in whole.moments[-3:]}
+    assert list(staged) == ["send shards to owners", "put matrices together", "send matrices back"]
+    assert staged["put matrices together"] == pytest.approx(
+        4 * BLOCK, rel=1e-4
+    )  # one of three: shards, and it with gradient
+    assert whole.moments[0].held[KINDS.index("optimizer")] == BLOCK + 2 * NORM // 4
+    times = [evaluate(profile, Setting(ranks=4, matrices=each), HARDWARE["h100"]).time for each in (False, True)]
+    assert times[1].inside_bytes - times[0].inside_bytes == pytest.approx((2 * 3 / 4 + 1) * BLOCK * 3 / 4, rel=0.01)
+    assert len(plain.moments) == len(whole.moments) - 3
 
 
 def test_what_is_read_from_shared_memory_takes_the_rank_that_reads_it() -> None:

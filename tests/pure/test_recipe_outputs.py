@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from shardwise.planner.rank_memory import UPDATE, Moment, RankMemory
 from shardwise.recipes.config import SHARDS, ModelShape, TrainConfig
 from shardwise.recipes.doors import DOORS, build_adamw
 from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
@@ -26,9 +27,11 @@ from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.report import draw_report
 from shardwise.recipes.run_folder import Run
 from shardwise.recipes.run_log import RunJournal, TrainedStep
+from shardwise.recipes.step_memory import HeldMemory, StepMemory
 from shardwise.recipes.text import Baseline, TextFacts, Windows
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, context=12)
+HELD = HeldMemory([HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4))
 
 
 def test_the_model_is_a_function_of_its_seed_and_starts_at_the_uniform_loss() -> None:
@@ -132,7 +135,7 @@ def test_the_table_sets_ranks_beside_unsharded(num_ranks: int) -> None:
 def test_the_picture_shows_both_curves_and_the_bars(tmp_path: Path) -> None:
     metrics: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
     metrics += [{"kind": "validation", "step": n, "loss": 5.0 - n / 10} for n in (0, 10, 20)]
-    draw_report(tmp_path / "r.png", "title", metrics, Baseline(2.9), [HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4))
+    draw_report(tmp_path / "r.png", "title", metrics, Baseline(2.9), HELD)
     pixels = np.round(matplotlib.image.imread(tmp_path / "r.png")[..., :3] * 255).astype(int).reshape(-1, 3)
     colors = {tuple(color) for color in np.unique(pixels, axis=0)}
     for name, color in {"validation": (214, 39, 40), "parameters": (31, 119, 180), "state": (44, 160, 44)}.items():
@@ -148,8 +151,7 @@ def test_the_picture_shows_where_a_run_was_started_again(tmp_path: Path) -> None
             "title",
             [*metrics, *lines],
             Baseline(2.9),
-            [HeldBytes(1, 1, 2)] * 2,
-            HeldBytes(2, 2, 4),
+            HELD,
         )
     left, right = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("with", "without"))
     columns = np.flatnonzero((left != right).any(-1).sum(0) > 100)  # from top to bottom, dotted
@@ -161,11 +163,26 @@ def test_the_picture_shows_the_speed_of_every_step_that_tells_it(tmp_path: Path)
     old: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
     new = [{**line, "tokens_per_s": 1000.0 + 10 * n} for n, line in enumerate(old)]
     for name, lines in (("old", old), ("new", new)):
-        draw_report(
-            tmp_path / f"{name}.png", "title", lines, Baseline(2.9), [HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4)
-        )
+        draw_report(tmp_path / f"{name}.png", "title", lines, Baseline(2.9), HELD)
         pixels = np.round(matplotlib.image.imread(tmp_path / f"{name}.png")[..., :3] * 255).astype(int)
         assert bool((pixels == (23, 190, 207)).all(-1).any()) == (name == "new")
+
+
+def test_the_picture_shows_what_a_rank_held_over_a_step_beside_the_plan(tmp_path: Path) -> None:
+    metrics: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
+    edges = ("enter forward (root)", "enter backward (root)", UPDATE)
+    peaks = tuple((edge, 10**6 * number) for number, edge in enumerate(edges, 2))
+    moments = tuple(Moment(edge, (10**6, *[0] * 5, 10**6, 0), edge) for edge in edges)
+    for name, step in (("measured", StepMemory(3, 1, peaks)), ("both", StepMemory(3, 1, peaks, RankMemory(moments)))):
+        draw_report(tmp_path / "r.png", "title", metrics, Baseline(2.9), replace(HELD, step=step))
+        pixels = np.round(matplotlib.image.imread(tmp_path / "r.png")[..., :3] * 255).astype(int)
+        right = pixels[len(pixels) // 2 :, int(pixels.shape[1] * 0.6) :]
+        black = (right == 0).all(-1).sum(1)
+        assert (black > 100).sum() >= 3, f"{name}: a line along each of three edges"
+        areas = [(119, 149, 195), (139, 199, 218)]  # of parameters and of activations, over white
+        found = [(abs(right - colour).max(-1) < 4).sum() for colour in areas]
+        assert all(count > 3000 for count in found) == (name == "both"), found
+    assert str(step) == "memory of step 3: 4 MB at most on rank 1 (optimizer step), planned 2 MB (enter forward (root))"
 
 
 class _Scalars:

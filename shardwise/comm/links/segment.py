@@ -115,6 +115,15 @@ class Segment:
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
 
+def foreign_ranges() -> list[tuple[int, int]]:
+    """Return where memory of other processes is mapped here: addresses of first bytes, and those after the last ones."""
+    found: list[tuple[int, int]] = []
+    for segment in list(_mapped.values()):
+        start = ctypes.addressof(ctypes.c_char.from_buffer(segment.mapping))
+        found.append((start, start + segment.num_bytes))
+    return found
+
+
 def _make_private(mapping: mmap.mmap, fd: int) -> None:
     """Replace a shared mapping, in place, by one whose writes others do not see (but which may show their later ones)."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))

@@ -115,10 +115,10 @@ class PeerLink:
 
     def takes_gather(self, pieces: GatherEnds) -> bool:
         buckets = pieces.buckets()
-        return bool(buckets) and all(_is_worth(each.layout) for each in buckets)
+        return bool(buckets) and all(is_worth_messages(each.layout) for each in buckets)
 
     def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
-        return _is_worth(pieces.layout) and can_sum_in_parts(scale, self.size)
+        return is_worth_messages(pieces.layout) and can_sum_in_parts(scale, self.size)
 
     def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
         return (self.size - 1) * layout.tail_numel * itemsize, True
@@ -316,5 +316,6 @@ class _Scatter:
         return leases
 
 
-def _is_worth(layout: Bucket) -> bool:
+def is_worth_messages(layout: Bucket) -> bool:
+    """Return True if tensors of ``layout`` go as messages: large ones are most of a section."""
     return layout.tail_start >= MIN_LARGE_SHARE * layout.section_numel
