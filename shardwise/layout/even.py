@@ -13,7 +13,9 @@ from shardwise.layout.owners import Piece
 ALIGNMENT_NUMEL = 64  # one cache line of the smallest dtype, 256 bytes of float32
 
 RUN_NUMEL = 1 << 20  # 4 MiB of float32: what travels at once
-RUN_NUMEL_PER_RANK = 1 << 17  # with very many ranks more, so that what each of them owns of a run is a message by itself
+RUN_NUMEL_PER_RANK = (
+    1 << 17
+)  # with very many ranks more, so that what each of them owns of a run is a message by itself
 
 
 @dataclass(frozen=True, slots=True)

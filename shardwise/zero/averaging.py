@@ -159,7 +159,9 @@ class Averaging:
 
     def _forget_dropped(self, indices: Sequence[int]) -> None:
         share = self.means.share
-        dropped = [index for index in indices if index in self._sent and self._sent[index].left is not share.params[index].grad]
+        dropped = [
+            index for index in indices if index in self._sent and self._sent[index].left is not share.params[index].grad
+        ]
         if dropped:
             self.receive_all()
         for index in dropped:

@@ -18,6 +18,7 @@ from shardwise.zero.local_pieces import LocalPiece, gradient_for
 from shardwise.zero.same_gradients import are_same
 from shardwise.zero.share import Share
 
+
 def _describe_presence(share: Share, presence: Sequence[torch.dtype | None]) -> list[str]:
     """Return ``presence`` in words, one line per parameter."""
     return [
@@ -68,7 +69,8 @@ def mark_spent(share: Share, owner_ref: OwnerRef) -> None:
             continue
         local_pieces = share.local_by_param[index]
         here = share.partition == "whole" and is_whole(local_pieces)
-        owned = make_owned(param, [gradient] if here else [], here, owner_ref, gradient.dtype)
+        # Of the gradient's shape, not the parameter's: whose new values may be on their way.
+        owned = make_owned(gradient, [gradient] if here else [], here, owner_ref, gradient.dtype)
         owned.is_spent = True
         param.grad = owned
 

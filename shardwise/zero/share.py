@@ -11,7 +11,15 @@ import torch
 from shardwise.comm.owned import Broadcast, plan_broadcasts
 from shardwise.layout.owners import Piece
 from shardwise.zero.checks import Partition, flatten_groups
-from shardwise.zero.local_pieces import LocalPiece, make_local, owned_views, pack_params, partition_groups, runs_of_groups, view_of
+from shardwise.zero.local_pieces import (
+    LocalPiece,
+    make_local,
+    owned_views,
+    pack_params,
+    partition_groups,
+    runs_of_groups,
+    view_of,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

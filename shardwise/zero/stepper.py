@@ -57,7 +57,9 @@ class ShareStepper:
     def __init__(self, local: LocalOptimizer, board: Board, packs: bool, overlap: Overlapped = Overlapped()) -> None:
         self.local, self.board = local, board
         self.arrivals = Arrivals()
-        self.sends = EarlySends(weakref.WeakMethod(self._open_averaging)) if overlap.reduces and board.size > 1 else None
+        self.sends = (
+            EarlySends(weakref.WeakMethod(self._open_averaging)) if overlap.reduces and board.size > 1 else None
+        )
         self._arrives_late = overlap.gathers and board.size > 1
         self._averaging: Averaging | None = None
         self.known = KnownGradients()
