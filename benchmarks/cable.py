@@ -88,9 +88,8 @@ def _int8_recommended(model: GPT, setup: Setup) -> nn.Module:
 
 
 def _overlapped_zero(model: nn.Module) -> Optimizer:
-    return ZeroRedundancyOptimizer(
-        model.parameters(), AdamW, partition="even", lr=LR, overlap_grad_reduce=not isinstance(model, DDP), overlap_param_gather=True
-    )  # fmt: skip
+    overlap = {"overlap_grad_reduce": not isinstance(model, DDP), "overlap_param_gather": True}
+    return ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="even", lr=LR, **overlap)
 
 
 def _zero_in_backward(model: nn.Module) -> Optimizer:

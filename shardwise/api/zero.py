@@ -187,7 +187,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Let gradients of backwards in this context stay on their rank, for a later backward to add to and to send.
 
         Without ``overlap_grad_reduce`` they do anyway.  Gradients that come after their parameter's were sent are sent once
-        more, and added: that is right, but twice the bytes.
+        more, and added: that is right, but twice the bytes, and all ranks must do it.
         """
         sends = self._stepper.sends
         was = sends is not None and sends.is_held

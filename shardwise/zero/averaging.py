@@ -242,8 +242,9 @@ class EarlySends:
         """Send in the next backwards what the ranks have agreed that they had in this step; (): send nothing."""
         self._dtypes = presence
         self._expected = []
+        assert self._share is not None  # listen() comes first
         share = self._share
-        for run in reversed(share.runs) if presence and share is not None else ():
+        for run in reversed(share.runs) if presence else ():
             kinds: dict[tuple[torch.dtype | None, torch.device], list[int]] = {}
             for index in run:
                 if presence[index] is not None:

@@ -281,8 +281,8 @@ class ShareStepper:
         averaging, self._averaging = self._averaging, None
         if averaging is not None:
             averaging.receive_all()
-            if self.sends is not None:
-                self.sends.expect_again()
+        if self.sends is not None:
+            self.sends.expect_again()
 
     def consolidate(self, to: int) -> None:
         """Bring the whole state to group rank ``to``, unless it is there."""

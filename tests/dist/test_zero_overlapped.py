@@ -228,7 +228,8 @@ def test_whoever_reads_a_parameter_finds_its_new_values() -> None:
             optimizer.step()
             optimizer.zero_grad()
             assert all(each.grad is None and each.requires_grad for each in net.parameters())
-        assert type(param) is not torch.nn.Parameter and isinstance(param, torch.nn.Parameter)
+        assert type(param) is not torch.nn.Parameter
+        assert isinstance(param, torch.nn.Parameter)
         value = read(model, param)
         assert type(param) is torch.nn.Parameter, number
         assert type(value) in (torch.Tensor, torch.nn.Parameter), number
