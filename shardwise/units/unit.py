@@ -62,6 +62,7 @@ class Unit:
         uses_default_reshard: ``reshard_after_forward`` was not given, so a root keeps its parameters.
         max_reductions: reduce-scatter inputs that may live at once; the largest of an engine's units holds.
         transport: how its engine's ranks may exchange tensors, if the user has said so of this unit; a root's holds.
+        ahead_bytes: within how many bytes its engine's units are gathered ahead, if the user has said so; a root's holds.
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
     """
 
@@ -83,6 +84,7 @@ class Unit:
         self.uses_default_reshard = False
         self.max_reductions = 1
         self.transport: Transport | None = None
+        self.ahead_bytes: int | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None

@@ -136,6 +136,7 @@ def configures(model: FSDPModule) -> None:
     model.set_force_sum_reduction_for_comms(False)
     model.set_unshard_in_backward(True)
     model.set_transport("gloo")
+    model.set_gather_ahead_bytes(1 << 20)
     model.release_memory()
     with policy(model, sync=False):
         pass
