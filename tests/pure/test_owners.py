@@ -2,6 +2,8 @@
 
 from itertools import pairwise
 
+from itertools import accumulate
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,11 +60,11 @@ def test_runs_are_neighbours_of_about_one_size(numels, num_ranks) -> None:
     assert [index for run in runs for index in run] == list(range(len(numels)))
     least = max(RUN_NUMEL, num_ranks << 17)
     for number, run in enumerate(runs):
-        total, last = sum(numels[index] for index in run), number == len(runs) - 1
-        assert last or total >= least
-        assert (
-            total - numels[run.start] <= 3 * least if last else total - numels[run[-1]] < least or not numels[run[-1]]
-        )
+        totals = list(accumulate(numels[index] for index in run))
+        needed = next((count for count, total in enumerate(totals, 1) if total >= least), len(run))
+        is_last = number == len(runs) - 1
+        assert is_last or totals[-1] >= least
+        assert totals[-1] - totals[needed - 1] <= least // 2 * is_last  # a rest belongs to the last one
 
 
 @given(st.integers(0, 5000), RANKS, st.integers(1, 64))
