@@ -1,8 +1,6 @@
 """Partitions tile every tensor once, are balanced, and do not move when tensors are added."""
 
-from itertools import pairwise
-
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
