@@ -13,6 +13,8 @@ real hosts; on each of them:
 What is printed and written, per contender: milliseconds of a step (medians of the slowest rank, between barriers), the
 milliseconds of it in which the training thread was not on a core (mean over ranks: waiting for bytes, for other ranks, or
 for a core), and the MiB that a host sends and receives in a step, from the counters of its interfaces, headers included.
+A turn is one step that does not count and ``--steps`` that do, one after the other without a barrier: what a step leaves to
+the next one (parameters on their way) is paid for by the next one, and what the last one leaves ends before others step.
 """
 
 from __future__ import annotations
@@ -34,14 +36,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import AdamW, Optimizer
 
-from shardwise import CompressionPolicy, replicate, shard_model
+from shardwise import CompressionPolicy, ZeroRedundancyOptimizer, hook_with_zero_step, replicate, shard_model
 from shardwise.comm.alive import on_host
 from shardwise.recipes.bench.contenders import CONTENDERS, Contender, Trained, build_trained
 from shardwise.recipes.bench.figures import find_wrong_losses
 from shardwise.recipes.bench.machine import describe_machine
 from shardwise.recipes.bench.request import SHAPES, BenchConfig
-from shardwise.recipes.bench.setup import Setup, make_setup
+from shardwise.recipes.bench.setup import LR, Setup, make_setup
 from shardwise.recipes.bench.timing import WARM_UP, take_step, wait_for_all
 from shardwise.recipes.gpt import GPT
 
@@ -83,6 +87,20 @@ def _int8_recommended(model: GPT, setup: Setup) -> nn.Module:
     return shard_model(model, mesh=setup.mesh, compression=_INT8)
 
 
+def _overlapped_zero(model: nn.Module) -> Optimizer:
+    overlap = {"overlap_grad_reduce": not isinstance(model, DDP), "overlap_param_gather": True}
+    return ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="even", lr=LR, **overlap)
+
+
+def _zero_in_backward(model: nn.Module) -> Optimizer:
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), AdamW, partition="even", overlap_with_ddp=True, overlap_param_gather=True, lr=LR
+    )
+    assert isinstance(model, DDP)
+    model.register_comm_hook(None, hook_with_zero_step(None, model, zero, reduce="owner"))
+    return zero
+
+
 def _int8_replicated(model: GPT, setup: Setup) -> nn.Module:
     for block in model.blocks:
         replicate(block, mesh=setup.mesh, compression=_INT8_REDUCED)
@@ -97,7 +115,11 @@ def _contenders() -> dict[str, Contender]:
     )  # fmt: skip
     found = {name: CONTENDERS[name] for name in chosen}
     recommended, replicated = found["shardwise recommended"], found["shardwise replicate"]
+    zero_1, zero_2 = found["shardwise ZeRO-1"], found["shardwise ZeRO-2"]
     for each in (
+        replace(zero_1, name="shardwise ZeRO-1 overlapped", build_optimizer=_overlapped_zero),
+        replace(zero_1, name="shardwise ZeRO-1 in backward", build_optimizer=_zero_in_backward),
+        replace(zero_2, name="shardwise ZeRO-2 overlapped", build_optimizer=_overlapped_zero),
         replace(recommended, name=_FLAT, transport="gloo"),
         replace(recommended, name="shardwise recommended int8", wrap=_int8_recommended, dtype="bf16"),
         replace(replicated, name="shardwise replicate int8", wrap=_int8_replicated, dtype="bf16"),
@@ -144,7 +166,7 @@ def measure(options: argparse.Namespace) -> None:
     setup = make_setup(BenchConfig(options.shape, ranks, options.batch, options.rounds, "gloo", 0, names))
     trained = {name: build_trained(contenders[name], setup.build_model(), setup) for name in names}
     losses = _warm_up(trained, setup)
-    figures = _step_in_turns(trained, setup, options.rounds)
+    figures = _step_in_turns(trained, setup, options)
     every = [torch.empty_like(figures) for _ in range(ranks)]
     dist.all_gather(every, figures)
     if dist.get_rank() == 0:
@@ -160,7 +182,7 @@ def _warm_up(trained: dict[str, Trained], setup: Setup) -> dict[str, float]:
     """
     losses = torch.zeros(len(trained))
     for _ in range(WARM_UP):
-        losses = torch.stack([take_step(each, setup) for each in trained.values()])
+        losses = torch.stack([_first_steps(each, setup) for each in trained.values()])
     dist.all_reduce(losses, op=dist.ReduceOp.AVG)
     found = dict(zip(trained, losses.tolist(), strict=True))
     shared = {name: loss for name, loss in found.items() if name != "local"}
@@ -171,21 +193,36 @@ def _warm_up(trained: dict[str, Trained], setup: Setup) -> dict[str, float]:
     return found
 
 
-def _step_in_turns(trained: dict[str, Trained], setup: Setup, rounds: int) -> Tensor:
-    """Return seconds, seconds off the cores, bytes sent and received by this host: (contenders, rounds, 4), float64."""
+def _first_steps(trained: Trained, setup: Setup) -> Tensor:
+    loss = take_step(trained, setup)
+    _end(trained)
+    return loss
+
+
+def _end(trained: Trained) -> None:
+    """Let nothing of a step be on its way any longer."""
+    for param in trained.model.parameters():
+        param.detach()
+
+
+def _step_in_turns(trained: dict[str, Trained], setup: Setup, options: argparse.Namespace) -> Tensor:
+    """Return seconds, seconds off the cores, bytes sent and received by this host, per step: (contenders, rounds, 4)."""
+    rounds, steps = options.rounds, options.steps
     figures = torch.zeros(len(trained), rounds, 4, dtype=torch.float64)
     order, numbers = random.Random(0), range(len(trained))
     everyone = list(trained.values())
     for turn in range(rounds):
         for number in order.sample(numbers, len(numbers)):
             wait_for_all(setup)
-            begin, on_core, before = time.perf_counter(), time.thread_time(), _counters()
             take_step(everyone[number], setup)
-            off_core = time.perf_counter() - begin - (time.thread_time() - on_core)
-            wait_for_all(setup)
+            begin, on_core, before = time.perf_counter(), time.thread_time(), _counters()
+            for _ in range(steps):
+                take_step(everyone[number], setup)
             seconds, after = time.perf_counter() - begin, _counters()
+            off_core = seconds - (time.thread_time() - on_core)
             row = [seconds, off_core, after.sent - before.sent, after.received - before.received]
-            figures[number, turn] = torch.tensor(row, dtype=torch.float64)
+            figures[number, turn] = torch.tensor(row, dtype=torch.float64) / steps
+            _end(everyone[number])
     return figures
 
 
@@ -217,7 +254,10 @@ def _report(
             f"{name:32} {1e3 * median:8.0f} {median / local:8.2f} {1e3 * waits:9.0f} {out / _MIB:8.1f} {back / _MIB:8.1f}"
         )
     if options.out is not None:
-        asked = {key: getattr(options, key) for key in ("hosts", "ranks_per_host", "rate", "shape", "batch", "rounds")}
+        asked = {
+            key: getattr(options, key)
+            for key in ("hosts", "ranks_per_host", "rate", "shape", "batch", "rounds", "steps")
+        }
         content = {"asked": asked, "machine": describe_machine(torch.get_num_threads()), "rows": rows}
         options.out.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -292,6 +332,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="wide", help="'small' to see that all of it works")
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2, help="that count in a turn")
     parser.add_argument("--only", nargs="+", choices=tuple(_contenders()), metavar="NAME", help="beside local")
     parser.add_argument("--out", type=Path, help="a JSON file")
     parser.add_argument("--declared-host", help=argparse.SUPPRESS)

@@ -37,7 +37,10 @@ def describe_units(model: nn.Module) -> UnitTable:
         raise ConfigError(
             f"{type(model).__name__} contains no unit; call shard_model, fully_shard or replicate on it first"
         )
-    return UnitTable(tuple(_row(unit, compress_paths(names)) for unit, names in paths.items()))
+    rows = tuple(_row(unit, compress_paths(names)) for unit, names in paths.items())
+    engine = engine_of(next(iter(paths)))
+    plan = None if engine is None else engine.journal.plan
+    return UnitTable(rows, None if plan is None else plan.ahead_bytes)
 
 
 def _row(unit: Unit, name: str) -> UnitRow:

@@ -25,7 +25,7 @@ from shardwise.engine.copying import copy_module
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.hooks import wrap_forward_method
 from shardwise.engine.roots import provisional_engine
-from shardwise.engine.wiring import bind_units, limit_reductions, share_lanes, use_transport
+from shardwise.engine.wiring import bind_units, limit_gathers, limit_reductions, share_lanes, use_transport
 from shardwise.errors import ConfigError, StateError
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import UnitParam
@@ -288,6 +288,26 @@ class FSDPModule(_Base):
         limit_reductions(self._engine())
 
     # ---- prefetch and events ----
+
+    def set_gather_ahead_bytes(self, num_bytes: int | None) -> None:
+        """Gather as far ahead as memory allows, not one unit; to be called on the root, alike on every rank.
+
+        Args:
+            num_bytes: what full parameters and the staging of gathers and reductions stay within.  It is at least what
+                gathering one unit ahead holds at its highest point, for which 0 stands.  None: one unit ahead.
+
+        Takes effect with the plan of the next step.  Units with a list of their own (:meth:`set_modules_to_forward_prefetch`)
+        follow that.  Raises: TypeError if it is no int, ConfigError if it is below 0, StateError if this is not the root.
+        """
+        if num_bytes is not None and (isinstance(num_bytes, bool) or not isinstance(num_bytes, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"num_bytes must be an int or None, got {type(num_bytes).__name__}")
+        if num_bytes is not None and num_bytes < 0:
+            raise ConfigError(
+                f"num_bytes must not be negative, got {num_bytes}; 0 stands for what one unit ahead holds"
+            )
+        engine = self._root_engine("set_gather_ahead_bytes")
+        self._attachment().unit.ahead_bytes = num_bytes
+        limit_gathers(engine)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Unshard ``modules``, in order, when forward of this one starts, instead of what the plan has learned."""

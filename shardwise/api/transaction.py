@@ -93,6 +93,11 @@ def _optimized(optimizer: Optimizer) -> Optimized:
                 "an optimizer made with overlap_with_ddp=True steps inside backward, bucket by bucket: there is no moment "
                 "before its step at which all is as it was; make it without overlap to use transactions"
             )
+        if optimizer.overlap_grad_reduce or optimizer.overlap_param_gather:
+            raise ConfigError(
+                "an optimizer made with overlap_grad_reduce=True or overlap_param_gather=True has gradients and parameters on "
+                "their way beyond backward and step(), which cannot be put back; make it without them to use transactions"
+            )
         shares = share_stepper(optimizer)
         return Optimized(optimizer, optimizer.optim, shares.mark, shares.renew)
     if isinstance(optimizer, ShardedOptimizer):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from shardwise.zero.checks import (
     Partition,
     agree_on,
     check_dense,
+    check_overlap,
     check_partition,
     checked_optimizer_class,
     checked_params,
@@ -39,7 +41,7 @@ from shardwise.zero.gradients import clip_gradients
 from shardwise.zero.join import ZeroJoinHook
 from shardwise.zero.local import make_local_optimizer
 from shardwise.zero.share import make_share
-from shardwise.zero.stepper import ShareStepper
+from shardwise.zero.stepper import Overlapped, ShareStepper
 
 __all__ = ["ZeroRedundancyOptimizer", "_broadcast_object"]
 
@@ -59,6 +61,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         partition: "whole" gives each tensor one owner; "even" gives each rank the same number of elements, for
             optimizers that treat every element alone (tried out at construction).
         mixed_dtypes: allow several dense dtypes.
+        overlap_grad_reduce: for loops without DDP: backward sends gradients to their owners as it makes them, from the
+            second step on; :meth:`reduce_gradients` waits for what is still on its way.  Backwards whose gradients a later
+            one adds to go under :meth:`no_sync`.
+        overlap_param_gather: :meth:`step` returns while updated parameters are still on their way; whoever reads one
+            through torch's functions waits for it.  What was made of a parameter's memory before (``.data`` or a state dict
+            that is kept, arrays) shows the new values once the parameter has been read; ``torch.compile`` needs
+            :meth:`wait_for_params` before every forward.
         **defaults: arguments of ``optimizer_class``.
 
     Attributes:
@@ -87,6 +96,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         *,
         partition: Partition = "whole",
         mixed_dtypes: bool = False,
+        overlap_grad_reduce: bool = False,
+        overlap_param_gather: bool = False,
         **defaults: Any,
     ) -> None:
         Joinable.__init__(self)
@@ -98,19 +109,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.overlap_with_ddp = overlap_with_ddp
         self.partition: Partition = partition
         self._mixed_dtypes = mixed_dtypes
+        self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
         self._groups: list[dict[str, Any]] = []
         note("init", "ZeroRedundancyOptimizer")
 
         def build() -> list[str]:
             given = checked_params(params)
             check_dense(flatten_groups(given), mixed_dtypes)
+            check_overlap(overlap_with_ddp, overlap_grad_reduce)
             plain = checked_optimizer_class(optimizer_class, overlap_with_ddp)
             check_partition(partition, plain, given, defaults)
             Optimizer.__init__(self, given, defaults)
             share = make_share(self._groups, partition, self.world_size, self.rank)
             local = make_local_optimizer(share, self._groups, lambda groups: plain(groups, **defaults))
-            self._stepper = ShareStepper(local, self._board, parameters_as_bucket_view)
-            return [f"partition={partition!r}, {optimizer_class.__name__}", *describe_params(self._groups)]
+            overlapped = Overlapped(overlap_grad_reduce, overlap_param_gather)
+            self._stepper = ShareStepper(local, self._board, parameters_as_bucket_view, overlapped)
+            kind = f"partition={partition!r}, {optimizer_class.__name__}, {overlapped}"
+            return [kind, *describe_params(self._groups)]
 
         agree_on(self._board, "ZeroRedundancyOptimizer(...)", build)
         self._stepper.lay_out()
@@ -149,6 +164,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) the gradients of all parameters, and of this rank's pieces."""
+        self._stepper.drop_averaging()
         for param in self._stepper.share.params:
             if isinstance(param.grad, OwnedGradient):
                 param.grad = None if set_to_none else torch.zeros_like(param, requires_grad=False)
@@ -160,10 +176,35 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         For loops without DDP: one unit of volume instead of an all-reduce's two.  Collective: the same parameters must
         have gradients on all ranks.  ``.grad`` is an :class:`~shardwise.optim.owned_gradient.OwnedGradient` then, on
         every rank; a further backward and call add to it, until :meth:`zero_grad`.  On one rank it does nothing.
+        With ``overlap_grad_reduce`` most of it has happened in backward.
         Raises: DesyncError on all ranks if they have gradients of other parameters; StateError in ``Join``.
         """
         if self.world_size > 1:
             self._stepper.reduce()
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Let gradients of backwards in this context stay on their rank, for a later backward to add to and to send.
+
+        Without ``overlap_grad_reduce`` they do anyway.  Gradients that come after their parameter's were sent are sent once
+        more, and added: that is right, but twice the bytes, and all ranks must do it.
+        """
+        sends = self._stepper.sends
+        was = sends is not None and sends.is_held
+        try:
+            if sends is not None:
+                sends.is_held = True
+            yield
+        finally:
+            if sends is not None:
+                sends.is_held = was
+
+    def wait_for_params(self) -> None:
+        """Return when all parameters hold their new values, with ``overlap_param_gather``; else they do after a step.
+
+        Raises: DesyncError where another rank failed or did not take part in the step.
+        """
+        self._stepper.arrivals.wait()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

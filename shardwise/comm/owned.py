@@ -145,6 +145,11 @@ class PendingReduce:
     what: str
     leases: tuple[Lease, ...] = ()
 
+    @property
+    def has_come(self) -> bool:
+        """True if :meth:`wait` has nothing to wait for."""
+        return self.work is None or self.work.is_completed()
+
     def wait(self) -> torch.Tensor:
         """Return the averages of this rank's pieces, one after the other in a new 1-D tensor.
 

@@ -55,6 +55,7 @@ def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
         unit.policy = source.policy  # a root that has run keeps its parameters after forward; so does its copy
     unit.max_reductions = source.max_reductions
     unit.transport = source.transport
+    unit.ahead_bytes = source.ahead_bytes
     unit.all_reduce_hook = source.all_reduce_hook
     unit.groups = [_copy_group(group, memo) for group in source.groups]
     unit.number_parameters()

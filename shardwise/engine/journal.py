@@ -10,7 +10,7 @@ from shardwise.comm.bulletin import Bulletin, Position
 from shardwise.errors import DesyncError
 from shardwise.events import EventLog, Op, OrderChanged
 from shardwise.plan.policy import UnitPolicy
-from shardwise.plan.prefetch import StepPlan, UnitFacts, plan_step
+from shardwise.plan.prefetch import Room, StepPlan, UnitFacts, plan_step
 from shardwise.plan.visits import Edge, Order, Visit
 from shardwise.spans import begin, end, listeners
 from shardwise.units.param import UnitParam
@@ -22,7 +22,7 @@ class Journal:
 
     Attributes:
         plan: the prediction made from the last step's order; None until a step has shown one.
-        depth: units to unshard ahead of their use.
+        room: how far ahead of their use units may be unsharded.
         log: what units have done last; its instruments hear every event.
         bulletin: where ranks compare plans and say where they are when a collective fails; None without other ranks.
         agreed: which parameters' gradients may be reduced together: the ranks have agreed on each of these sets.
@@ -30,7 +30,7 @@ class Journal:
 
     def __init__(self) -> None:
         self.plan: StepPlan | None = None
-        self.depth = 1
+        self.room = Room()
         self.log = EventLog(next_track("engine"))
         self.instruments = self.log.instruments
         self.bulletin: Bulletin | None = None
@@ -40,7 +40,7 @@ class Journal:
         self._ahead: list[list[Unit]] = []  # as in the plan
         self._visits: list[Visit] = []
         self._follows_plan = False
-        self._planned_policies: tuple[UnitPolicy, ...] = ()
+        self._planned_from: tuple[Room, tuple[UnitPolicy, ...]] = self.room, ()
         self._left_order = ""
 
     def adopt(self, units: Sequence[Unit]) -> None:
@@ -140,14 +140,16 @@ class Journal:
         Raises: DesyncError if ranks would plan different collectives.
         """
         order = Order(tuple(self._visits))
-        policies = tuple([unit.policy for unit in self._units])
-        if self.plan is not None and self.plan.order == order and policies == self._planned_policies:
+        made_from = self.room, tuple([unit.policy for unit in self._units])
+        if self.plan is not None and self.plan.order == order and made_from == self._planned_from:
             return
-        plan = plan_step(order, self.facts(), self.depth)
+        plan = plan_step(order, self.facts(), self.room)
         if self.bulletin is not None:
             calls = [f"{c.op.value} of unit '{c.unit}'" for c in plan.calls if c.op in (Op.UNSHARD, Op.REDUCE)]
+            if plan.ahead_bytes is not None:
+                calls.append(f"gathers ahead within {plan.ahead_bytes} bytes")
             self.bulletin.check_plan(calls, self.position())
-        self.plan, self._planned_policies, self._left_order = plan, policies, ""
+        self.plan, self._planned_from, self._left_order = plan, made_from, ""
         self._ahead = [[self._units[number] for number in numbers] for numbers in plan.ahead]
 
     def facts(self) -> tuple[UnitFacts, ...]:

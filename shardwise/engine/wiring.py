@@ -21,6 +21,7 @@ from shardwise.comm.posts import number_posts
 from shardwise.engine.engine import Engine
 from shardwise.engine.group_links import GroupLink, can_link
 from shardwise.engine.means import Means
+from shardwise.plan.prefetch import Room
 from shardwise.units.group import ShardGroup
 from shardwise.units.group_comm import GroupComm
 from shardwise.units.unit import Unit
@@ -56,6 +57,13 @@ def _policies(units: Sequence[Unit]) -> list[str]:
 def limit_reductions(engine: Engine) -> None:
     """Let as many inputs of reductions live at once as the most generous unit asks for."""
     engine.reductions.max_inputs = max((unit.max_reductions for unit in engine.units), default=1)
+    limit_gathers(engine)
+
+
+def limit_gathers(engine: Engine) -> None:
+    """Let gathers start ahead as far as the root asks for; what is in memory then depends on how many reductions live."""
+    num_bytes = engine.units[0].ahead_bytes if engine.units else None
+    engine.journal.room = Room(num_bytes=num_bytes, max_reductions=engine.reductions.max_inputs)
 
 
 def use_transport(engine: Engine, transport: Transport) -> None:

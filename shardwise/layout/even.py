@@ -12,6 +12,11 @@ from shardwise.layout.owners import Piece
 
 ALIGNMENT_NUMEL = 64  # one cache line of the smallest dtype, 256 bytes of float32
 
+RUN_NUMEL = 1 << 20  # 4 MiB of float32: what travels at once
+RUN_NUMEL_PER_RANK = (
+    1 << 17
+)  # with very many ranks more, so that what each of them owns of a run is a message by itself
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -87,6 +92,27 @@ def even_pieces(
             if upto == stop and at + 1 < len(by_start):
                 at += 1
     return tuple(pieces)
+
+
+def runs_of(numels: Sequence[int], num_ranks: int) -> list[range]:
+    """Cut tensors, in their order, into runs of whole tensors that have about as many elements as should travel at once.
+
+    A rest of less than half a run belongs to the last one.
+    Example:
+        >>> runs_of([1 << 19] * 5, 2)
+        [range(0, 2), range(2, 5)]
+    """
+    least = max(RUN_NUMEL, RUN_NUMEL_PER_RANK * num_ranks)
+    starts, held = [0], 0
+    for index, numel in enumerate(numels):
+        if held >= least:
+            starts.append(index)
+            held = 0
+        held += numel
+    if len(starts) > 1 and held <= least // 2:
+        starts.pop()
+    stops = [*starts[1:], len(numels)]
+    return [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:

@@ -40,13 +40,14 @@ class OwnedGradient(torch.Tensor):
     on by all ranks.  Norms, sums and the like raise StateError on every rank; see :func:`shardwise.clip_grad_norm_`.
 
     A backward over it does not touch the average: the new gradient waits in ``fresh`` to be averaged and added.
-    ``is_spent``: a step in backward has used it; it is there to be read.
+    ``is_spent``: a step in backward has used it; it is there to be read.  ``is_sent``: its average is on its way.
     """
 
     parts: tuple[torch.Tensor, ...]
     fresh: torch.Tensor | None
     is_whole: bool
     is_spent: bool
+    is_sent: bool
     owner_ref: Callable[[], GradientOwner | None]
 
     @property
@@ -105,6 +106,11 @@ class OwnedGradient(torch.Tensor):
                 "the step that used these gradients was made in backward (overlap_with_ddp=True), so that they cannot be "
                 "clipped or used again; make the optimizer without overlap, or change gradients in the communication hook"
             )
+        if self.is_sent:
+            raise StateError(
+                f"gradients (here of shape {tuple(self.shape)}) are on their way to their owners, where backward has sent them "
+                "(overlap_grad_reduce=True); call reduce_gradients() before they are read, clipped or stepped on"
+            )
         if self.fresh is not None:
             raise StateError(
                 f"a backward ran after gradients (here of shape {tuple(self.shape)}) were averaged to their owners; "
@@ -153,7 +159,7 @@ def make_owned(
     else:
         found = torch_private.tensor_without_memory(OwnedGradient, param, dtype)
     found.parts, found.is_whole, found.owner_ref = tuple(parts), is_whole, owner_ref
-    found.fresh, found.is_spent = None, False
+    found.fresh, found.is_spent, found.is_sent = None, False, False
     return found
 
 
@@ -189,7 +195,7 @@ def _unscale(
 def _readable(value: Any) -> Any:
     if not isinstance(value, OwnedGradient):
         return value
-    if not value.is_whole or value.fresh is not None:
+    if not value.is_whole or value.fresh is not None or value.is_sent:
         refuse("reading")
     return value.parts[0]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.events import Call, Op
+from shardwise.plan.memory import peak_bytes
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.visits import Edge, Order
+
+_TRIES = 4  # until a plan stays within its bytes; each time with less, by what the last one was above
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,22 @@ class UnitFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """How far ahead of their use units may be unsharded.
+
+    Attributes:
+        depth: so many units in any case.
+        num_bytes: more, as long as full parameters and staging stay within so much; at least what ``depth`` holds at its
+            highest point.  None: no more.
+        max_reductions: inputs of reductions that may live at once.
+    """
+
+    depth: int = 1
+    num_bytes: int | None = None
+    max_reductions: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """A predicted step.
 
@@ -46,6 +65,7 @@ class StepPlan:
         ahead: for each visit, the units to unshard right after it.
         routes: how the parameters of each unit travel: (unit, "shared memory" | "send/recv" | "collectives").
         starts: for each visit, how many calls come before those that it makes; last, how many come before the commits.
+        ahead_bytes: what full parameters and staging stay within, if units are unsharded ahead by bytes; else None.
     """
 
     order: Order
@@ -53,15 +73,17 @@ class StepPlan:
     ahead: tuple[tuple[int, ...], ...]
     routes: tuple[tuple[str, str], ...] = ()
     starts: tuple[int, ...] = ()
+    ahead_bytes: int | None = None
 
 
 class _Simulation:
     """Units as the engine would have them, one visit after another."""
 
-    def __init__(self, order: Order, units: Sequence[UnitFacts], depth: int) -> None:
+    def __init__(self, order: Order, units: Sequence[UnitFacts], room: Room) -> None:
         self.order = order
         self.units = units
-        self.depth = depth
+        self.room = room
+        self.most_staged = room.max_reductions * max((facts.reduce_bytes for facts in units), default=0)
         self.calls: list[Call] = []
         self.ahead: list[tuple[int, ...]] = []
         self.starts: list[int] = []
@@ -93,16 +115,27 @@ class _Simulation:
             self.call(Op.RESHARD, unit, self.units[unit].full_bytes)
 
     def upcoming(self, position: int, edge: Edge) -> list[int]:
-        """Return the next ``depth`` units that pass ``edge`` and are not full."""
+        """Return the next units that pass ``edge`` and are not full, as many as there is room for."""
         found: list[int] = []
         for visit in self.order.visits[position + 1 :]:
-            if len(found) == self.depth or (edge is Edge.ENTER_FORWARD and visit.edge is Edge.ENTER_BACKWARD):
+            is_enough = len(found) >= self.room.depth and self.room.num_bytes is None
+            if is_enough or (edge is Edge.ENTER_FORWARD and visit.edge is Edge.ENTER_BACKWARD):
                 break
             if visit.edge is not edge or visit.unit in self.is_full or visit.unit in found:
                 continue
             if edge is Edge.ENTER_FORWARD or self.units[visit.unit].policy.unshard_in_backward:
+                if len(found) >= self.room.depth and not self.has_room([*found, visit.unit], edge):
+                    break
                 found.append(visit.unit)
         return found
+
+    def has_room(self, ahead: Sequence[int], edge: Edge) -> bool:
+        """Return True if nothing exceeds the room once ``ahead`` are full beside what is full now."""
+        held = sum(self.units[unit].full_bytes for unit in self.is_full)
+        for unit in self.is_gathering.union(ahead):
+            facts = self.units[unit]
+            held += facts.gather_bytes + (0 if facts.in_place else facts.full_bytes)
+        return held + self.most_staged * (edge is Edge.ENTER_BACKWARD) <= (self.room.num_bytes or 0)
 
     def run_ahead(self, position: int, explicit: tuple[int, ...] | None, edge: Edge) -> None:
         chosen: list[int] = []
@@ -171,15 +204,29 @@ class _Simulation:
             self.call(Op.HOLD, unit)
 
 
-def plan_step(order: Order, units: Sequence[UnitFacts], depth: int = 1) -> StepPlan:
+def plan_step(order: Order, units: Sequence[UnitFacts], room: Room = Room()) -> StepPlan:
     """Predict the step that visits ``units`` in ``order``.
 
     Args:
         order: the visits, as recorded in an earlier step.
         units: facts of every unit, by number.
-        depth: units to unshard ahead of their use.
+        room: how far ahead of their use they may be unsharded.
     """
-    simulation = _Simulation(order, units, depth)
+    plan = _simulated(order, units, replace(room, num_bytes=None))
+    if room.num_bytes is None:
+        return plan
+    bound = limit = max(room.num_bytes, peak_bytes(plan.calls, room.max_reductions))
+    for _ in range(_TRIES):
+        found = _simulated(order, units, replace(room, num_bytes=limit))
+        peak = peak_bytes(found.calls, room.max_reductions)
+        if peak <= bound:
+            return replace(found, ahead_bytes=bound)
+        limit -= peak - bound
+    return replace(plan, ahead_bytes=bound)
+
+
+def _simulated(order: Order, units: Sequence[UnitFacts], room: Room) -> StepPlan:
+    simulation = _Simulation(order, units, room)
     simulation.run()
     routes = tuple((facts.name, facts.route) for facts in units if facts.route)
     return StepPlan(order, tuple(simulation.calls), tuple(simulation.ahead), routes, tuple(simulation.starts))

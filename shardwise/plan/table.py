@@ -31,9 +31,13 @@ class UnitRow:
 
 @dataclass(frozen=True, slots=True)
 class UnitTable:
-    """The units of a model in module order, the model's own first; ``str()`` is a table, with routes once any is known."""
+    """The units of a model in module order, the model's own first; ``str()`` is a table, with routes once any is known.
+
+    ``ahead_bytes``: what full parameters and staging stay within, where units are gathered ahead by bytes and a step has run.
+    """
 
     rows: tuple[UnitRow, ...]
+    ahead_bytes: int | None = None
 
     def __str__(self) -> str:
         lines = [_HEADINGS, *(_cells(row) for row in self.rows)]
@@ -46,6 +50,8 @@ class UnitTable:
             text.append("1 unit: no block is a unit of its own, so all parameters are gathered at once")
         else:
             text.append(f"{len(self.rows)} units, {numel:,} parameters, {_readable(num_bytes)}")
+        if self.ahead_bytes is not None:
+            text.append(f"gathered ahead within {_readable(self.ahead_bytes)}")
         return "\n".join(text)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.events import Call
-from shardwise.plan.prefetch import StepPlan, plan_step
+from shardwise.plan.prefetch import Room, StepPlan, plan_step
 from shardwise.plan.visits import Edge, Order, Visit
 from shardwise.planner.profile import Mark, Profile, Stretch
 from shardwise.planner.rank_units import RankUnit
@@ -72,7 +72,7 @@ def steps_of(profile: Profile, units: Sequence[RankUnit], depth: int) -> Steps:
     num_passed = len(visits)
     gradients = {unit_of_param[stretch.mark.param] for stretch in profile.stretches if stretch.mark.edge is None}
     visits += [Visit(unit, Edge.RELEASE_BACKWARD) for unit in sorted(places.in_backward - gradients)]
-    plan = plan_step(Order(tuple(visits)), [unit.facts for unit in units], depth)
+    plan = plan_step(Order(tuple(visits)), [unit.facts for unit in units], Room(depth))
     passages: list[Passage] = []
     for stretch, (unit, number, ends) in zip(profile.stretches, at, strict=True):
         calls = () if number is None else plan.calls[plan.starts[number] : plan.starts[number + 1]]

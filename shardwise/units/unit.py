@@ -68,6 +68,7 @@ class Unit:
         num_looks: forwards after which full parameters were looked at for writes that torch does not count; the first show
             what a module does.  has_touchy: one was found.
         num_compared: how often ranks have compared what their forwards have written to full parameters.
+        ahead_bytes: within how many bytes its engine's units are gathered ahead, if the user has said so; a root's holds.
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
     """
 
@@ -89,6 +90,7 @@ class Unit:
         self.uses_default_reshard = False
         self.max_reductions = 1
         self.transport: Transport | None = None
+        self.ahead_bytes: int | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.num_looks = 0

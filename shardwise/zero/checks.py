@@ -77,6 +77,15 @@ def check_dense(tensors: Sequence[torch.Tensor], mixed_dtypes: bool) -> None:
         )
 
 
+def check_overlap(overlap_with_ddp: bool, overlap_grad_reduce: bool) -> None:
+    """Raises: ConfigError where two would reduce the same gradients."""
+    if overlap_with_ddp and overlap_grad_reduce:
+        raise ConfigError(
+            "overlap_grad_reduce=True is for loops without DDP, and with overlap_with_ddp=True DDP's buckets reduce the "
+            "gradients: pass one of them. hook_with_zero_step(..., reduce='owner') sends gradients to their owners in DDP"
+        )
+
+
 def _not_plain(index: int, tensor: torch.Tensor) -> str:
     kind = f"a DTensor with placements {tensor.placements}" if isinstance(tensor, DTensor) else "a ShardedTensor"
     cause = (

@@ -1,60 +1,22 @@
-"""The gradients of a share: averaged to owners outside of DDP, handed to the local step, clipped by the norm of all."""
+"""The gradients of a share: compared between ranks, handed to the local step, clipped by the norm of all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from shardwise.comm.board import Board
-from shardwise.comm.buffers import BufferPool
-from shardwise.comm.carve import carve
-from shardwise.comm.owned import Owned, PendingReduce, reduce_to_owners
 from shardwise.errors import StateError
 from shardwise.layout.owners import Piece
 from shardwise.optim.clip import Limit
 from shardwise.optim.owned_gradient import GradientOwner, OwnedGradient, make_owned
-from shardwise.zero.local_pieces import LocalPiece, elements_of, gradient_for
+from shardwise.zero.averaging import Averaging, OwnerRef, Presence, is_whole
+from shardwise.zero.local_pieces import LocalPiece, gradient_for
 from shardwise.zero.same_gradients import are_same
 from shardwise.zero.share import Share
-
-MESSAGE_BYTES = 4 * 1024 * 1024  # two messages are on their way at a time, each copied once out and once in
-
-COPY_BELOW_BYTES = 8 * 1024  # a copy of this much takes as long as a storage of its own on the same memory
-
-OwnerRef = Callable[[], GradientOwner | None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnerReduction:
-    """One averaging of gradients to their owners.
-
-    Attributes:
-        staging: gives the pool that the buffers of messages on a device come from.
-        owner_ref: weak reference to the optimizer, by which gradients know it.
-        averages: of this rank's pieces, as they arrive.
-    """
-
-    share: Share
-    board: Board
-    staging: Callable[[torch.device], BufferPool]
-    owner_ref: OwnerRef
-    what: str
-    averages: dict[Piece, torch.Tensor] = field(default_factory=dict[Piece, torch.Tensor])
-
-
-def own_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient that this rank alone has made since the last averaging."""
-    gradient = param.grad
-    return gradient.fresh if isinstance(gradient, OwnedGradient) else gradient
-
-
-def _presence_of(share: Share) -> tuple[torch.dtype | None, ...]:
-    """Return the dtype of each parameter's gradient to average, None where there is none: messages follow from it."""
-    gradients = (own_gradient(param) for param in share.params)
-    return tuple(None if gradient is None else gradient.dtype for gradient in gradients)
 
 
 def _describe_presence(share: Share, presence: Sequence[torch.dtype | None]) -> list[str]:
@@ -71,11 +33,14 @@ class KnownGradients:
 
     Attributes:
         is_compared: gradients like those of the last step were the same on all ranks.
-        presences: of which parameters there may be gradients to average: the ranks have agreed on each of them.
+        presences: of which parameters there may be gradients to average, which of them twice, and how many messages were
+            sent early: the ranks have agreed on each of them.
     """
 
     is_compared: bool = False
-    presences: set[tuple[torch.dtype | None, ...]] = field(default_factory=set[tuple[torch.dtype | None, ...]])
+    presences: set[tuple[Presence, tuple[int, ...], int]] = field(
+        default_factory=set[tuple[Presence, tuple[int, ...], int]]
+    )
 
     def check(self, share: Share, board: Board, what: str, *, has_inputs: bool = True, only_warn: bool = False) -> None:
         """Ask whether the gradients may be stepped on, if that is not known; options as for :func:`are_same`.
@@ -85,96 +50,15 @@ class KnownGradients:
         if board.size > 1 and not check_averaged(share, what) and not self.is_compared:
             self.is_compared = are_same(share, board, what, has_inputs=has_inputs, only_warn=only_warn)
 
-    def agree_on_presence(self, share: Share, board: Board, what: str) -> None:
+    def agree_on_presence(self, run: Averaging, presence: Presence) -> None:
         """Raises: DesyncError on every rank if ranks have gradients of other parameters to average."""
-        presence = _presence_of(share)
-        if presence not in self.presences:
-            board.agree(what, _describe_presence(share, presence))
-            self.presences.add(presence)
-
-
-def reduce_to_pieces(run: OwnerReduction) -> None:
-    """Average all gradients, each on its owner only, and free them everywhere else, message by message.
-
-    While a message is on its way the next one is packed.
-    """
-    former: dict[int, tuple[OwnedGradient | None, torch.dtype]] = {}
-    on_the_way: list[tuple[list[Piece], PendingReduce]] = []
-    for indices in _messages(run.share):
-        on_the_way.append(_launch(run, indices, former))
-        if len(on_the_way) > 1:
-            _finish(run, *on_the_way.pop(0))
-    for message in on_the_way:
-        _finish(run, *message)
-    for index, (before, dtype) in former.items():
-        local_pieces = run.share.local_by_param[index]
-        parts = [run.averages[local.piece] for local in local_pieces]
-        if before is not None:
-            parts = [old.add_(new) for old, new in zip(before.parts, parts, strict=True)]
-        param = run.share.params[index]
-        param.grad = make_owned(param, parts, _is_whole(local_pieces), run.owner_ref, dtype)
-
-
-def _messages(share: Share) -> Iterator[list[int]]:
-    """Yield the parameters of each message: of one dtype and device, about ``MESSAGE_BYTES``."""
-    waiting: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    size: dict[tuple[torch.dtype, torch.device], int] = {}
-    for index, param in enumerate(share.params):
-        gradient = own_gradient(param)
-        if gradient is None:
-            continue
-        key = (gradient.dtype, gradient.device)
-        waiting.setdefault(key, []).append(index)
-        size[key] = size.get(key, 0) + gradient.numel() * gradient.element_size()
-        if size[key] >= MESSAGE_BYTES:
-            yield waiting.pop(key)
-            size[key] = 0
-    yield from waiting.values()
-
-
-def _launch(
-    run: OwnerReduction, indices: Sequence[int], former: dict[int, tuple[OwnedGradient | None, torch.dtype]]
-) -> tuple[list[Piece], PendingReduce]:
-    pieces = run.share.pieces_of(indices)
-    owned = [_owned(run, piece) for piece in pieces]
-    dtype, device = owned[0].tensor.dtype, owned[0].tensor.device
-    pending = reduce_to_owners(owned, run.board, run.what, run.staging(device))
-    del owned
-    for index in indices:  # sent: what is not owned here is freed while the rest is on its way
-        param = run.share.params[index]
-        before = param.grad if isinstance(param.grad, OwnedGradient) else None
-        if before is not None:
-            before.fresh = None
-        former[index] = (before, dtype)
-        param.grad = None
-    return pieces, pending
-
-
-def _owned(run: OwnerReduction, piece: Piece) -> Owned:
-    param = run.share.params[piece.tensor]
-    gradient = own_gradient(param)
-    if gradient is None:
-        raise StateError(f"{run.what}: parameter {piece.tensor} lost its gradient meanwhile")
-    return Owned(piece.owner, elements_of(piece, param, gradient))
-
-
-def _finish(run: OwnerReduction, pieces: Sequence[Piece], pending: PendingReduce) -> None:
-    averages, start = pending.wait(), 0
-    for piece in pieces:
-        if piece.owner != run.share.rank:
-            continue
-        param = run.share.params[piece.tensor]
-        shape, stride = (param.shape, param.stride()) if piece.numel == param.numel() else ((piece.numel,), (1,))
-        if piece.numel * averages.element_size() < COPY_BELOW_BYTES:
-            window = averages[start : start + piece.numel].clone()
-            run.averages[piece] = window.as_strided(shape, stride).detach()
-        else:
-            run.averages[piece] = carve(averages, start, shape, None if param.is_contiguous() else stride).detach()
-        start += piece.numel
-
-
-def _is_whole(local_pieces: Sequence[LocalPiece]) -> bool:
-    return len(local_pieces) == 1 and local_pieces[0].piece.numel == local_pieces[0].param.numel()
+        share, again = run.means.share, run.again()
+        key = (presence, again, run.early)
+        if key not in self.presences:
+            facts = _describe_presence(share, presence)
+            facts += [f"{run.early} messages were sent in backward", f"parameters {again} got gradients after that"]
+            run.means.board.agree(run.what, facts)
+            self.presences.add(key)
 
 
 def mark_spent(share: Share, owner_ref: OwnerRef) -> None:
@@ -184,8 +68,9 @@ def mark_spent(share: Share, owner_ref: OwnerRef) -> None:
         if gradient is None:
             continue
         local_pieces = share.local_by_param[index]
-        is_whole = share.partition == "whole" and _is_whole(local_pieces)
-        owned = make_owned(param, [gradient] if is_whole else [], is_whole, owner_ref, gradient.dtype)
+        here = share.partition == "whole" and is_whole(local_pieces)
+        # Of the gradient's shape, not the parameter's: whose new values may be on their way.
+        owned = make_owned(gradient, [gradient] if here else [], here, owner_ref, gradient.dtype)
         owned.is_spent = True
         param.grad = owned
 

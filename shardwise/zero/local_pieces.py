@@ -11,7 +11,7 @@ import torch
 from shardwise.comm.carve import are_neighbours, carve, is_own
 from shardwise.comm.owned import Owned, Place
 from shardwise.errors import LayoutError
-from shardwise.layout.even import even_pieces
+from shardwise.layout.even import even_pieces, runs_of
 from shardwise.layout.owners import Piece, add_loads, whole_pieces
 from shardwise.torch_private import storage_use_count
 from shardwise.zero.checks import Partition
@@ -40,18 +40,35 @@ def partition_groups(
 ) -> tuple[tuple[Piece, ...], ...]:
     """Return the pieces of each group; ``Piece.tensor`` counts over all groups.
 
-    Groups are dealt one after the other onto the loads of those before, so a group added later moves nothing.
+    Groups are dealt one after the other onto the loads of those before, so a group added later moves nothing.  What is
+    cut evenly is cut run by run: all ranks have some of what travels at once, so that all of them send at all times.
     """
     loads: tuple[int, ...] = (0,) * num_ranks
     offset = 0
     found: list[tuple[Piece, ...]] = []
     for group in groups:
         numels = [tensor.numel() for tensor in group["params"]]
-        pieces = (whole_pieces if kind == "whole" else even_pieces)(numels, num_ranks, loads)
-        loads = add_loads(loads, pieces)
-        found.append(tuple(Piece(p.tensor + offset, p.owner, p.start, p.stop) for p in pieces))
+        of_group: list[Piece] = []
+        for run in [range(len(numels))] if kind == "whole" else runs_of(numels, num_ranks):
+            own = [numels[index] for index in run]
+            pieces = (whole_pieces if kind == "whole" else even_pieces)(own, num_ranks, loads)
+            loads = add_loads(loads, pieces)
+            first = offset + run.start
+            of_group += [Piece(p.tensor + first, p.owner, p.start, p.stop) for p in pieces]
+        found.append(tuple(of_group))
         offset += len(numels)
     return tuple(found)
+
+
+def runs_of_groups(groups: Sequence[Mapping[str, Any]], num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the parameters that travel together, by number, in the order of the groups; no run is of two groups."""
+    runs: list[tuple[int, ...]] = []
+    offset = 0
+    for group in groups:
+        numels = [tensor.numel() for tensor in group["params"]]
+        runs += [tuple(offset + index for index in run) for run in runs_of(numels, num_ranks) if len(run)]
+        offset += len(numels)
+    return tuple(runs)
 
 
 def make_local(piece: Piece, param: torch.Tensor, kind: Partition) -> LocalPiece:

@@ -66,7 +66,9 @@ class _Backward:
     has_step: bool = True
     has_unused: bool = False
     buckets: list[_Bucket] = field(default_factory=list[_Bucket])
-    broadcasts: list[PendingBroadcast] = field(default_factory=list[PendingBroadcast])
+    broadcasts: list[tuple[list[int], list[PendingBroadcast]]] = field(
+        default_factory=list[tuple[list[int], list[PendingBroadcast]]]
+    )
 
 
 def make_hook(overlap: Overlap) -> DDPHook:
@@ -90,7 +92,7 @@ def _take_up_params(overlap: Overlap) -> None:
 
 
 def _begin(overlap: Overlap, running: _Backward) -> None:
-    for pending in running.broadcasts:  # left by a backward that raised
+    for pending in (each for _, launched in running.broadcasts for each in launched):  # left by a backward that raised
         pending.wait()
     running.buckets, running.broadcasts = [], []
     ddp = overlap.ddp()
@@ -179,8 +181,8 @@ def _finish(overlap: Overlap, running: _Backward) -> None:
 
 
 def _end(overlap: Overlap, running: _Backward) -> None:
-    for pending in running.broadcasts:
-        pending.wait()
+    for indices, pending in running.broadcasts:
+        overlap.stepper.expect(indices, pending)
     running.broadcasts = []
     overlap.stepper.mark_stepped()
 
@@ -203,7 +205,8 @@ def _step_bucket(overlap: Overlap, running: _Backward, bucket: _Bucket) -> None:
         ]
     if pairs:
         stepper.local.step_pieces(pairs)
-    running.broadcasts += launch_broadcasts(stepper.layout.broadcasts_of(known), stepper.board, _what(stepper))
+    launched = launch_broadcasts(stepper.layout.broadcasts_of(known), stepper.board, _what(stepper))
+    running.broadcasts.append((known, launched))
 
 
 def _wait_future(stepper: ShareStepper, future: Future[torch.Tensor]) -> torch.Tensor:
@@ -244,7 +247,8 @@ def _step_from_gradients(overlap: Overlap, running: _Backward) -> None:
         if local.param.grad is not None
     ]
     stepper.local.step_pieces(pairs)
-    running.broadcasts += launch_broadcasts(stepper.layout.broadcasts, stepper.board, _what(stepper))
+    launched = launch_broadcasts(stepper.layout.broadcasts, stepper.board, _what(stepper))
+    running.broadcasts.append((list(range(len(stepper.share.params))), launched))
     _end(overlap, running)
 
 

@@ -11,7 +11,15 @@ import torch
 from shardwise.comm.owned import Broadcast, plan_broadcasts
 from shardwise.layout.owners import Piece
 from shardwise.zero.checks import Partition, flatten_groups
-from shardwise.zero.local_pieces import LocalPiece, make_local, owned_views, pack_params, partition_groups, view_of
+from shardwise.zero.local_pieces import (
+    LocalPiece,
+    make_local,
+    owned_views,
+    pack_params,
+    partition_groups,
+    runs_of_groups,
+    view_of,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +29,7 @@ class Share:
     Attributes:
         params: in the order of the groups; ``Piece.tensor`` is an index into them.
         by_param: the pieces of each parameter.
+        runs: the numbers of the parameters that travel together, in their order.
     """
 
     params: tuple[torch.Tensor, ...]
@@ -31,6 +40,7 @@ class Share:
     local_pieces: tuple[LocalPiece, ...]
     by_param: tuple[tuple[Piece, ...], ...]
     local_by_param: tuple[tuple[LocalPiece, ...], ...]
+    runs: tuple[tuple[int, ...], ...]
 
     @property
     def pieces(self) -> list[Piece]:
@@ -76,6 +86,7 @@ def make_share(
         tuple(local_pieces),
         tuple(map(tuple, by_param)),
         tuple(map(tuple, local_by_param)),
+        runs_of_groups(groups, num_ranks),
     )
 
 

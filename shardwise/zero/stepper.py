@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +14,27 @@ import torch
 from shardwise.comm.board import Board
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.matrices import sum_of
-from shardwise.comm.owned import launch_broadcasts
+from shardwise.comm.owned import PendingBroadcast, launch_broadcasts
 from shardwise.errors import DesyncError, StateError
 from shardwise.layout.owners import Piece
+from shardwise.zero.arrivals import Arrivals
+from shardwise.zero.averaging import Averaging, EarlySends, Means
 from shardwise.zero.checks import describe_params
 from shardwise.zero.consolidate import Consolidated, consolidate
-from shardwise.zero.gradients import KnownGradients, OwnerReduction, attached, reduce_to_pieces
+from shardwise.zero.gradients import KnownGradients, attached
 from shardwise.zero.join import share_gradients
 from shardwise.zero.local import LocalOptimizer
 from shardwise.zero.share import Layout, Share, addresses_of, make_layout, moving_of, trainable_of
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlapped:
+    """What travels while other things are computed: gradients in backward, parameters in the next forward."""
+
+    reduces: bool = False
+    gathers: bool = False
 
 
 class ShareStepper:
@@ -34,6 +45,8 @@ class ShareStepper:
     Attributes:
         local: the share and its optimizer; another value when a group is added.
         board: where ranks agree, and say why they failed.
+        arrivals: parameters whose new values are on their way.
+        sends: what sends gradients in backward; None: nothing does.
         known: what the ranks know of each other's gradients.
         num_steps: made so far.
         has_state: a step or a load has made state, on this rank or on others.
@@ -41,8 +54,14 @@ class ShareStepper:
         is_joining: in ``Join``, where ranks that have run out of inputs step along.
     """
 
-    def __init__(self, local: LocalOptimizer, board: Board, packs: bool) -> None:
+    def __init__(self, local: LocalOptimizer, board: Board, packs: bool, overlap: Overlapped = Overlapped()) -> None:
         self.local, self.board = local, board
+        self.arrivals = Arrivals()
+        self.sends = (
+            EarlySends(weakref.WeakMethod(self._open_averaging)) if overlap.reduces and board.size > 1 else None
+        )
+        self._arrives_late = overlap.gathers and board.size > 1
+        self._averaging: Averaging | None = None
         self.known = KnownGradients()
         self.num_steps = 0
         self.has_state = self.is_joining = False
@@ -82,16 +101,21 @@ class ShareStepper:
         packed = self._layout.packed if self._layout is not None else frozenset[int]()
         self._layout = None  # its views of parameters go first: they would count as somebody who holds them
         self._layout = make_layout(self.share, self._packs, packed)
+        if self.sends is not None:
+            self.sends.listen(self.share)
         self.consolidated = None
 
     def add_last_group(self) -> None:
         """Take up the param group that users have added."""
+        self.arrivals.wait()
+        self.drop_averaging()
         self.local = self.local.with_last_group()
         self.known.is_compared = False
         self.lay_out()
 
     def refresh(self) -> None:
         """Follow changes made from outside: options, replaced memory, frozen or thawed parameters."""
+        self.arrivals.wait()
         layout, params = self.layout, self.share.params
         moving = moving_of(params)
         if moving != layout.moving or trainable_of(params) != layout.trainable:
@@ -109,6 +133,8 @@ class ShareStepper:
     def begin_join(self) -> None:
         """From here on hand gradients to the ranks that have run out of inputs."""
         self.is_joining = self.board.size > 1
+        if self.sends is not None:
+            self.sends.expect(())
 
     def end_join(self) -> None:
         """All ranks have inputs again."""
@@ -143,12 +169,28 @@ class ShareStepper:
                 raise error
         finally:
             del error
-        for pending in launch_broadcasts(self.layout.broadcasts, self.board, what):
-            pending.wait()
-        # What an owner sends is written without a count: a backward through a graph of before would go on, on others alone.
-        torch.autograd.graph.increment_version(list(self.share.params))
+        self._send_params(what)
         self.mark_stepped()
         return loss
+
+    def _send_params(self, what: str) -> None:
+        share, layout = self.share, self.layout
+        # What an owner sends is written without a count: a backward through a graph of before would go on, on others alone.
+        torch.autograd.graph.increment_version(list(share.params))
+        if not self._arrives_late:
+            for pending in launch_broadcasts(layout.broadcasts, self.board, what):
+                pending.wait()
+            return
+        for run in share.runs:
+            self.expect(run, launch_broadcasts(layout.broadcasts_of(run), self.board, what))
+
+    def expect(self, indices: Sequence[int], pending: Sequence[PendingBroadcast]) -> None:
+        """Wait for ``pending``, which brings new values of these parameters: now, or when somebody reads them."""
+        if self._arrives_late:
+            self.arrivals.expect([self.share.params[index] for index in indices], pending)
+            return
+        for each in pending:
+            each.wait()
 
     def mark_stepped(self) -> None:
         """Count a step: consolidated state is out of date from here."""
@@ -175,6 +217,7 @@ class ShareStepper:
         """Know nothing of the other ranks any more: after all have gone back to the state before a step."""
         self.board.renew()
         self.known = KnownGradients()
+        self._averaging = None
         self._staging.clear()
 
     def _update(
@@ -215,9 +258,31 @@ class ShareStepper:
                 f"{what}: ranks that have run out of inputs in Join do not take part; wrap the model in "
                 "DistributedDataParallel, or do without Join"
             )
-        self.known.agree_on_presence(self.share, self.board, what)
-        reduce_to_pieces(OwnerReduction(self.share, self.board, self.staging, weakref.ref(self), what))
+        averaging, self._averaging = self._open_averaging(), None
+        presence = averaging.presence()
+        try:
+            self.known.agree_on_presence(averaging, presence)
+            averaging.end()
+        finally:
+            if self.sends is not None:
+                self.sends.expect(())
+        if self.sends is not None:
+            self.sends.expect(presence)
         self.known.is_compared = False
+
+    def _open_averaging(self) -> Averaging:
+        if self._averaging is None:
+            means = Means(self.share, self.board, self.staging, weakref.ref(self))
+            self._averaging = Averaging(means, f"reduce_gradients() for step {self.num_steps + 1}")
+        return self._averaging
+
+    def drop_averaging(self) -> None:
+        """Let nothing come of what backward has sent since the last averaging."""
+        averaging, self._averaging = self._averaging, None
+        if averaging is not None:
+            averaging.receive_all()
+        if self.sends is not None:
+            self.sends.expect_again()
 
     def consolidate(self, to: int) -> None:
         """Bring the whole state to group rank ``to``, unless it is there."""

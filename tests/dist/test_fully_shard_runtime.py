@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardwise import FSDPModule, fully_shard, set_default_transport
+from shardwise import FSDPModule, describe_units, fully_shard, set_default_transport
 from shardwise.comm.links.link import Transport
 from shardwise.events import Op, OrderChanged
 from shardwise.plan.memory import peak_bytes
@@ -46,6 +46,36 @@ def test_trace_and_memory_equal_the_plan(transport: Transport) -> None:
             expected = {"auto": "shared memory", "gloo": "send/recv", "collective": "collectives"}[transport]
             assert {route for _, route in plan.routes} <= {expected, "collectives"}, plan.routes
     set_default_transport("auto")
+
+
+@on_ranks(2)
+def test_gathers_ahead_by_bytes_go_as_planned_and_hold_no_more() -> None:
+    for transport in ("gloo", "collective"):
+        results: list[torch.Tensor] = []
+        for num_bytes in (None, 0, 1 << 30):
+            model = build_sharded("plain")
+            model.set_transport(transport)
+            model.set_gather_ahead_bytes(num_bytes)
+            for _ in range(2):
+                loss_of(model, name="plain").backward()
+            engine = engine_of(model)
+            plan = engine.journal.plan
+            assert plan is not None
+            assert plan.ahead_bytes == describe_units(model).ahead_bytes
+            assert ("gathered ahead within" in str(describe_units(model))) == (num_bytes is not None)
+            recorder = Recorder(engine)
+            engine.means.pool.reset_peak()
+            loss = loss_of(model, name="plain")
+            loss.backward()
+            results.append(loss.detach())
+            assert tuple(recorder.events) == plan.calls
+            assert engine.means.pool.peak_leased_bytes == peak_bytes(plan.calls) <= (plan.ahead_bytes or 1 << 30)
+            most = max(len(units) for units in plan.ahead)
+            assert most == 1 if num_bytes is None else most >= 1 if num_bytes == 0 else most > 2
+            model.set_gather_ahead_bytes(None)  # the next plan is that of one unit
+            loss_of(model, name="plain").backward()
+            assert engine.journal.plan.ahead_bytes is None
+        assert results[0] == results[1] == results[2]
 
 
 @on_ranks(2)

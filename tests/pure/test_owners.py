@@ -1,13 +1,13 @@
 """Partitions tile every tensor once, are balanced, and do not move when tensors are added."""
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import ConfigError
-from shardwise.layout.even import boxes, even_pieces, even_ranges
+from shardwise.layout.even import RUN_NUMEL, boxes, even_pieces, even_ranges, runs_of
 from shardwise.layout.owners import add_loads, assign_owners, whole_pieces
 
 NUMELS = st.lists(st.integers(0, 500), min_size=1, max_size=12)
@@ -50,6 +50,19 @@ def test_even_stays_within_one_block_over_groups(first, second, num_ranks, block
         loads = add_loads(loads, pieces)
     assert max(loads) - min(loads) <= block
     assert sum(loads) == sum(first) + sum(second)
+
+
+@given(st.lists(st.integers(0, 3 * RUN_NUMEL), min_size=1, max_size=30), st.sampled_from([1, 2, 64]))
+def test_runs_are_neighbours_of_about_one_size(numels, num_ranks) -> None:
+    runs = runs_of(numels, num_ranks)
+    assert [index for run in runs for index in run] == list(range(len(numels)))
+    least = max(RUN_NUMEL, num_ranks << 17)
+    for number, run in enumerate(runs):
+        totals = list(accumulate(numels[index] for index in run))
+        needed = next((count for count, total in enumerate(totals, 1) if total >= least), len(run))
+        is_last = number == len(runs) - 1
+        assert is_last or totals[-1] >= least
+        assert totals[-1] - totals[needed - 1] <= least // 2 * is_last  # a rest belongs to the last one
 
 
 @given(st.integers(0, 5000), RANKS, st.integers(1, 64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import StateError
-from shardwise.events import Op
+from shardwise.events import Call, Op
 from shardwise.plan.memory import peak_bytes, unsharded_bytes
 from shardwise.plan.policy import UnitPolicy
-from shardwise.plan.prefetch import UnitFacts, plan_step
+from shardwise.plan.prefetch import Room, UnitFacts, plan_step
 from shardwise.plan.visits import Edge, Order, Visit
 from shardwise.units.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, Unsharded, check_move
 
@@ -40,7 +41,7 @@ def facts(num_blocks: int, size: int = 10, **policy: object) -> list[UnitFacts]:
 
 @given(st.integers(1, 12), st.integers(0, 4))
 def test_counts_of_a_step(num_blocks: int, depth: int) -> None:
-    calls = plan_step(nested_order(num_blocks), facts(num_blocks), depth).calls
+    calls = plan_step(nested_order(num_blocks), facts(num_blocks), Room(depth)).calls
     counts = {op: sum(call.op is op for call in calls) for op in Op}
     assert counts[Op.UNSHARD] == (num_blocks + 1) + num_blocks  # the root is kept
     assert counts[Op.REDUCE] == counts[Op.COMMIT] == num_blocks + 1
@@ -51,7 +52,7 @@ def test_counts_of_a_step(num_blocks: int, depth: int) -> None:
 def test_every_wait_follows_its_unshard_and_nothing_is_left(
     num_blocks: int, depth: int, reshard: bool, sync: bool
 ) -> None:
-    plan = plan_step(nested_order(num_blocks), facts(num_blocks, reshard_after_forward=reshard, sync=sync), depth)
+    plan = plan_step(nested_order(num_blocks), facts(num_blocks, reshard_after_forward=reshard, sync=sync), Room(depth))
     state: dict[str, str] = {}
     for call in plan.calls:
         now = state.get(call.unit, "sharded")
@@ -70,21 +71,66 @@ def test_every_wait_follows_its_unshard_and_nothing_is_left(
 
 @given(st.integers(3, 10))
 def test_forward_peak_is_the_root_and_two_units(num_blocks: int) -> None:
-    calls = plan_step(nested_order(num_blocks, with_backward=False), facts(num_blocks), 1).calls
+    calls = plan_step(nested_order(num_blocks, with_backward=False), facts(num_blocks), Room(1)).calls
     assert peak_bytes(calls) == 10 + 2 * 10
 
 
 @given(st.integers(2, 8), st.integers(1, 8))
 def test_prefetch_depth_counts_units(num_blocks: int, depth: int) -> None:
-    plan = plan_step(nested_order(num_blocks), facts(num_blocks), depth)
+    plan = plan_step(nested_order(num_blocks), facts(num_blocks), Room(depth))
     assert len(plan.ahead[0]) == min(depth, num_blocks)
     assert plan.ahead[0] == tuple(range(1, min(depth, num_blocks) + 1))
+
+
+SIZES = st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=2, max_size=10)
+
+
+def _uneven(sizes: list[tuple[int, bool]], reshard: bool) -> list[UnitFacts]:
+    """A root without parameters and blocks of these sizes; True: the full parameters are part of what a gather holds."""
+    blocks = [
+        UnitFacts(f"blocks.{i}", UnitPolicy(reshard_after_forward=reshard), size, in_place, size, 2 * size)
+        for i, (size, in_place) in enumerate(sizes)
+    ]
+    return [UnitFacts("", UnitPolicy(reshard_after_forward=False)), *blocks]
+
+
+@given(SIZES, st.integers(0, 200), st.integers(1, 2), st.booleans())
+def test_gathers_ahead_by_bytes_stay_within_them_and_go_at_least_one_unit_ahead(
+    sizes: list[tuple[int, bool]], num_bytes: int, max_reductions: int, reshard: bool
+) -> None:
+    units, order = _uneven(sizes, reshard), nested_order(len(sizes))
+    today = plan_step(order, units, Room(max_reductions=max_reductions))
+    plan = plan_step(order, units, Room(num_bytes=num_bytes, max_reductions=max_reductions))
+    least = peak_bytes(today.calls, max_reductions)
+    assert plan.ahead_bytes == max(num_bytes, least)
+    assert peak_bytes(plan.calls, max_reductions) <= plan.ahead_bytes
+    assert sorted(plan.calls, key=repr) == sorted(today.calls, key=repr)  # the same calls, sooner
+
+    def place(calls: Sequence[Call], unit: str, op: Op, which: int) -> int:
+        return [i for i, call in enumerate(calls) if (call.op, call.unit) == (op, unit)][which]
+
+    for facts in units:
+        for which in range(sum(call.op is Op.UNSHARD and call.unit == facts.name for call in today.calls)):
+            waits = [place(each.calls, facts.name, Op.WAIT, which) for each in (today, plan)]
+            begun = [place(each.calls, facts.name, Op.UNSHARD, which) for each in (today, plan)]
+            assert waits[1] - begun[1] >= min(waits[0] - begun[0], 1)
+
+
+def test_room_for_more_gathers_all_and_room_for_nothing_gathers_as_ever() -> None:
+    units = facts(6)
+    today = plan_step(nested_order(6), units)
+    assert plan_step(nested_order(6), units, Room(num_bytes=10**9)).ahead[0] == (1, 2, 3, 4, 5, 6)
+    assert today.ahead[0] == (1,)
+    small = [replace(each, gather_bytes=1, full_bytes=1, reduce_bytes=1) for each in units[2:4]]
+    uneven = [*units[:2], *small, *units[4:]]
+    plan = plan_step(nested_order(6), uneven, Room(num_bytes=0))
+    assert plan.ahead[0] == (1, 2, 3)  # two small ones take less than the next large one will
 
 
 def test_explicit_lists_replace_what_was_learned() -> None:
     units = facts(4)
     units[1] = replace(units[1], forward_prefetch=(3, 4), backward_prefetch=())
-    plan = plan_step(nested_order(4), units, 1)
+    plan = plan_step(nested_order(4), units, Room(1))
     position = plan.order.visits.index(Visit(1, Edge.ENTER_FORWARD))
     assert plan.ahead[position] == (3, 4)
     position = plan.order.visits.index(Visit(1, Edge.ENTER_BACKWARD))
@@ -112,7 +158,7 @@ def test_borrowed_units_stay_while_anyone_uses_them() -> None:
 
 
 def test_the_same_facts_give_the_same_calls() -> None:
-    plans = [plan_step(nested_order(3), facts(3), depth) for depth in (1, 1, 2)]
+    plans = [plan_step(nested_order(3), facts(3), Room(depth)) for depth in (1, 1, 2)]
     assert plans[0].calls == plans[1].calls != plans[2].calls
 
 

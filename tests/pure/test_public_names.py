@@ -14,8 +14,9 @@ import shardwise.checkpoint
 _MESH = "dp_mesh_dims mesh replicate_mesh_dim shard_mesh_dim spmd_mesh"
 _MODULE = """compression_report compression_state finalize_backward release_memory reset_iter_state reshard set_all_reduce_hook
     set_allocate_memory_from_process_group_for_comm set_custom_all_gather set_custom_reduce_scatter
-    set_force_sum_reduction_for_comms set_gradient_divide_factor set_is_last_backward set_keep_unsharded_storage
-    set_manual_backward_finalization set_modules_to_backward_prefetch set_modules_to_forward_prefetch set_post_optim_event
+    set_force_sum_reduction_for_comms set_gather_ahead_bytes set_gradient_divide_factor set_is_last_backward
+    set_keep_unsharded_storage set_manual_backward_finalization set_modules_to_backward_prefetch
+    set_modules_to_forward_prefetch set_post_optim_event
     set_reduce_scatter_divide_factor set_reduce_scatter_max_input_buffers set_reduce_scatter_unused_params
     set_requires_all_reduce set_requires_gradient_sync set_reshard_after_backward set_reshard_after_forward
     set_separate_reduce_scatter_group set_symm_mem_for_comm set_transport set_unshard_in_backward unshard"""
@@ -47,12 +48,13 @@ FOR_USERS = {
     "Trace": "calls departure exposed_s planned save spans table to_json",
     "UnitCompression": "gathers name reductions",
     "UnitRow": "name num_bytes num_modules numel padding_ratio route",
-    "UnitTable": "rows",
+    "UnitTable": "ahead_bytes rows",
     "UnshardHandle": "wait",
     "Wire": "bytes_per_s latency_s",
     "use_in": "replaced",
     "ZeroRedundancyOptimizer": f"""{_OPTIMIZER} consolidate_state_dict initialized join_device join_hook join_process_group
-        optim overlap_with_ddp parameters_as_bucket_view partition process_group rank reduce_gradients sharded world_size""",
+        no_sync optim overlap_grad_reduce overlap_param_gather overlap_with_ddp parameters_as_bucket_view partition
+        process_group rank reduce_gradients sharded wait_for_params world_size""",
 }
 CLASSES = {
     name: found

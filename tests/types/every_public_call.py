@@ -136,6 +136,7 @@ def configures(model: FSDPModule) -> None:
     model.set_force_sum_reduction_for_comms(False)
     model.set_unshard_in_backward(True)
     model.set_transport("gloo")
+    model.set_gather_ahead_bytes(1 << 20)
     model.release_memory()
     with policy(model, sync=False):
         pass
@@ -164,7 +165,9 @@ def trains(model: Net, data: Tensor) -> None:
         print(float(norm), float(optimizer.clip_grad_norm_(1.0)))
     optimizer.load_state_dict(optimizer.state_dict())
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    zero.reduce_gradients()
+    with zero.no_sync():
+        zero.reduce_gradients()
+    zero.wait_for_params()
     zero.clip_grad_norm_(1.0)
     zero.step()
     zero.zero_grad()
