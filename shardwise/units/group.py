@@ -389,13 +389,16 @@ class ShardGroup:
         if packing is None:
             return found
         for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
-            if buffer.is_shared or not buffer.is_held:
+            if not (buffer.is_shared or buffer.is_held):
                 continue
             for param in bucket.params:
                 full = param.full
-                if full is None:
+                if full is None or full is param.sharded:
                     continue
-                if (
+                if buffer.is_shared:  # what is written to it is written to the shard, unless it lies elsewhere now
+                    if full.data_ptr() != param.full_address:
+                        found.append(param)
+                elif (
                     param.is_touched
                     or full._version != param.full_version
                     or full.data_ptr() != param.full_address

@@ -269,8 +269,10 @@ class _Codebook(nn.Module):
 @on_ranks(2, 4)
 @pytest.mark.parametrize("way", ["data", "assign", "count"])
 def test_what_forward_writes_to_a_parameter_reaches_the_shards(way: str) -> None:
-    model = _sharded(_blocks(lambda: _Codebook(way)))
-    assert_trains_alike(model, _blocks(lambda: _Codebook(way)), steps=4)
+    for door in (_sharded, replicate):
+        model = _blocks(lambda: _Codebook(way))
+        door(model)
+        assert_trains_alike(model, _blocks(lambda: _Codebook(way)), steps=4)
 
 
 @on_ranks(2)
