@@ -17,8 +17,9 @@ import torch.distributed as dist
 from shardwise.black_box import Track
 from shardwise.comm.alive import ranks_in_words
 from shardwise.comm.last_words import cited, gone_in_words, in_short
+from shardwise.comm.mending import break_off_all
 from shardwise.comm.posts import GRACE_S, Posts, open_posts
-from shardwise.errors import DesyncError, StateError, TransportError
+from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
 
 DETAIL_LIMIT = 400  # characters of one rank's fact that an error quotes
 
@@ -97,6 +98,8 @@ class Board:
         if failure is not None:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
         self.posts.post("stuck", what)
+        if not isinstance(error, ShardwiseError):
+            break_off_all(self.posts.members)  # a backend's own: nobody may wait for this rank while it asks
         found = self._collect("stuck", GRACE_S)
         failure = self.failure()  # one that was reported meanwhile knows more than this rank
         if failure is not None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from shardwise.comm.alive import ranks_in_words
+from shardwise.comm.alive import LOOK_S, ranks_in_words
 from shardwise.comm.last_words import ASKS, in_short, leave
+from shardwise.comm.mending import break_off_all
 from shardwise.comm.posts import GRACE_S, Posts
 from shardwise.errors import DesyncError, ShardwiseError, TransportError
 
@@ -130,21 +131,32 @@ class Bulletin:
             self._posts.post("failure", position.to_text())
 
     def explain(self, error: BaseException, position: Position) -> DesyncError:
-        """Return an error that says where every rank was when a collective failed on this one."""
+        """Return an error that says where every rank was when a collective failed on this one.
+
+        Of a backend's own error no group of these ranks is used after it: their connections are closed, so that nobody waits
+        in one for this rank while it asks the others.
+        """
         why = str(error) if isinstance(error, ShardwiseError) else in_short(error)
         lines = [f"rank {self._rank} failed at {_describe(position)}: {why}"]
         leave(f"{lines[0]}{ASKS}")
         try:
-            lines += [*self._reports(position, str(error)), _RULE]
+            self._posts.post("failure", position.to_text())
+            if not isinstance(error, ShardwiseError):
+                break_off_all(self._posts.members)
+            lines += [*self._reports(str(error)), _RULE]
         except TransportError as gone:
             lines.append(str(gone))
         return DesyncError("\n".join(lines))
 
-    def _reports(self, position: Position, said: str) -> Iterator[str]:
-        """Yield where the other ranks are; of those that are gone what ``said`` does not say already."""
+    def _reports(self, said: str) -> Iterator[str]:
+        """Yield where the other ranks are; of those that are gone what ``said`` does not say already.
+
+        A rank that is gone is reason enough: the others are not waited for.
+        """
         posts, silent = self._posts, list[int]()
-        posts.post("failure", position.to_text())
-        deadline = time.monotonic() + 2 * GRACE_S  # who compares with the first rank waits longer than a backend does
+        is_known = bool(posts.gone(posts.peers()))
+        # Who compares with the first rank waits longer than a backend does.
+        deadline = time.monotonic() + (LOOK_S if is_known else 2 * GRACE_S)
         for other in posts.peers():  # one by one: others may report while one is gone
             rank = posts.members[other]
             text = posts.collect("failure", [other], deadline - time.monotonic()).get(other)
@@ -154,7 +166,7 @@ class Bulletin:
                 silent.append(other)
             elif f"rank {rank} is gone" not in said:
                 yield posts.absence([other], "")
-        if silent:
+        if silent and not is_known:
             names = ranks_in_words([posts.members[other] for other in silent])
             yield posts.absence(silent, f"{names} said nothing: still running, stopped, or on another host")
 

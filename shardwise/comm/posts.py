@@ -21,6 +21,7 @@ from shardwise.comm.alive import LOOK_S, announce, is_gone
 from shardwise.comm.cables import watch_cables
 from shardwise.comm.groups import patience_s
 from shardwise.comm.last_words import LOOK_NEXT, cited, gone_in_words, leave, words_of
+from shardwise.comm.leaving import watch_end
 from shardwise.comm.store import JobStore
 from shardwise.torch_private import default_store, process_group_store
 
@@ -147,6 +148,7 @@ def number_posts(store: dist.Store, topic: str, members: tuple[int, ...], rank: 
     notes = default_store()
     if notes is not None:
         announce(notes, dist.get_rank())
+        watch_end(notes)
     job = JobStore(store, timeout_s)
     place = f"shardwise/{topic}/{hashlib.sha256(repr(members).encode()).hexdigest()[:12]}"
     era = _era_of(members)

@@ -18,7 +18,7 @@ from shardwise.comm.last_words import cited
 from shardwise.comm.links.link import default_transport
 from shardwise.comm.links.meet import Offer, meet
 from shardwise.comm.links.segment import HEADER_BYTES
-from shardwise.comm.mending import break_off, groups_within
+from shardwise.comm.mending import break_off_all
 from shardwise.comm.sync import all_have_come
 from shardwise.errors import StepError, TransportError
 from shardwise.transaction.first_cause import Report, first_cause
@@ -128,8 +128,7 @@ class Agreement:
         return None if text is None else Report.from_text(text)
 
     def _leave_collectives(self) -> None:
-        for group in groups_within(self.members):
-            break_off(group)
+        break_off_all(self.members)
 
     def claim(self, number: int) -> int:
         """Say that this rank has failed in step ``number``; return how many have said so by now."""

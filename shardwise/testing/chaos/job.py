@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import record
+from shardwise.comm.leaving import leave_job
 from shardwise.doctor.diagnosis import diagnose
 from shardwise.doctor.rank_record import read_record
 from shardwise.doctor.recorder import BLACK_BOX, PATTERN
@@ -239,6 +240,7 @@ def _run_rank(job: Job, rank: int, store: str, folder: str, pipe: Connection) ->
     _quiet(Path(folder) / f"stderr-{rank}")
     pipe.send(_outcome(job, rank, store, folder, pipe))
     pipe.close()
+    leave_job()  # as at the end of a program
     os._exit(0)  # a group that has lost a rank is not waited for
 
 
