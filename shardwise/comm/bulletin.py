@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from shardwise.comm.alive import LOOK_S, ranks_in_words
+from shardwise.comm.alive import LOOK_S
 from shardwise.comm.last_words import ASKS, in_short, leave
 from shardwise.comm.mending import break_off_all
 from shardwise.comm.posts import GRACE_S, Posts
@@ -63,8 +63,8 @@ class Bulletin:
                 text,
                 position,
                 lambda other, theirs: _first_difference(calls, json.loads(theirs), self._rank, other),
-                lambda other: (
-                    f"rank {other} did not come to the end of a step within {self._posts.timeout_s:g} s of rank {self._rank}"
+                lambda others: (
+                    f"{others} did not come to the end of a step within {self._posts.timeout_s:g} s of rank {self._rank}"
                     f"{', which has changed its order of units: ' * bool(position.note)}{position.note}"
                 ),
             )
@@ -82,7 +82,7 @@ class Bulletin:
             json.dumps(mine),
             position,
             lambda other, theirs: _first_fact(mine, json.loads(theirs), self._rank, other),
-            lambda other: f"rank {self._rank} comes with new {what}, rank {other} does not: {_listed(facts)}",
+            lambda others: f"rank {self._rank} comes with new {what}, not so {others}: {_listed(facts)}",
         )
 
     def check_deviation(self, what: str, position: Position) -> None:
@@ -97,7 +97,7 @@ class Bulletin:
             what,
             position,
             lambda other, theirs: f"ranks {left} differently: rank {self._rank}: {what}; rank {other}: {theirs}",
-            lambda other: f"rank {self._rank} {left}, rank {other} has not: {what}",
+            lambda others: f"rank {self._rank} {left}, not so {others}: {what}",
         )
 
     def _compare(
@@ -106,7 +106,7 @@ class Bulletin:
         text: str,
         position: Position,
         different: Callable[[int, str], str],
-        late: Callable[[int], str],
+        late: Callable[[str], str],
     ) -> None:
         posts = self._posts
         self._counts[topic] += 1
@@ -120,7 +120,7 @@ class Bulletin:
         problem = next((different(posts.members[other], each) for other, each in found.items() if each != text), "")
         if not problem and len(found) < len(peers):
             absent = [other for other in peers if other not in found]
-            problem = posts.absence(absent, late(posts.members[absent[0]]))
+            problem = posts.absence(absent, late(posts.named(absent)))
         if problem:
             self.tell(Position(position.num_calls, position.recent, problem))
             raise DesyncError(f"{problem}\n{_RULE}")
@@ -167,8 +167,9 @@ class Bulletin:
             elif f"rank {rank} is gone" not in said:
                 yield posts.absence([other], "")
         if silent and not is_known:
-            names = ranks_in_words([posts.members[other] for other in silent])
-            yield posts.absence(silent, f"{names} said nothing: still running, stopped, or on another host")
+            yield posts.absence(
+                silent, f"{posts.named(silent)} said nothing: still running, stopped, or on another host"
+            )
 
 
 def _describe(position: Position) -> str:

@@ -309,14 +309,18 @@ class C10dCommunicator:
             with self.lane.run():
                 self.all_reduce_here(tensor, scale)
             return OnLaneInPlace(self.lane)
-        by = resolve_scale(scale, self._size)
+        by, mark = resolve_scale(scale, self._size), None if contents is None else contents.mark
+        summed = tensor if mark is None else mark.put()
         if by.before is not None:
-            tensor.div_(by.before)
-        work = dist.all_reduce(tensor, op=by.op, group=self.group, async_op=True)
+            summed.div_(by.before)
+        work = dist.all_reduce(summed, op=by.op, group=self.group, async_op=True)
 
         def end() -> None:
             if by.after is not None:
-                tensor.div_(by.after)
+                summed.div_(by.after)
+            if mark is not None:
+                divisor = float(self._size) if scale.divisor is None else scale.divisor
+                mark.check(1.0 / divisor, dist.get_process_group_ranks(self.group), dist.get_rank())
 
         return Launched(work, end, lambda: None)
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from shardwise.comm.marks import Mark
 from shardwise.layout.bucket import Bucket
 
 
@@ -48,7 +49,13 @@ class NamedTensor(Protocol):
 
 
 class Contents(Protocol):
-    """What lies in a section."""
+    """What lies in a section.
+
+    Attributes:
+        mark: by which ranks that sum different things hear of it; None: they do not.
+    """
+
+    mark: Mark | None
 
     @property
     def layout(self) -> Bucket:

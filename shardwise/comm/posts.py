@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardwise.black_box import EVERYBODY, WAITS, note
 from shardwise.comm import alarm
-from shardwise.comm.alive import LOOK_S, announce, is_gone
+from shardwise.comm.alive import LOOK_S, announce, is_gone, ranks_in_words
 from shardwise.comm.cables import watch_cables
 from shardwise.comm.groups import patience_s
 from shardwise.comm.last_words import LOOK_NEXT, cited, gone_in_words, leave, words_of
@@ -111,6 +111,10 @@ class Posts:
                 return found | {rank: text for rank, text in late if text is not None}
             time.sleep(min(pause_s, max(start + limit_s - now, 0.0)))
             pause_s = pause_s if pause_s > _MOST_PAUSE_S else 1.5 * pause_s
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """Return ``ranks`` in words, as the job names them."""
+        return ranks_in_words([self.members[rank] for rank in ranks])
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
         """Return which of ``ranks`` were processes of this host that have ended, as far as it can be known."""

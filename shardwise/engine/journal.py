@@ -145,7 +145,12 @@ class Journal:
             return
         plan = plan_step(order, self.facts(), self.depth)
         if self.bulletin is not None:
-            calls = [f"{c.op.value} of unit '{c.unit}'" for c in plan.calls if c.op in (Op.UNSHARD, Op.REDUCE)]
+            apart = {unit.name for unit in self._units if unit.keeps_sums}
+            calls = [
+                f"{c.op.value} of unit '{c.unit}'{' without its replicas' * (c.op is Op.REDUCE and c.unit in apart)}"
+                for c in plan.calls
+                if c.op in (Op.UNSHARD, Op.REDUCE)
+            ]
             self.bulletin.check_plan(calls, self.position())
         self.plan, self._planned_policies, self._left_order = plan, policies, ""
         self._ahead = [[self._units[number] for number in numbers] for numbers in plan.ahead]

@@ -165,7 +165,7 @@ class Agreement:
                 return None
             absent = [rank for rank in range(posts.size) if rank not in found]
             late = (
-                f"rank {posts.members[absent[0]]} has not come out of its step within {posts.timeout_s:g} s of rank "
+                f"{posts.named(absent)} did not come out of its step within {posts.timeout_s:g} s of rank "
                 f"{mine.rank}, which failed: {mine.kind}: {mine.text}"
             )
             raise self._named(absent, late)
@@ -181,7 +181,7 @@ class Agreement:
         found = posts.collect(f"{number}/back", range(posts.size))
         absent = [rank for rank in range(posts.size) if rank not in found]
         if absent:
-            late = f"rank {posts.members[absent[0]]} has not undone its step within {posts.timeout_s:g} s"
+            late = f"{posts.named(absent)} did not undo its step within {posts.timeout_s:g} s"
             raise self._named(absent, late)
         wrong = {posts.members[rank]: text for rank, text in found.items() if text}
         if wrong:

@@ -123,6 +123,11 @@ class Unit:
         return sum(planned_scatter_bytes(group, self.policy) for group in self.groups)
 
     @property
+    def keeps_sums(self) -> bool:
+        """True if sums over shards are left on this rank, for a later backward to sum over replicas."""
+        return not self.policy.syncs_replicas and any(group.axes.num_replicas > 1 for group in self.groups)
+
+    @property
     def gather_staging(self) -> tuple[int, bool]:
         """Bytes that a launched unshard holds, and whether (all of) the full parameters are among them."""
         if len(self.groups) == 1 and not self.policy.keeps_full_memory:

@@ -182,7 +182,7 @@ class RoutedCommunicator:
         """Reduce in place, by the backend."""
         if note("reduction", "replicas", [tensor]):
             return LeftOut()
-        return self.packed.all_reduce(tensor, scale)
+        return self.packed.all_reduce(tensor, scale, contents)
 
 
 _WATCHED = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
