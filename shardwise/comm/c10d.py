@@ -19,10 +19,12 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 
 from shardwise import torch_private
 from shardwise.black_box import EVERYBODY, now, remember, thread
+from shardwise.comm.alive import ranks_in_words
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.communicator import Contents, GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.custom import AllGatherFunction, CustomCollectives, ReduceScatterFunction
 from shardwise.comm.lanes import Lane
+from shardwise.comm.last_words import in_short
 
 # torch's own functions spend a part of their time on what cannot be here: other classes of tensors, strangers to the group,
 # collectives that are put off.  Who has replaced them, to count or to change collectives, is asked.
@@ -61,14 +63,25 @@ def all_to_all_rows(
     return dist.all_to_all_single(received, sent, group=group, async_op=async_op)
 
 
-class Launched:
-    """A collective on the host whose end runs once: wait for the work, deliver, give the buffers back."""
+def with_partners(error: RuntimeError, group: dist.ProcessGroup) -> RuntimeError:
+    """Return an error that says whom this rank waited for, if not all ranks of the job take part; else ``error``."""
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == dist.get_world_size():
+        return error
+    others = ranks_in_words([rank for rank in ranks if rank != dist.get_rank()])
+    return RuntimeError(f"{in_short(error)} (in a collective with {others})")
 
-    __slots__ = ("_end", "_forget", "_work")
+
+class Launched:
+    """A collective of ``group`` on the host whose end runs once: wait for the work, deliver, give the buffers back."""
+
+    __slots__ = ("_end", "_forget", "_group", "_work")
     holds_input = True
 
-    def __init__(self, work: dist.Work | None, end: Callable[[], None], forget: Callable[[], None]) -> None:
-        self._work = work
+    def __init__(
+        self, work: dist.Work | None, end: Callable[[], None], forget: Callable[[], None], group: dist.ProcessGroup
+    ) -> None:
+        self._work, self._group = work, group
         self._end: Callable[[], None] | None = end
         self._forget = forget
 
@@ -81,7 +94,10 @@ class Launched:
             return
         if self._work is not None:
             remember((now(), thread(), "", 0, EVERYBODY, ""))
-            self._work.wait()
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise with_partners(error, self._group) from error
         end()
 
     def cancel(self) -> None:
@@ -214,7 +230,7 @@ class C10dCommunicator:
             if lease is not None:
                 lease.release()
 
-        return Launched(work, end, forget)
+        return Launched(work, end, forget, self.group)
 
     def _all_gather_on_lane(self, pieces: GatherEnds) -> Pending:
         lane, fetch = self.lane, self.fetch
@@ -266,7 +282,7 @@ class C10dCommunicator:
             if lease is not None:
                 lease.release()
 
-        return Launched(work, end, forget)
+        return Launched(work, end, forget, self.group)
 
     def _reduce_scatter_on_lane(
         self, pieces: ScatterEnds, by: Arithmetic, packed: torch.Tensor, lease: Lease | None
@@ -322,7 +338,7 @@ class C10dCommunicator:
                 divisor = float(self._size) if scale.divisor is None else scale.divisor
                 mark.check(1.0 / divisor, dist.get_process_group_ranks(self.group), dist.get_rank())
 
-        return Launched(work, end, lambda: None)
+        return Launched(work, end, lambda: None, self.group)
 
     def all_reduce_here(self, tensor: torch.Tensor, scale: Scale) -> None:
         """Reduce ``tensor`` over the group, in place, on the current stream; on the host it is waited for."""

@@ -135,7 +135,7 @@ class CompressedCommunicator(RoutedCommunicator):
         lease.release()
         received = torch.empty_like(sent)
         work = all_to_all_rows(received, sent, packed.group, async_op=True)
-        return Launched(work, lambda: self._deliver_sum(pieces, section, received, scale), lambda: None)
+        return Launched(work, lambda: self._deliver_sum(pieces, section, received, scale), lambda: None, packed.group)
 
     def _messages(self, rows: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> torch.Tensor:
         messages = torch.zeros(rows.shape[0], section.message_bytes, dtype=torch.uint8, device=rows.device)
@@ -174,7 +174,9 @@ class CompressedCommunicator(RoutedCommunicator):
         with lane.run() if lane.is_concurrent else nullcontext():
             self._reduce_rest(tensor, section, scale)
             self._reduce_coded(tensor, section, contents.params, scale)
-        return OnLaneInPlace(lane) if lane.is_concurrent else Launched(None, lambda: None, lambda: None)
+        return (
+            OnLaneInPlace(lane) if lane.is_concurrent else Launched(None, lambda: None, lambda: None, self.packed.group)
+        )
 
     def _reduce_rest(self, tensor: torch.Tensor, section: CodedSection, scale: Scale) -> None:
         windows = [tensor.narrow(0, start, numel) for start, numel in section.rest]
