@@ -19,12 +19,11 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 
 from shardwise import torch_private
 from shardwise.black_box import EVERYBODY, now, remember, thread
-from shardwise.comm.alive import ranks_in_words
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.communicator import Contents, GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.custom import AllGatherFunction, CustomCollectives, ReduceScatterFunction
 from shardwise.comm.lanes import Lane
-from shardwise.comm.last_words import in_short
+from shardwise.comm.partners import NamingPartners
 
 # torch's own functions spend a part of their time on what cannot be here: other classes of tensors, strangers to the group,
 # collectives that are put off.  Who has replaced them, to count or to change collectives, is asked.
@@ -63,15 +62,6 @@ def all_to_all_rows(
     return dist.all_to_all_single(received, sent, group=group, async_op=async_op)
 
 
-def with_partners(error: RuntimeError, group: dist.ProcessGroup) -> RuntimeError:
-    """Return an error that says whom this rank waited for, if not all ranks of the job take part; else ``error``."""
-    ranks = dist.get_process_group_ranks(group)
-    if len(ranks) == dist.get_world_size():
-        return error
-    others = ranks_in_words([rank for rank in ranks if rank != dist.get_rank()])
-    return RuntimeError(f"{in_short(error)} (in a collective with {others})")
-
-
 class Launched:
     """A collective of ``group`` on the host whose end runs once: wait for the work, deliver, give the buffers back."""
 
@@ -94,10 +84,8 @@ class Launched:
             return
         if self._work is not None:
             remember((now(), thread(), "", 0, EVERYBODY, ""))
-            try:
+            with NamingPartners(self._group):
                 self._work.wait()
-            except RuntimeError as error:
-                raise with_partners(error, self._group) from error
         end()
 
     def cancel(self) -> None:

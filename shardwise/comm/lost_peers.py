@@ -49,6 +49,11 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
         ) from error
 
 
+def concerns_others(error: RuntimeError) -> bool:
+    """Return True for an error of a backend, or of ours about another rank; False for one of this rank alone."""
+    return not isinstance(error, (ShardwiseError, torch.OutOfMemoryError)) or isinstance(error, TransportError)
+
+
 def _explain(error: BaseException) -> str:
     """Return which ranks a backend's own ``error`` may be of; leave for them what any error says that none of ours is."""
     store = store_of_job()

@@ -12,7 +12,8 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.black_box import hearers, now, remember, tell, thread
 from shardwise.comm.links.link import Transport
-from shardwise.errors import ConfigError, StateError, TransportError
+from shardwise.comm.lost_peers import concerns_others
+from shardwise.errors import ConfigError, StateError
 from shardwise.events import Call, EventLog, Op
 from shardwise.plan.policy import UnitPolicy
 from shardwise.spans import begin, end, listeners
@@ -223,7 +224,9 @@ class Unit:
             begin(self.log.track.name, "unshard", self.name)
         try:
             launched = [group.gather(from_sub) for group in self.groups]
-        except TransportError as error:
+        except RuntimeError as error:
+            if not concerns_others(error):
+                raise
             raise self._explained(error) from error
         self._enter(Gathering(Source(version, span), tuple(launched)))
         self.note(Op.UNSHARD, lambda: self.gather_staging)
