@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from shardwise.comm.alive import LOOK_S
 from shardwise.comm.last_words import ASKS, in_short, leave
-from shardwise.comm.mending import break_off_all
+from shardwise.comm.mending import break_off
 from shardwise.comm.posts import GRACE_S, Posts
 from shardwise.errors import DesyncError, ShardwiseError, TransportError
+from shardwise.torch_private import is_gloo
 
 _RULE = "Ranks must run the same units in the same order, the same number of times."
 
@@ -50,6 +53,7 @@ class Bulletin:
         self.topic = f"engine {number} of ranks {min(posts.members)} to {max(posts.members)}"  # the same on all of them
         self._counts: Counter[str] = Counter()
         self._agreed: set[str] = set()
+        self.groups: list[dist.ProcessGroup] = []  # by which the engine talks
 
     def check_plan(self, calls: Sequence[str], position: Position) -> None:
         """Raise DesyncError on every rank unless all ranks have planned the same ``calls``.
@@ -133,8 +137,8 @@ class Bulletin:
     def explain(self, error: BaseException, position: Position) -> DesyncError:
         """Return an error that says where every rank was when a collective failed on this one.
 
-        Of a backend's own error no group of these ranks is used after it: their connections are closed, so that nobody waits
-        in one for this rank while it asks the others.
+        After a backend's own error the engine's groups are good for nothing: their connections are closed, so that nobody
+        waits in one for this rank while it asks the others.
         """
         why = str(error) if isinstance(error, ShardwiseError) else in_short(error)
         lines = [f"rank {self._rank} failed at {_describe(position)}: {why}"]
@@ -142,7 +146,9 @@ class Bulletin:
         try:
             self._posts.post("failure", position.to_text())
             if not isinstance(error, ShardwiseError):
-                break_off_all(self._posts.members)
+                for group in filter(is_gloo, self.groups):
+                    with suppress(RuntimeError):
+                        break_off(group)
             lines += [*self._reports(str(error)), _RULE]
         except TransportError as gone:
             lines.append(str(gone))

@@ -137,6 +137,7 @@ class Reduction:
     Attributes:
         is_stored: the result is on its way to the host: :meth:`Lanes.host_waits_for_copies` comes before it is read.
         params: whose gradients these are.
+        is_marked: its sum over replicas has a mark behind it, where there is room.
         is_partial: replicas are not summed: the result is kept for a later backward.
         has_elements: False when all parameters are of size zero: there is nothing to send.
     """
@@ -163,6 +164,7 @@ class Reduction:
         self._replicated: Pending | None = None
         self._has_followed = False
         self.is_stored = False
+        self.is_marked = True
         is_final = not self.is_partial and not group.place.is_offloaded
         is_final = is_final and _dtypes_of_gradients(params) <= {dtype, None}
         self._packing = _Packing(self._layout, gradients, dtype, group.place, is_final)
@@ -246,7 +248,8 @@ class Reduction:
         replicas = self._comm.replicas
         if replicas is not None and not self.is_partial and self.has_elements:
             scale = self._scale if self._comm.reduce is None else _replica_scale(self._scale)
-            self._packing.put_mark(self.group.num_replica_sums)
+            if self.is_marked:
+                self._packing.put_mark(self.group.num_replica_sums)
             self._replicated = replicas.all_reduce(section, scale, self._packing)
         elif self._terms.hook is not None:
             self._terms.hook(section)
@@ -361,7 +364,8 @@ def launch_reductions(
         stays: set[UnitParam] = set()
         parts = [params]
         if may_stay:
-            stays = {param for param in params if param not in kept and _is_worth(param, gradients[param])}
+            # By size alone: what is held, or whose memory it is, is each rank's own affair, and sums pair by their sizes.
+            stays = {param for param in params if param.shard.numel >= layout_bucket.LARGE_NUMEL}
             packed = [param for param in params if param not in stays]
             parts = [*([param] for param in params if param in stays), *([packed] if packed else [])]
         for chosen in parts:
@@ -369,7 +373,9 @@ def launch_reductions(
             reduction = Reduction(group, chosen, own, dtype, terms, partial)
             launched.append(reduction)
             if comm.reduce is None or not reduction.has_elements:
-                reduction.reduce_here(in_place=chosen[0] in stays)
+                is_apart = chosen[0] in stays
+                reduction.is_marked = not is_apart
+                reduction.reduce_here(in_place=is_apart and chosen[0] not in kept and is_own(own[0]))
             else:
                 reduction.scatter()
     return launched
@@ -380,10 +386,6 @@ def _widened(gradient: torch.Tensor, partial: torch.Tensor | None) -> torch.Tens
     if partial is None or partial.dtype is gradient.dtype:
         return gradient
     return gradient.to(torch.promote_types(gradient.dtype, partial.dtype))
-
-
-def _is_worth(param: UnitParam, gradient: torch.Tensor) -> bool:
-    return param.shard.numel >= layout_bucket.LARGE_NUMEL and is_own(gradient)
 
 
 def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
