@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 from shardwise import torch_private
 from shardwise.black_box import EVERYBODY, now, remember, thread
 from shardwise.comm.buffers import BufferPool, Lease
-from shardwise.comm.communicator import Contents, GatherEnds, Pending, Scale, ScatterEnds
+from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds, SumContents
 from shardwise.comm.custom import AllGatherFunction, CustomCollectives, ReduceScatterFunction
 from shardwise.comm.lanes import Lane
 from shardwise.comm.partners import NamingPartners
@@ -306,7 +306,7 @@ class C10dCommunicator:
             return output, reduce_scatter_single(output, packed, self.group, by.op, async_op)
         return output, custom(output, packed, self.group, by.op, async_op=async_op)
 
-    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: Contents | None = None) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Pending:
         """Reduce ``tensor`` over the group, in place; on a lane, after what the current stream has been given."""
         if self.lane.is_concurrent:
             self.lane.wait_current()

@@ -16,7 +16,7 @@ from shardwise.codec.coded_sections import CodedSection
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import C10dCommunicator, Launched, OnLane, OnLaneInPlace, all_gather_single, all_to_all_rows
 from shardwise.comm.coding_state import Compression
-from shardwise.comm.communicator import BucketEnds, Contents, GatherEnds, NamedTensor, Pending, Scale, ScatterEnds
+from shardwise.comm.communicator import BucketEnds, GatherEnds, NamedTensor, Pending, Scale, ScatterEnds
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import section_parts
 from shardwise.comm.links.routes import LeftOut, RoutedCommunicator, Spans
@@ -156,7 +156,7 @@ class CompressedCommunicator(RoutedCommunicator):
     def _divisor(self, scale: Scale) -> float:
         return float(self.size) if scale.divisor is None else scale.divisor
 
-    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: Contents | None = None) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Pending:
         """Reduce in place: coded parts to one rank each, which sums them, and the sums, coded again, to all.
 
         On the host it ends before it returns: a second collective follows the first, and which others come between must
