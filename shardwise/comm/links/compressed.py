@@ -16,7 +16,15 @@ from shardwise.codec.coded_sections import CodedSection
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import C10dCommunicator, Launched, OnLane, OnLaneInPlace, all_gather_single, all_to_all_rows
 from shardwise.comm.coding_state import Compression
-from shardwise.comm.communicator import BucketEnds, GatherEnds, NamedTensor, Pending, Scale, ScatterEnds
+from shardwise.comm.communicator import (
+    BucketEnds,
+    GatherEnds,
+    NamedTensor,
+    Pending,
+    Scale,
+    ScatterEnds,
+    SumContents,
+)
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import section_parts
 from shardwise.comm.links.routes import LeftOut, RoutedCommunicator, Spans
