@@ -17,6 +17,7 @@ from shardwise.comm.cables import post_addresses
 from shardwise.comm.store import BRIEF_S, JobStore
 
 LOOK_S = 0.5  # between two looks at the process of a rank that is late
+_LEFT = ["left by an error"]  # in place of where a process is
 
 # Ranks that have left their note in a store: every fully_shard comes by, one note is enough.
 _announced: weakref.WeakKeyDictionary[dist.Store, set[int]] = weakref.WeakKeyDictionary()
@@ -78,14 +79,25 @@ def announce(store: dist.Store, rank: int) -> None:
         post_addresses(job, "/".join([host_id(), _link("net")]))
 
 
+def say_left(store: dist.Store, rank: int) -> None:
+    """Let global rank ``rank``, whose process is ending by an error, count as gone on every host.
+
+    Raises: TransportError if the store does not answer.
+    """
+    JobStore(store, BRIEF_S).set(_note_key(rank), json.dumps(_LEFT))
+
+
 def is_gone(store: dist.Store, rank: int) -> bool:
-    """Return True if global rank ``rank`` was a process of this host that has ended; False if that cannot be known."""
+    """Return True if global rank ``rank`` was a process of this host that has ended, or of any that ends by an error.
+
+    False if that cannot be known.
+    """
     try:
         text = JobStore(store, BRIEF_S).peek(_note_key(rank))
         if text is None:
             return False
         *space, pid = json.loads(text)
-        return space == _name_space() and not Liveness(int(pid)).is_alive()
+        return [*space, pid] == _LEFT or (space == _name_space() and not Liveness(int(pid)).is_alive())
     except (RuntimeError, OSError, AttributeError):  # no store, no /proc, no pidfds
         return False
 

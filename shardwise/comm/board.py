@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from shardwise.black_box import Track
 from shardwise.comm.alive import ranks_in_words
 from shardwise.comm.last_words import cited, gone_in_words, in_short
+from shardwise.comm.mending import break_off
 from shardwise.comm.posts import GRACE_S, Posts, open_posts
-from shardwise.errors import DesyncError, StateError, TransportError
+from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
+from shardwise.torch_private import is_gloo
 
 DETAIL_LIMIT = 400  # characters of one rank's fact that an error quotes
 
@@ -97,6 +100,9 @@ class Board:
         if failure is not None:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
         self.posts.post("stuck", what)
+        if not isinstance(error, ShardwiseError) and is_gloo(self.group):
+            with suppress(RuntimeError):  # a backend's own: nobody may wait for this rank while it asks
+                break_off(self.group)
         found = self._collect("stuck", GRACE_S)
         failure = self.failure()  # one that was reported meanwhile knows more than this rank
         if failure is not None:

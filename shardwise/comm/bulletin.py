@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from shardwise.comm.alive import ranks_in_words
+import torch.distributed as dist
+
+from shardwise.comm.alive import LOOK_S
 from shardwise.comm.last_words import ASKS, in_short, leave
+from shardwise.comm.mending import break_off
 from shardwise.comm.posts import GRACE_S, Posts
 from shardwise.errors import DesyncError, ShardwiseError, TransportError
+from shardwise.torch_private import is_gloo
 
 _RULE = "Ranks must run the same units in the same order, the same number of times."
 
@@ -49,6 +53,7 @@ class Bulletin:
         self.topic = f"engine {number} of ranks {min(posts.members)} to {max(posts.members)}"  # the same on all of them
         self._counts: Counter[str] = Counter()
         self._agreed: set[str] = set()
+        self.groups: list[dist.ProcessGroup] = []  # by which the engine talks
 
     def check_plan(self, calls: Sequence[str], position: Position) -> None:
         """Raise DesyncError on every rank unless all ranks have planned the same ``calls``.
@@ -62,8 +67,8 @@ class Bulletin:
                 text,
                 position,
                 lambda other, theirs: _first_difference(calls, json.loads(theirs), self._rank, other),
-                lambda other: (
-                    f"rank {other} did not come to the end of a step within {self._posts.timeout_s:g} s of rank {self._rank}"
+                lambda others: (
+                    f"{others} did not come to the end of a step within {self._posts.timeout_s:g} s of rank {self._rank}"
                     f"{', which has changed its order of units: ' * bool(position.note)}{position.note}"
                 ),
             )
@@ -81,7 +86,7 @@ class Bulletin:
             json.dumps(mine),
             position,
             lambda other, theirs: _first_fact(mine, json.loads(theirs), self._rank, other),
-            lambda other: f"rank {self._rank} comes with new {what}, rank {other} does not: {_listed(facts)}",
+            lambda others: f"rank {self._rank} comes with new {what}, not so {others}: {_listed(facts)}",
         )
 
     def post_writes(self, place: str, values: Sequence[str]) -> None:
@@ -118,7 +123,7 @@ class Bulletin:
             what,
             position,
             lambda other, theirs: f"ranks {left} differently: rank {self._rank}: {what}; rank {other}: {theirs}",
-            lambda other: f"rank {self._rank} {left}, rank {other} has not: {what}",
+            lambda others: f"rank {self._rank} {left}, not so {others}: {what}",
         )
 
     def _compare(
@@ -127,7 +132,7 @@ class Bulletin:
         text: str,
         position: Position,
         different: Callable[[int, str], str],
-        late: Callable[[int], str],
+        late: Callable[[str], str],
     ) -> None:
         posts = self._posts
         self._counts[topic] += 1
@@ -141,7 +146,7 @@ class Bulletin:
         problem = next((different(posts.members[other], each) for other, each in found.items() if each != text), "")
         if not problem and len(found) < len(peers):
             absent = [other for other in peers if other not in found]
-            problem = posts.absence(absent, late(posts.members[absent[0]]))
+            problem = posts.absence(absent, late(posts.named(absent)))
         if problem:
             self.tell(Position(position.num_calls, position.recent, problem))
             raise DesyncError(f"{problem}\n{_RULE}")
@@ -152,21 +157,34 @@ class Bulletin:
             self._posts.post("failure", position.to_text())
 
     def explain(self, error: BaseException, position: Position) -> DesyncError:
-        """Return an error that says where every rank was when a collective failed on this one."""
+        """Return an error that says where every rank was when a collective failed on this one.
+
+        After a backend's own error the engine's groups are good for nothing: their connections are closed, so that nobody
+        waits in one for this rank while it asks the others.
+        """
         why = str(error) if isinstance(error, ShardwiseError) else in_short(error)
         lines = [f"rank {self._rank} failed at {_describe(position)}: {why}"]
         leave(f"{lines[0]}{ASKS}")
         try:
-            lines += [*self._reports(position, str(error)), _RULE]
+            self._posts.post("failure", position.to_text())
+            if not isinstance(error, ShardwiseError):
+                for group in filter(is_gloo, self.groups):
+                    with suppress(RuntimeError):
+                        break_off(group)
+            lines += [*self._reports(str(error)), _RULE]
         except TransportError as gone:
             lines.append(str(gone))
         return DesyncError("\n".join(lines))
 
-    def _reports(self, position: Position, said: str) -> Iterator[str]:
-        """Yield where the other ranks are; of those that are gone what ``said`` does not say already."""
+    def _reports(self, said: str) -> Iterator[str]:
+        """Yield where the other ranks are; of those that are gone what ``said`` does not say already.
+
+        A rank that is gone is reason enough: the others are not waited for.
+        """
         posts, silent = self._posts, list[int]()
-        posts.post("failure", position.to_text())
-        deadline = time.monotonic() + 2 * GRACE_S  # who compares with the first rank waits longer than a backend does
+        is_known = bool(posts.gone(posts.peers()))
+        # Who compares with the first rank waits longer than a backend does.
+        deadline = time.monotonic() + (LOOK_S if is_known else 2 * GRACE_S)
         for other in posts.peers():  # one by one: others may report while one is gone
             rank = posts.members[other]
             text = posts.collect("failure", [other], deadline - time.monotonic()).get(other)
@@ -176,9 +194,10 @@ class Bulletin:
                 silent.append(other)
             elif f"rank {rank} is gone" not in said:
                 yield posts.absence([other], "")
-        if silent:
-            names = ranks_in_words([posts.members[other] for other in silent])
-            yield posts.absence(silent, f"{names} said nothing: still running, stopped, or on another host")
+        if silent and not is_known:
+            yield posts.absence(
+                silent, f"{posts.named(silent)} said nothing: still running, stopped, or on another host"
+            )
 
 
 def _describe(position: Position) -> str:

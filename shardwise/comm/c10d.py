@@ -20,9 +20,10 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 from shardwise import torch_private
 from shardwise.black_box import EVERYBODY, now, remember, thread
 from shardwise.comm.buffers import BufferPool, Lease
-from shardwise.comm.communicator import Contents, GatherEnds, Pending, Scale, ScatterEnds
+from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds, SumContents
 from shardwise.comm.custom import AllGatherFunction, CustomCollectives, ReduceScatterFunction
 from shardwise.comm.lanes import Lane
+from shardwise.comm.partners import NamingPartners
 
 # torch's own functions spend a part of their time on what cannot be here: other classes of tensors, strangers to the group,
 # collectives that are put off.  Who has replaced them, to count or to change collectives, is asked.
@@ -62,13 +63,15 @@ def all_to_all_rows(
 
 
 class Launched:
-    """A collective on the host whose end runs once: wait for the work, deliver, give the buffers back."""
+    """A collective of ``group`` on the host whose end runs once: wait for the work, deliver, give the buffers back."""
 
-    __slots__ = ("_end", "_forget", "_work")
+    __slots__ = ("_end", "_forget", "_group", "_work")
     holds_input = True
 
-    def __init__(self, work: dist.Work | None, end: Callable[[], None], forget: Callable[[], None]) -> None:
-        self._work = work
+    def __init__(
+        self, work: dist.Work | None, end: Callable[[], None], forget: Callable[[], None], group: dist.ProcessGroup
+    ) -> None:
+        self._work, self._group = work, group
         self._end: Callable[[], None] | None = end
         self._forget = forget
 
@@ -81,7 +84,8 @@ class Launched:
             return
         if self._work is not None:
             remember((now(), thread(), "", 0, EVERYBODY, ""))
-            self._work.wait()
+            with NamingPartners(self._group):
+                self._work.wait()
         end()
 
     def cancel(self) -> None:
@@ -214,7 +218,7 @@ class C10dCommunicator:
             if lease is not None:
                 lease.release()
 
-        return Launched(work, end, forget)
+        return Launched(work, end, forget, self.group)
 
     def _all_gather_on_lane(self, pieces: GatherEnds) -> Pending:
         lane, fetch = self.lane, self.fetch
@@ -266,7 +270,7 @@ class C10dCommunicator:
             if lease is not None:
                 lease.release()
 
-        return Launched(work, end, forget)
+        return Launched(work, end, forget, self.group)
 
     def _reduce_scatter_on_lane(
         self, pieces: ScatterEnds, by: Arithmetic, packed: torch.Tensor, lease: Lease | None
@@ -302,23 +306,27 @@ class C10dCommunicator:
             return output, reduce_scatter_single(output, packed, self.group, by.op, async_op)
         return output, custom(output, packed, self.group, by.op, async_op=async_op)
 
-    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: Contents | None = None) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Pending:
         """Reduce ``tensor`` over the group, in place; on a lane, after what the current stream has been given."""
         if self.lane.is_concurrent:
             self.lane.wait_current()
             with self.lane.run():
                 self.all_reduce_here(tensor, scale)
             return OnLaneInPlace(self.lane)
-        by = resolve_scale(scale, self._size)
+        by, mark = resolve_scale(scale, self._size), None if contents is None else contents.mark
+        summed = tensor if mark is None else mark.put()
         if by.before is not None:
-            tensor.div_(by.before)
-        work = dist.all_reduce(tensor, op=by.op, group=self.group, async_op=True)
+            summed.div_(by.before)
+        work = dist.all_reduce(summed, op=by.op, group=self.group, async_op=True)
 
         def end() -> None:
             if by.after is not None:
-                tensor.div_(by.after)
+                summed.div_(by.after)
+            if mark is not None:
+                divisor = float(self._size) if scale.divisor is None else scale.divisor
+                mark.check(1.0 / divisor, dist.get_process_group_ranks(self.group), dist.get_rank())
 
-        return Launched(work, end, lambda: None)
+        return Launched(work, end, lambda: None, self.group)
 
     def all_reduce_here(self, tensor: torch.Tensor, scale: Scale) -> None:
         """Reduce ``tensor`` over the group, in place, on the current stream; on the host it is waited for."""

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from shardwise.comm.marks import Mark
 from shardwise.layout.bucket import Bucket
 
 
@@ -59,6 +60,16 @@ class Contents(Protocol):
     def params(self) -> Sequence[NamedTensor]:
         """Whose parts these are, in the order of the layout."""
         ...
+
+
+class SumContents(Contents, Protocol):
+    """What lies in a section that is summed.
+
+    Attributes:
+        mark: by which ranks that sum different things hear of it; None: they do not.
+    """
+
+    mark: Mark | None
 
 
 class BucketEnds(Protocol):
@@ -198,6 +209,6 @@ class Communicator(Protocol):
         """Launch; the result is delivered by ``wait``."""
         ...
 
-    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: Contents | None = None) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Pending:
         """Launch, in place.  ``contents``: of the 1-D ``tensor``."""
         ...

@@ -13,12 +13,13 @@ from shardwise.black_box import explainers, witnesses
 from shardwise.comm import alarm
 from shardwise.comm.alive import is_gone, ranks_in_words
 from shardwise.comm.last_words import ASKS, cited, gone_in_words, in_short, leave, store_of_job, words_of
-from shardwise.comm.store import BRIEF_S, JobStore, keeps_store
+from shardwise.comm.leaving import will_leave
+from shardwise.comm.mending import break_off_all
+from shardwise.comm.store import BRIEF_S, JobStore
 from shardwise.errors import ShardwiseError, TransportError
 
 _T = TypeVar("_T")
 _MOST_ASKED = 64
-_STAY_S = 6.0  # for ranks to have asked each other
 _SAY_S = 3.0  # for ranks to fail after this one, and to say so
 
 
@@ -40,11 +41,17 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
             who = f"{ranks_in_words(others)} did not all come, or left by an exception: see their errors"
         else:
             leave(f"{what} on rank {mine}: {in_short(error)}{ASKS}")
+            break_off_all(members)  # nobody may wait for this rank while it asks
             who = found_among(others, store)
         raise TransportError(
             f"{what}: {who}; rank {mine} waited. Every rank must make the same calls in the same order; first error: "
             f"{in_short(error)}"
         ) from error
+
+
+def concerns_others(error: RuntimeError) -> bool:
+    """Return True for an error of a backend, or of ours about another rank; False for one of this rank alone."""
+    return not isinstance(error, (ShardwiseError, torch.OutOfMemoryError)) or isinstance(error, TransportError)
 
 
 def _explain(error: BaseException) -> str:
@@ -60,17 +67,8 @@ def _explain(error: BaseException) -> str:
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             found = found_among(others, store)
             leave(f"{said}; {found}")
-    if keeps_store(store):
-        _stay_for(others, store)
+    will_leave(store)
     return found
-
-
-def _stay_for(others: Sequence[int], store: dist.Store) -> None:
-    """Wait until ``others`` have failed, too: without the store, which ends with this process, they know no reason."""
-    end = time.monotonic() + _STAY_S
-    for rank in others[:_MOST_ASKED]:
-        while time.monotonic() < end and not words_of(store, rank, end - time.monotonic()) and not is_gone(store, rank):
-            time.sleep(0.05)
 
 
 def found_among(others: Sequence[int], store: dist.Store) -> str:

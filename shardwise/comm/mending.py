@@ -48,6 +48,13 @@ def break_off(group: dist.ProcessGroup) -> None:
             backend.recv([torch.empty(1)], (group.rank() + step) % group.size(), _TAG).wait(timedelta(milliseconds=1))
 
 
+def break_off_all(members: Collection[int]) -> None:
+    """Close this rank's connections in all gloo groups that are within global ranks ``members``."""
+    for group in groups_within(members) if dist.is_initialized() else ():
+        with contextlib.suppress(RuntimeError):
+            break_off(group)
+
+
 def mend(group: dist.ProcessGroup) -> None:
     """Connect the ranks of ``group`` anew.  Collective over them; a few milliseconds, and two threads until it is destroyed.
 

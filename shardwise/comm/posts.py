@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from shardwise.black_box import EVERYBODY, WAITS, note
 from shardwise.comm import alarm
-from shardwise.comm.alive import LOOK_S, announce, is_gone
+from shardwise.comm.alive import LOOK_S, announce, is_gone, ranks_in_words
 from shardwise.comm.cables import watch_cables
 from shardwise.comm.groups import patience_s
 from shardwise.comm.last_words import LOOK_NEXT, cited, gone_in_words, leave, words_of
+from shardwise.comm.leaving import watch_end
 from shardwise.comm.store import JobStore
 from shardwise.torch_private import default_store, process_group_store
 
@@ -111,6 +112,10 @@ class Posts:
             time.sleep(min(pause_s, max(start + limit_s - now, 0.0)))
             pause_s = pause_s if pause_s > _MOST_PAUSE_S else 1.5 * pause_s
 
+    def named(self, ranks: Iterable[int]) -> str:
+        """Return ``ranks`` in words, as the job names them."""
+        return ranks_in_words([self.members[rank] for rank in ranks])
+
     def gone(self, ranks: Iterable[int]) -> list[int]:
         """Return which of ``ranks`` were processes of this host that have ended, as far as it can be known."""
         return [] if self.notes is None else [rank for rank in ranks if is_gone(self.notes, self.members[rank])]
@@ -147,6 +152,7 @@ def number_posts(store: dist.Store, topic: str, members: tuple[int, ...], rank: 
     notes = default_store()
     if notes is not None:
         announce(notes, dist.get_rank())
+        watch_end(notes)
     job = JobStore(store, timeout_s)
     place = f"shardwise/{topic}/{hashlib.sha256(repr(members).encode()).hexdigest()[:12]}"
     era = _era_of(members)

@@ -59,7 +59,7 @@ class RollCall:
 
 
 def _absence(posts: Posts, ranks: list[int]) -> str:
-    return posts.absence(ranks, f"rank {posts.members[ranks[0]]} did not come within {posts.timeout_s:g} s")
+    return posts.absence(ranks, f"{posts.named(ranks)} did not come within {posts.timeout_s:g} s")
 
 
 def open_roll_call(group: dist.ProcessGroup | None, topic: str) -> RollCall:

@@ -145,7 +145,12 @@ class Journal:
             return
         plan = plan_step(order, self.facts(), self.room)
         if self.bulletin is not None:
-            calls = [f"{c.op.value} of unit '{c.unit}'" for c in plan.calls if c.op in (Op.UNSHARD, Op.REDUCE)]
+            apart = {unit.name for unit in self._units if unit.keeps_sums}
+            calls = [
+                f"{c.op.value} of unit '{c.unit}'{' without its replicas' * (c.op is Op.REDUCE and c.unit in apart)}"
+                for c in plan.calls
+                if c.op in (Op.UNSHARD, Op.REDUCE)
+            ]
             if plan.ahead_bytes is not None:
                 calls.append(f"gathers ahead within {plan.ahead_bytes} bytes")
             self.bulletin.check_plan(calls, self.position())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shardwise import torch_private
+from shardwise.comm.lost_peers import concerns_others
 from shardwise.engine.journal import Journal
 from shardwise.engine.means import Means
-from shardwise.errors import TransportError
 from shardwise.events import Op
 from shardwise.spans import begin, end, listeners
 from shardwise.units.gradients import Reduction, Terms, launch_reductions
@@ -92,7 +92,9 @@ class Reductions:
                 mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
             try:
                 launch.reductions += launch_reductions(group, mine, terms, added, launch.held)
-            except TransportError as error:
+            except RuntimeError as error:
+                if not concerns_others(error):
+                    raise
                 raise self._journal.explain(error, f"gradients of unit '{unit.name}'") from error
         unit.note(Op.REDUCE, lambda: (sum(r.num_bytes for r in launch.reductions if r.is_collective), False))
         self._in_flight += launch.reductions

@@ -31,6 +31,7 @@ class _Unit:
     policy: UnitPolicy
     counts: bool
     ended_late: bool
+    num_replica_sums: tuple[int, ...]
 
 
 class KeptUnits:
@@ -72,6 +73,8 @@ class KeptUnits:
             was.unit.earlier.unsynced = set(was.unsynced)
             was.unit.policy = was.policy
             was.unit.backward.counts, was.unit.backward.ended_late = was.counts, was.ended_late
+            for group, number in zip(was.unit.groups, was.num_replica_sums, strict=True):
+                group.num_replica_sums = number
         for put_back in self._marks:
             put_back()
         for attachment in self._attachments:
@@ -90,4 +93,5 @@ def _as_it_is(unit: Unit) -> _Unit:
     earlier, backward = unit.earlier, unit.backward
     unsynced = frozenset(earlier.unsynced)
     held, partial = dict(earlier.held), dict(earlier.partial)
-    return _Unit(unit, held, partial, unsynced, unit.policy, backward.counts, backward.ended_late)
+    sums = tuple(group.num_replica_sums for group in unit.groups)
+    return _Unit(unit, held, partial, unsynced, unit.policy, backward.counts, backward.ended_late, sums)

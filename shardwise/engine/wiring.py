@@ -89,7 +89,9 @@ def _bulletin(units: list[Unit], device: torch.device) -> Bulletin | None:
     if len(ranks) == 1:
         return None
     timeout_s = patience_s(largest.get_group(0), device)
-    return Bulletin(number_posts(store, "engine", ranks, ranks.index(dist.get_rank()), timeout_s))
+    bulletin = Bulletin(number_posts(store, "engine", ranks, ranks.index(dist.get_rank()), timeout_s))
+    bulletin.groups = list({mesh.get_group(dim): None for mesh in meshes for dim in range(mesh.ndim)})
+    return bulletin
 
 
 def communicators(group: ShardGroup, means: Means) -> GroupComm:

@@ -18,7 +18,7 @@ from shardwise.comm.last_words import cited
 from shardwise.comm.links.link import default_transport
 from shardwise.comm.links.meet import Offer, meet
 from shardwise.comm.links.segment import HEADER_BYTES
-from shardwise.comm.mending import break_off, groups_within
+from shardwise.comm.mending import break_off_all
 from shardwise.comm.sync import all_have_come
 from shardwise.errors import StepError, TransportError
 from shardwise.transaction.first_cause import Report, first_cause
@@ -128,8 +128,7 @@ class Agreement:
         return None if text is None else Report.from_text(text)
 
     def _leave_collectives(self) -> None:
-        for group in groups_within(self.members):
-            break_off(group)
+        break_off_all(self.members)
 
     def claim(self, number: int) -> int:
         """Say that this rank has failed in step ``number``; return how many have said so by now."""
@@ -166,7 +165,7 @@ class Agreement:
                 return None
             absent = [rank for rank in range(posts.size) if rank not in found]
             late = (
-                f"rank {posts.members[absent[0]]} has not come out of its step within {posts.timeout_s:g} s of rank "
+                f"{posts.named(absent)} did not come out of its step within {posts.timeout_s:g} s of rank "
                 f"{mine.rank}, which failed: {mine.kind}: {mine.text}"
             )
             raise self._named(absent, late)
@@ -182,7 +181,7 @@ class Agreement:
         found = posts.collect(f"{number}/back", range(posts.size))
         absent = [rank for rank in range(posts.size) if rank not in found]
         if absent:
-            late = f"rank {posts.members[absent[0]]} has not undone its step within {posts.timeout_s:g} s"
+            late = f"{posts.named(absent)} did not undo its step within {posts.timeout_s:g} s"
             raise self._named(absent, late)
         wrong = {posts.members[rank]: text for rank, text in found.items() if text}
         if wrong:

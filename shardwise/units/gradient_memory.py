@@ -23,11 +23,19 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 @dataclass(frozen=True, slots=True)
 class GradientPlaces:
-    """Where the gradients of some parameters lie in a section of ``numel`` elements: offsets and shapes of the shards."""
+    """Where the gradients of some parameters lie in a section of ``numel`` elements: offsets and shapes of the shards.
+
+    ``num_spare``: elements behind the section, for a mark.
+    """
 
     params: tuple[UnitParam, ...]
     places: tuple[tuple[int, tuple[int, ...]], ...]
     numel: int
+    num_spare: int = 0
+
+    def empty(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a section with undefined values, in memory that has the spare elements behind it."""
+        return torch.empty(self.numel + self.num_spare, dtype=dtype, device=device).narrow(0, 0, self.numel)
 
 
 class GradientSection:
@@ -93,7 +101,7 @@ class GradientMemory:
         if place.is_offloaded:
             flat = place.on.host_memory(self._places.numel, dtype, place.pins)
         else:
-            flat = torch.empty(self._places.numel, dtype=dtype, device=place.device)
+            flat = self._places.empty(dtype, place.device)
         section = GradientSection(self._places, flat)
         if flat.numel() * flat.element_size() <= _KEPT_BYTES:
             self._kept = [*self._kept, section][-_MAX_KEPT:]

@@ -12,6 +12,7 @@ from shardwise import torch_private
 from shardwise.comm.carve import is_own
 from shardwise.comm.communicator import Pending, Scale
 from shardwise.comm.lanes import Lane, Lanes
+from shardwise.comm.marks import MOST_RANKS, Mark
 from shardwise.layout import bucket as layout_bucket
 from shardwise.layout.bucket import Bucket
 from shardwise.plan.policy import UnitPolicy
@@ -28,8 +29,15 @@ def _layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) -
     layout = group.reduce_layouts.get(key)
     if layout is None:
         alignment = group.place.alignment(dtype)
-        layout = group.reduce_layouts[key] = ReduceLayout(params, alignment, group.axes.shard_rank)
+        num_spare = int(_can_mark(group, dtype))
+        layout = group.reduce_layouts[key] = ReduceLayout(params, alignment, group.axes.shard_rank, num_spare)
     return layout
+
+
+def _can_mark(group: ShardGroup, dtype: torch.dtype) -> bool:
+    """True if sums over replicas have a mark behind them: where the host may look, and it is exact."""
+    is_exact = dtype in (torch.float32, torch.float64) and 1 < group.axes.num_replicas <= MOST_RANKS
+    return is_exact and not group.place.on.has_lanes
 
 
 def _dtypes_of_gradients(params: Sequence[UnitParam]) -> set[torch.dtype | None]:
@@ -50,6 +58,7 @@ class _Packing:
     place: Place
     is_final: bool = False  # what comes out are the gradients that users see
     section: torch.Tensor | None = None
+    mark: Mark | None = None
     result: GradientSection | None = None
     is_dense: bool = False
     layout: Bucket = field(init=False)
@@ -86,8 +95,15 @@ class _Packing:
                 self.result = self.reduced.memory.take(self.dtype, self.place)
                 self.section = self.result.flat
             else:
-                self.section = torch.empty(self.section_numel, dtype=self.dtype, device=self.place.device)
+                self.section = self.reduced.places.empty(self.dtype, self.place.device)
         return self.section
+
+    def put_mark(self, number: int) -> None:
+        """Let the section be summed as number ``number`` of its kind, if there is room for a mark behind it."""
+        section, num_spare = self.target(), self.reduced.places.num_spare
+        end = section.storage_offset() + self.section_numel + num_spare
+        if num_spare and section.untyped_storage().nbytes() == end * self.dtype.itemsize:
+            self.mark = Mark(section.as_strided((self.section_numel + 1,), (1,)), self.label, number)
 
     def deliver(self, section: torch.Tensor) -> None:
         target = self.target()
@@ -121,6 +137,7 @@ class Reduction:
     Attributes:
         is_stored: the result is on its way to the host: :meth:`Lanes.host_waits_for_copies` comes before it is read.
         params: whose gradients these are.
+        is_marked: its sum over replicas has a mark behind it, where there is room.
         is_partial: replicas are not summed: the result is kept for a later backward.
         has_elements: False when all parameters are of size zero: there is nothing to send.
     """
@@ -147,6 +164,7 @@ class Reduction:
         self._replicated: Pending | None = None
         self._has_followed = False
         self.is_stored = False
+        self.is_marked = True
         is_final = not self.is_partial and not group.place.is_offloaded
         is_final = is_final and _dtypes_of_gradients(params) <= {dtype, None}
         self._packing = _Packing(self._layout, gradients, dtype, group.place, is_final)
@@ -230,9 +248,12 @@ class Reduction:
         replicas = self._comm.replicas
         if replicas is not None and not self.is_partial and self.has_elements:
             scale = self._scale if self._comm.reduce is None else _replica_scale(self._scale)
+            if self.is_marked:
+                self._packing.put_mark(self.group.num_replica_sums)
             self._replicated = replicas.all_reduce(section, scale, self._packing)
         elif self._terms.hook is not None:
             self._terms.hook(section)
+        self.group.num_replica_sums += replicas is not None
 
     def finish(self) -> None:
         """Wait for the end; on lanes :meth:`Lanes.current_waits_for_reductions` comes before the result is read."""
@@ -349,7 +370,8 @@ def launch_reductions(
         stays: set[UnitParam] = set()
         parts = [params]
         if may_stay:
-            stays = {param for param in params if param not in kept and _is_worth(param, gradients[param])}
+            # By size alone: what is held, or whose memory it is, is each rank's own affair, and sums pair by their sizes.
+            stays = {param for param in params if param.shard.numel >= layout_bucket.LARGE_NUMEL}
             packed = [param for param in params if param not in stays]
             parts = [*([param] for param in params if param in stays), *([packed] if packed else [])]
         for chosen in parts:
@@ -357,7 +379,9 @@ def launch_reductions(
             reduction = Reduction(group, chosen, own, dtype, terms, partial)
             launched.append(reduction)
             if comm.reduce is None or not reduction.has_elements:
-                reduction.reduce_here(in_place=chosen[0] in stays)
+                is_apart = chosen[0] in stays
+                reduction.is_marked = not is_apart
+                reduction.reduce_here(in_place=is_apart and chosen[0] not in kept and is_own(own[0]))
             else:
                 reduction.scatter()
     return launched
@@ -368,10 +392,6 @@ def _widened(gradient: torch.Tensor, partial: torch.Tensor | None) -> torch.Tens
     if partial is None or partial.dtype is gradient.dtype:
         return gradient
     return gradient.to(torch.promote_types(gradient.dtype, partial.dtype))
-
-
-def _is_worth(param: UnitParam, gradient: torch.Tensor) -> bool:
-    return param.shard.numel >= layout_bucket.LARGE_NUMEL and is_own(gradient)
 
 
 def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:

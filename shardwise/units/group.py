@@ -48,6 +48,7 @@ class ShardGroup:
         keeps_plain: parameters are what they were before, plain tensors that stay registered.
         num_packs: how often parameters were put together.
         is_written: the engine itself has written to shards, by the current stream, since the last gather was ordered after it.
+        num_replica_sums: how many sums over replicas have come, also those that were left to a later backward.
         in_place: those of them that need no other form to compute with.
         axes: the data-parallel mesh.  sub_axes: the smaller one that parameters go to after forward, if any.
 
@@ -85,6 +86,7 @@ class ShardGroup:
         self.reduce_layouts: dict[tuple[object, ...], ReduceLayout] = {}
         self._pool: BufferPool | None = None
         self.bound_comm: GroupComm | None = None
+        self.num_replica_sums = 0
 
     def release(self, params: Sequence[UnitParam]) -> None:
         """Be without those of ``params`` that are members."""

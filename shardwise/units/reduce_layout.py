@@ -14,9 +14,12 @@ from shardwise.units.shards import packed_window
 
 
 class ReduceLayout:
-    """Where the gradients of some parameters of a group lie in a packed buffer and in this rank's section of it."""
+    """Where the gradients of some parameters of a group lie in a packed buffer and in this rank's section of it.
 
-    def __init__(self, params: list[UnitParam], alignment: int, rank: int) -> None:
+    ``num_spare``: elements behind the section that are none of it.
+    """
+
+    def __init__(self, params: list[UnitParam], alignment: int, rank: int, num_spare: int = 0) -> None:
         self.params = params
         self.bucket = build_bucket([param.shard for param in params], alignment)
         self.names = ", ".join(param.fqn for param in params[:3]) + (f" and {len(params) - 3} more" * (len(params) > 3))
@@ -25,7 +28,7 @@ class ReduceLayout:
         self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of buffers, while somebody has them
         shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
         places = tuple(zip(self.bucket.offsets, shapes, strict=True))
-        self.places = GradientPlaces(tuple(params), places, self.bucket.section_numel)
+        self.places = GradientPlaces(tuple(params), places, self.bucket.section_numel, num_spare)
         self.memory = GradientMemory(self.places)
         self._windows = [(offset, row_major(shape), shape) for offset, shape in places]
 

@@ -13,7 +13,8 @@ from shardwise import torch_private
 from shardwise.black_box import hearers, now, remember, tell, thread
 from shardwise.comm.digest import digest_of
 from shardwise.comm.links.link import Transport
-from shardwise.errors import ConfigError, StateError, TransportError
+from shardwise.comm.lost_peers import concerns_others
+from shardwise.errors import ConfigError, StateError
 from shardwise.events import Call, EventLog, Op
 from shardwise.plan.policy import UnitPolicy
 from shardwise.spans import begin, end, listeners
@@ -134,6 +135,11 @@ class Unit:
         return sum(planned_scatter_bytes(group, self.policy) for group in self.groups)
 
     @property
+    def keeps_sums(self) -> bool:
+        """True if sums over shards are left on this rank, for a later backward to sum over replicas."""
+        return not self.policy.syncs_replicas and any(group.axes.num_replicas > 1 for group in self.groups)
+
+    @property
     def gather_staging(self) -> tuple[int, bool]:
         """Bytes that a launched unshard holds, and whether (all of) the full parameters are among them."""
         if len(self.groups) == 1 and not self.policy.keeps_full_memory:
@@ -229,7 +235,9 @@ class Unit:
             begin(self.log.track.name, "unshard", self.name)
         try:
             launched = [group.gather(from_sub) for group in self.groups]
-        except TransportError as error:
+        except RuntimeError as error:
+            if not concerns_others(error):
+                raise
             raise self._explained(error) from error
         self._enter(Gathering(Source(version, span), tuple(launched)))
         self.note(Op.UNSHARD, lambda: self.gather_staging)

@@ -17,6 +17,8 @@ JOBS = [
     faulty(Program("fully_shard", "auto"), 2, "kill", "backward", rank=1),
     faulty(Program("fully_shard", "gloo"), 2, "kill", "reduction", rank=0),
     faulty(Program("hsdp", "auto"), 4, "kill", "evaluation", rank=1),  # ranks 2 and 3 wait for one that follows
+    faulty(Program("hsdp", "gloo"), 4, "raise", "backward", rank=1, store="tcp"),  # who follows keeps the store
+    faulty(Program("hsdp", "collective"), 4, "drop", "reduction", rank=0),  # of a sum over replicas
     transacting(faulty(Program("replicate", "auto"), 2, "raise", "optimizer step", rank=1), "retry"),
     faulty(Program("zero1", "auto"), 2, "SIGINT", "consolidation", rank=1),
     faulty(Program("zero2", "auto"), 2, "kill", "reduction", rank=0, store="tcp"),

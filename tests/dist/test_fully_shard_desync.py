@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import time
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from helpers.compare import average_gradients, full
 from helpers.ranks import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import DesyncError, FSDPModule, fully_shard, replicate
 from shardwise.testing import WorkerPool
@@ -165,6 +167,36 @@ def test_ranks_may_come_to_the_same_gradients_in_another_order(door: str) -> Non
     average_gradients(plain)
     for left, right in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(full(right.grad), left.grad)
+
+
+def leave_a_sum_out() -> str:
+    """Rank 1 takes one microbatch that is a step's last for one that is not; return the message that this rank got."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_transport("collective")
+    try:
+        for step in range(4):
+            for is_last in (False, True):
+                model.set_requires_all_reduce(is_last and not (rank == 1 and step == 2))
+                model(torch.ones(2, 8)).sum().backward()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_rank_that_leaves_a_sum_over_replicas_out_is_named_and_nobody_goes_on_with_other_numbers(
+    pool: WorkerPool,
+) -> None:
+    """The sums that follow have the sizes of those that others wait for."""
+    messages = pool.run(leave_a_sum_out, num_ranks=4, timeout_s=60.0, group_timeout_s=30.0, fresh=True)
+    assert all(message.startswith("DesyncError") for message in messages), messages
+    assert all(re.search(r"\branks? (\d, )*1\b", message) for message in messages), messages
+    assert "with its replicas, rank 3" in messages[1], messages
+    assert "with its replicas, rank 1" in messages[3], messages
 
 
 def test_the_error_is_public() -> None:

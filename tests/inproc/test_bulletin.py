@@ -41,3 +41,9 @@ def test_a_rank_that_left_without_a_word_is_named_alone() -> None:
     posts[2].post("plan/1", '["y"]')
     announce_as(store, 5, gone_process())
     assert _raises(posts[0], ["y"]).startswith("rank 5 is gone (it has left no word")
+
+
+def test_all_ranks_that_are_late_are_named_and_not_the_first_of_them_alone() -> None:
+    first = make_posts(timeout_s=0.1)[0]
+    with pytest.raises(DesyncError, match=r"^ranks 5, 9 did not come to the end of a step within 0\.1 s of rank 4"):
+        Bulletin(first).check_plan(["unshard of unit 'a'"], Position(0, ()))

@@ -16,7 +16,15 @@ from shardwise.codec.coded_sections import CodedSection
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.c10d import C10dCommunicator, Launched, OnLane, OnLaneInPlace, all_gather_single, all_to_all_rows
 from shardwise.comm.coding_state import Compression
-from shardwise.comm.communicator import BucketEnds, Contents, GatherEnds, NamedTensor, Pending, Scale, ScatterEnds
+from shardwise.comm.communicator import (
+    BucketEnds,
+    GatherEnds,
+    NamedTensor,
+    Pending,
+    Scale,
+    ScatterEnds,
+    SumContents,
+)
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import section_parts
 from shardwise.comm.links.routes import LeftOut, RoutedCommunicator, Spans
@@ -135,7 +143,7 @@ class CompressedCommunicator(RoutedCommunicator):
         lease.release()
         received = torch.empty_like(sent)
         work = all_to_all_rows(received, sent, packed.group, async_op=True)
-        return Launched(work, lambda: self._deliver_sum(pieces, section, received, scale), lambda: None)
+        return Launched(work, lambda: self._deliver_sum(pieces, section, received, scale), lambda: None, packed.group)
 
     def _messages(self, rows: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> torch.Tensor:
         messages = torch.zeros(rows.shape[0], section.message_bytes, dtype=torch.uint8, device=rows.device)
@@ -156,7 +164,7 @@ class CompressedCommunicator(RoutedCommunicator):
     def _divisor(self, scale: Scale) -> float:
         return float(self.size) if scale.divisor is None else scale.divisor
 
-    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: Contents | None = None) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Pending:
         """Reduce in place: coded parts to one rank each, which sums them, and the sums, coded again, to all.
 
         On the host it ends before it returns: a second collective follows the first, and which others come between must
@@ -174,7 +182,9 @@ class CompressedCommunicator(RoutedCommunicator):
         with lane.run() if lane.is_concurrent else nullcontext():
             self._reduce_rest(tensor, section, scale)
             self._reduce_coded(tensor, section, contents.params, scale)
-        return OnLaneInPlace(lane) if lane.is_concurrent else Launched(None, lambda: None, lambda: None)
+        return (
+            OnLaneInPlace(lane) if lane.is_concurrent else Launched(None, lambda: None, lambda: None, self.packed.group)
+        )
 
     def _reduce_rest(self, tensor: torch.Tensor, section: CodedSection, scale: Scale) -> None:
         windows = [tensor.narrow(0, start, numel) for start, numel in section.rest]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from shardwise.black_box import WAITS, note
 from shardwise.comm import alarm
 from shardwise.comm.alive import Liveness
 from shardwise.comm.last_words import LOOK_NEXT, cited, gone_in_words, store_of_job
+from shardwise.comm.leaving import farewells
 from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.link import SpanKind
 from shardwise.comm.links.segment import Segment
@@ -27,6 +29,8 @@ CLOSED = 2  # the last span that this rank has done its part of
 _LEFT = 3  # the last span that this rank has left by an exception
 _LATE = 4  # the epoch that this rank left because a peer was late, and, in the low bits, 1 + which
 FIRST_FREE = 5  # from here on: words of those who move bytes
+
+_live: weakref.WeakSet[Mates] = weakref.WeakSet()  # those of this process, which leaves them all when it ends
 
 _WANTS_COLLECTIVES, _IN_BACKWARD = 1, 2  # flags of _OPEN
 _CALL_BITS, _SPAN_BITS = 20, 24
@@ -91,6 +95,7 @@ class Mates:
         self._alive = {place: Liveness(host.pids[place]) for place in self.others}
         self._timeout_s = timeout_s
         self._epoch = self._span = 0
+        _live.add(self)
 
     # ---- spans ----
 
@@ -261,3 +266,11 @@ class Mates:
 
     def _has_stayed(self, place: int) -> bool:
         return self._words[place][_EPOCH] <= self._epoch
+
+
+def _leave_all() -> None:
+    for mates in list(_live):
+        mates.abort()
+
+
+farewells.append(_leave_all)

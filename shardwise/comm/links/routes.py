@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardwise import torch_private
 from shardwise.black_box import hearers, note, now, remember, tell, thread
 from shardwise.comm.c10d import C10dCommunicator
-from shardwise.comm.communicator import Contents, GatherEnds, Pending, Scale, ScatterEnds
+from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds, SumContents
 from shardwise.comm.links.link import Link, SpanKind
 from shardwise.errors import DesyncError
 
@@ -178,11 +178,11 @@ class RoutedCommunicator:
                 return link.reduce_scatter(pieces, scale)
         return self.packed.reduce_scatter(pieces, scale)
 
-    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: Contents | None = None) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Pending:
         """Reduce in place, by the backend."""
         if note("reduction", "replicas", [tensor]):
             return LeftOut()
-        return self.packed.all_reduce(tensor, scale)
+        return self.packed.all_reduce(tensor, scale, contents)
 
 
 _WATCHED = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")

@@ -17,6 +17,7 @@ from shardwise.comm.communicator import BucketEnds, GatherEnds, Pending, Scale, 
 from shardwise.comm.links import unfinished
 from shardwise.comm.links.link import SpanKind
 from shardwise.comm.links.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
+from shardwise.comm.partners import NamingPartners
 from shardwise.errors import TransportError
 from shardwise.layout.bucket import Bucket
 
@@ -64,7 +65,7 @@ class PeerLink:
     def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
         found = self._exchange([kind == "backward", wants_collectives, 0])
         try:
-            unfinished.wait_all(found.works)
+            self.wait_all(found.works)
         except BaseException:
             unfinished.keep(self.group, found.works)
             raise
@@ -104,7 +105,7 @@ class PeerLink:
         return _Exchange(mine, theirs, works)
 
     def close(self) -> None:
-        unfinished.wait_all(self._sends)
+        self.wait_all(self._sends)
 
     def abort(self) -> None:
         # A message that is dropped before its peer has it keeps every later one between the two from getting through.
@@ -139,6 +140,11 @@ class PeerLink:
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Launch."""
         return self.group.recv([tensor], peer, tag)
+
+    def wait_all(self, works: list[dist.Work]) -> None:
+        """Wait for ``works`` as :func:`unfinished.wait_all` does."""
+        with NamingPartners(self.group):
+            unfinished.wait_all(works)
 
     def wait_sends_at_close(self, works: list[dist.Work]) -> None:
         """Leave these sends to the end of the span: what they read does not change before."""
@@ -205,7 +211,7 @@ class _GatherBucket:
     def finish(self) -> None:
         layout, link = self._ends.layout, self._link
         torch_private.copy_all(self._ends.full_parts(link.rank), section_parts(layout, self._section, link.rank))
-        unfinished.wait_all(self._recvs)
+        link.wait_all(self._recvs)
         for target, lease in self._strided:
             target.copy_(lease.tensor(target.dtype).view(target.shape))
         first = layout.num_large
@@ -217,7 +223,7 @@ class _GatherBucket:
             link.wait_sends_at_close(self._sends)
             self._sends = []
         else:
-            unfinished.wait_all(self._sends)
+            link.wait_all(self._sends)
         for lease in self._take_leases():
             lease.release()
 
@@ -280,7 +286,7 @@ class _Scatter:
         if pieces is None:
             return
         try:
-            unfinished.wait_all(self._works)
+            self._link.wait_all(self._works)
         except BaseException:
             self._leave()
             raise

@@ -151,7 +151,7 @@ class TieredLink:
             if not each.is_expected:
                 mates.wait_for_all(_TAKEN, mates.stamp(each.index - NUM_INBOXES), "parameters from another host")
                 each.expect()
-            unfinished.wait_all(each.recvs)
+            self.between.wait_all(each.recvs)
             each.has_arrived = True
             mates.say(_ARRIVED, mates.stamp(each.index))
 
@@ -253,7 +253,7 @@ class _Gather:
         self._near.wait()
         link.arrive(self)
         link.read_inboxes(self, pieces)
-        unfinished.wait_all(self._sends)
+        self._link.between.wait_all(self._sends)
         self._end()
 
     def cancel(self) -> None:
@@ -262,7 +262,7 @@ class _Gather:
         self._near.cancel()
         try:
             self._link.arrive(self)  # the ranks of this host may need it
-            unfinished.wait_all(self._sends)
+            self._link.between.wait_all(self._sends)
         except RuntimeError:
             self.leave()
         self._end()
@@ -354,7 +354,7 @@ class _Scatter:
     def _let_all_come(self) -> None:
         self._link.sum_until(self.posted.index)
         self._link.go_on()
-        unfinished.wait_all(self._works)
+        self._link.between.wait_all(self._works)
 
     def cancel(self) -> None:
         if self._pieces is None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from shardwise import __version__
 from shardwise.testing.chaos.beside import Draw, run_beside
-from shardwise.testing.chaos.campaign import Result, matrix
+from shardwise.testing.chaos.campaign import Result
 from shardwise.testing.chaos.outcomes import embed, line_of, summary_of, tables_of
+
+_WRITTEN_EVERY = 10  # jobs: a campaign that is broken off leaves its table
 
 
 def main() -> int:
@@ -17,14 +22,23 @@ def main() -> int:
     sizes = tuple(arguments.ranks) if arguments.matrix else ()
     what = Draw(arguments.seed, arguments.minutes, sizes, arguments.most, arguments.only)
     results: list[Result] = []
-    for result in run_beside(what, arguments.at_once):
-        results.append(result)
-        print(line_of(result), flush=True)
-    print(summary_of(results))
-    if arguments.table is not None:
-        table = tables_of(results, _title(what, arguments.at_once))
-        arguments.table.write_text(embed(arguments.table.read_text(), table))
-    return int(any(result.verdict.faults for result in results))
+    title, is_over = _title(what, arguments.at_once), False
+    try:
+        for result in run_beside(what, arguments.at_once):
+            results.append(result)
+            print(line_of(result), flush=True)
+            if len(results) % _WRITTEN_EVERY == 0:
+                _write(arguments.table, title, results)
+        is_over = True
+    finally:
+        _write(arguments.table, title, results)
+        print(f"{'' if is_over else 'broken off: '}{title}: {summary_of(results)}")
+    return int(not results or any(result.verdict.faults for result in results))
+
+
+def _write(page: Path | None, title: str, results: Sequence[Result]) -> None:
+    if page is not None:
+        page.write_text(embed(page.read_text(), tables_of(results, title)))
 
 
 def _parse() -> argparse.Namespace:
@@ -48,8 +62,18 @@ def _parse() -> argparse.Namespace:
 
 
 def _title(what: Draw, at_once: int) -> str:
-    of = f"Of the {len(list(matrix(what.sizes))):,} jobs of the matrix" if what.sizes else "Random jobs"
-    return f"{of}, seed {what.seed}, {at_once} at once"
+    of = f"Of the {what.num_jobs:,} jobs of the matrix" if what.sizes else "Random jobs"
+    kind = f" with {what.only!r} in their line" if what.only else ""
+    return f"{of}{kind}, seed {what.seed}, {at_once} at once, commit {_commit()}"
+
+
+def _commit() -> str:
+    """Return what git calls the code that runs, else its version."""
+    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return f"unknown, version {__version__}"
 
 
 if __name__ == "__main__":

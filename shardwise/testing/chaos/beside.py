@@ -28,6 +28,11 @@ class Draw:
     most: int | None = None
     only: str = ""
 
+    @property
+    def num_jobs(self) -> int:
+        """Number of jobs of the matrix that may be drawn."""
+        return sum(self.only in job.text for job in matrix(self.sizes))
+
     def jobs(self) -> Iterator[Job]:
         """Yield the jobs."""
         rng = random.Random(self.seed)

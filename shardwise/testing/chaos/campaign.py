@@ -137,7 +137,14 @@ class Campaign:
         self._undisturbed: dict[tuple[Program, int], tuple[str, ...]] = {}
 
     def run(self, job: Job) -> Result:
-        """Run and judge ``job``."""
+        """Run and judge ``job``; one that cannot be run is wrong, and says why."""
+        try:
+            return self._run(job)
+        except Exception as error:
+            text = f"the job itself broke: {type(error).__name__}: {error}"
+            return Result(job, Run((), ()), Verdict((text,), "named", 0.0, ""))
+
+    def _run(self, job: Job) -> Result:
         run = run_job(job)
         expected = ("",) * job.num_ranks  # of no rank that has numbers
         if any(ending.digest for ending in run.endings):
@@ -150,7 +157,8 @@ class Campaign:
         if key not in self._undisturbed:
             endings = run_job(Job(program, num_ranks, timeout_s=60.0, limit_s=60.0)).endings
             wrong = [each.trace or f"code {each.code}" for each in endings if not each.digest]
-            assert not wrong, f"{program} fails without a fault:\n{wrong[0]}"
+            if wrong:
+                raise RuntimeError(f"{program} fails without a fault:\n{wrong[0]}")
             self._undisturbed[key] = tuple(each.digest for each in endings)
         return self._undisturbed[key]
 

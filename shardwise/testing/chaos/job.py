@@ -7,7 +7,6 @@ import multiprocessing as mp
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import record
+from shardwise.comm.leaving import leave_job
 from shardwise.doctor.diagnosis import diagnose
 from shardwise.doctor.rank_record import read_record
 from shardwise.doctor.recorder import BLACK_BOX, PATTERN
@@ -153,7 +153,7 @@ def run_job(job: Job) -> Run:
     context = _context()
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}chaos-") as name:
         place = Path(name)
-        store = str(place / "store") if job.store == "file" else str(_free_port())
+        store = str(place / "store")
         pipes: list[Connection] = []
         processes: list[Any] = []
         started = time.monotonic()
@@ -239,6 +239,7 @@ def _run_rank(job: Job, rank: int, store: str, folder: str, pipe: Connection) ->
     _quiet(Path(folder) / f"stderr-{rank}")
     pipe.send(_outcome(job, rank, store, folder, pipe))
     pipe.close()
+    leave_job()  # as at the end of a program
     os._exit(0)  # a group that has lost a rank is not waited for
 
 
@@ -265,7 +266,7 @@ def _join(job: Job, rank: int, store: str) -> None:
         met = dist.FileStore(store, job.num_ranks)
         met.set_timeout(timeout)
     else:
-        met = dist.TCPStore("127.0.0.1", int(store), job.num_ranks, rank == 0, timeout)
+        met = _serve(Path(store), job, rank, timeout)
     dist.init_process_group("gloo", store=met, rank=rank, world_size=job.num_ranks, timeout=timeout)
     dist.all_reduce(torch.zeros(()))  # all are connected
 
@@ -297,7 +298,14 @@ def _quiet(path: Path) -> None:
     os.close(file)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _serve(place: Path, job: Job, rank: int, timeout: timedelta) -> dist.Store:
+    """Return the store that rank 0 keeps, at a port that it was given and has written to the file ``place``."""
+    if rank == 0:
+        server = dist.TCPStore("127.0.0.1", 0, job.num_ranks, True, timeout, wait_for_workers=False)
+        part = place.with_suffix(".part")
+        part.write_text(str(server.port))
+        part.replace(place)
+        return server
+    while not place.exists():
+        time.sleep(0.002)  # the job ends this process if rank 0 has not come
+    return dist.TCPStore("127.0.0.1", int(place.read_text()), job.num_ranks, False, timeout)

@@ -26,6 +26,8 @@ from shardwise import (
     transaction,
 )
 from shardwise.checkpoint import finish, load, save
+from shardwise.comm.links import send_recv
+from shardwise.layout import bucket
 from shardwise.testing.chaos.program import Program
 from shardwise.torch_private import timeout_s_of
 
@@ -71,6 +73,8 @@ class Parts:
 def build(program: Program) -> Parts:
     """Build model and optimizer.  Collective behind most doors."""
     set_default_transport(program.transport)
+    if program.transport == "gloo":  # whatever is sent is sent as large parameters are: in messages of its own
+        send_recv.MIN_LARGE_SHARE, bucket.LARGE_NUMEL = 0.0, 12
     torch.manual_seed(0)
     net = Net(program)
     door = program.door

@@ -1,0 +1,96 @@
+"""How a process leaves its job by an error: it counts as gone, lets nobody wait, and keeps the store for the others."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from helpers.posts import announce_as
+
+from shardwise.black_box import explain_end
+from shardwise.comm import leaving
+from shardwise.comm.alive import is_gone, say_left
+from shardwise.comm.last_words import put
+from shardwise.comm.leaving import leave_job, watch_end
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
+    """A job of two ranks, of which this process is the first and the other is only in the store."""
+    monkeypatch.setattr(leaving, "_stores", {})
+    monkeypatch.setattr(leaving, "_is_leaving", [])
+    monkeypatch.setattr(leaving, "break_off_all", lambda members: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.delattr("sys.last_value", raising=False)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield store
+    monkeypatch.undo()
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_ends_by_an_error_is_gone_for_every_host_while_its_process_lives() -> None:
+    store = dist.HashStore()
+    announce_as(store, 1, os.getpid())
+    assert not is_gone(store, 1)
+    say_left(store, 1)
+    assert is_gone(store, 1)
+
+
+def test_a_program_that_ends_well_leaves_no_mark(job: dist.Store) -> None:
+    watch_end(job)
+    leave_job()
+    assert not is_gone(job, 0)
+
+
+def test_an_error_that_leaves_the_program_marks_its_rank_at_the_end_of_the_process_and_not_before(
+    job: dist.Store,
+) -> None:
+    explain_end(KeyError("sample 7"))
+    store = leaving._stores[os.getpid()]
+    assert not is_gone(store, 0)
+    leave_job()
+    assert is_gone(store, 0)
+
+
+def test_who_keeps_the_store_stays_until_the_others_have_ended(
+    job: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaving, "keeps_store", lambda store: True)
+    announce_as(job, 1, os.getpid())
+    leaving.will_leave(job)
+    left = threading.Thread(target=leave_job, daemon=True)
+    left.start()
+    time.sleep(0.3)
+    assert left.is_alive()
+    say_left(job, 1)
+    left.join(timeout=30)
+    assert not left.is_alive()
+
+
+def test_who_keeps_the_store_stays_for_ranks_that_live_on_only_until_they_have_said_why(
+    job: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaving, "keeps_store", lambda store: True)
+    monkeypatch.setattr(leaving, "_STAY_S", 600.0)
+    monkeypatch.setattr(leaving, "_LINGER_S", 0.1)
+    announce_as(job, 1, os.getpid())
+    put(job, 1, "DesyncError: rank 0 is gone")
+    leaving.will_leave(job)
+    leave_job()  # ends
+
+
+def test_nobody_waits_in_a_collective_for_a_rank_that_has_left(
+    job: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[object] = []
+    monkeypatch.setattr(leaving, "break_off_all", lambda members: called.append(list(members)))
+    monkeypatch.setattr(leaving, "farewells", [lambda: called.append("words")])
+    leaving.will_leave(job)
+    leave_job()
+    leave_job()  # once
+    assert called == ["words", [0, 1]]
