@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardwise.events import Call, Op
+from shardwise.plan.buckets import Sharing, UnitBucket, form_buckets
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.visits import Edge, Order
 
@@ -22,6 +23,7 @@ class UnitFacts:
         route: how its parameters travel, for readers of the plan.
         borrows: units whose parameters its modules use too (weights tied across units).
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
+        sharing: by what its gradients share a bucket with those of others; None: they do not.
     """
 
     name: str
@@ -34,6 +36,7 @@ class UnitFacts:
     borrows: tuple[int, ...] = ()
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None
+    sharing: Sharing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class StepPlan:
         ahead: for each visit, the units to unshard right after it.
         routes: how the parameters of each unit travel: (unit, "shared memory" | "send/recv" | "collectives").
         starts: for each visit, how many calls come before those that it makes; last, how many come before the commits.
+        buckets: units whose gradients are all-reduced together, in the order in which that happens.
     """
 
     order: Order
@@ -53,6 +57,7 @@ class StepPlan:
     ahead: tuple[tuple[int, ...], ...]
     routes: tuple[tuple[str, str], ...] = ()
     starts: tuple[int, ...] = ()
+    buckets: tuple[UnitBucket, ...] = ()
 
 
 class _Simulation:
@@ -182,4 +187,5 @@ def plan_step(order: Order, units: Sequence[UnitFacts], depth: int = 1) -> StepP
     simulation = _Simulation(order, units, depth)
     simulation.run()
     routes = tuple((facts.name, facts.route) for facts in units if facts.route)
-    return StepPlan(order, tuple(simulation.calls), tuple(simulation.ahead), routes, tuple(simulation.starts))
+    buckets = form_buckets(order, [facts.sharing for facts in units])
+    return StepPlan(order, tuple(simulation.calls), tuple(simulation.ahead), routes, tuple(simulation.starts), buckets)

@@ -14,6 +14,7 @@ from shardwise.black_box import hearers, now, remember, tell, thread
 from shardwise.comm.links.link import Transport
 from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.events import Call, EventLog, Op
+from shardwise.plan.buckets import Sharing
 from shardwise.plan.policy import UnitPolicy
 from shardwise.spans import begin, end, listeners
 from shardwise.units.backward import Stage, UnitBackward
@@ -24,6 +25,7 @@ from shardwise.units.idle import mark_full
 from shardwise.units.local_gradients import Gradients, take_gradients
 from shardwise.units.param import UnitParam
 from shardwise.units.precision import MixedPrecisionPolicy
+from shardwise.units.shared_buckets import sharing_of
 from shardwise.units.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
 
 
@@ -121,6 +123,13 @@ class Unit:
     def reduce_bytes(self) -> int:
         """Staging bytes of the reduction of all trainable parameters."""
         return sum(planned_scatter_bytes(group, self.policy) for group in self.groups)
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """By what its gradients share a bucket with those of other units; None: by nothing."""
+        if len(self.groups) != 1 or self.all_reduce_hook is not None:
+            return None
+        return sharing_of(self.groups[0])
 
     @property
     def gather_staging(self) -> tuple[int, bool]:
