@@ -69,7 +69,10 @@ class _Packing:
         return self.reduced.params
 
     def fill(self, packed: torch.Tensor) -> None:
-        self.reduced.pack(self.gradients, packed)
+        if self.result is not None and packed is self.section:  # this rank has all shards: where users see them
+            self.reduced.pack_whole(self.gradients, self.result)
+        else:
+            self.reduced.pack(self.gradients, packed)
         self.gradients = []
 
     def full_parts(self, rank: int) -> list[torch.Tensor]:

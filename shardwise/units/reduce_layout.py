@@ -8,7 +8,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise import torch_private
 from shardwise.layout.bucket import build_bucket
 from shardwise.layout.shard import Move, row_major
-from shardwise.units.gradient_memory import GradientMemory, GradientPlaces
+from shardwise.units.gradient_memory import GradientMemory, GradientPlaces, GradientSection
 from shardwise.units.param import UnitParam
 from shardwise.units.shards import packed_window
 
@@ -51,6 +51,12 @@ class ReduceLayout:
             start = dense.storage_offset()
             sources += [dense.as_strided(move.shape, move.full_stride, start + move.full_offset) for move in moves]
         torch_private.copy_all(targets, sources)
+
+    def pack_whole(self, gradients: list[torch.Tensor], section: GradientSection) -> None:
+        """Write ``gradients`` to ``section``, where this rank has all shards; gaps become zero."""
+        if self.bucket.has_padding:
+            section.flat.zero_()
+        torch_private.copy_all(section.windows, gradients)
 
     def full_parts(self, gradients: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """Return the windows of ``gradients`` (row-major) that belong to ``rank``."""
