@@ -10,6 +10,7 @@ import torch
 from shardwise.comm.carve import is_own
 from shardwise.comm.communicator import Scale
 from shardwise.plan.buckets import LEAST_BYTES, Sharing, bucket_bytes
+from shardwise.units.gradient_memory import KEPT_BYTES
 from shardwise.units.gradients import Reduction, Terms, by_reduce_dtype, layout_of, scale_of, widened
 from shardwise.units.group import ShardGroup
 from shardwise.units.local_gradients import Gradients
@@ -18,8 +19,9 @@ from shardwise.units.reduce_layout import ReduceLayout
 
 # Of the device, not measured: sums over more than two ranks depend on where an element lies, so that buckets must be the
 # same in every run.  Between processes of a host, and of accelerators of one host or more.
-_FULL_BYTES_ON_HOST = bucket_bytes(latency_s=150e-6, bytes_per_s=1.5e9)
-_FULL_BYTES_ON_LANES = bucket_bytes(latency_s=25e-6, bytes_per_s=1e11)
+FULL_BYTES_ON_HOST = bucket_bytes(latency_s=150e-6, bytes_per_s=1.5e9)
+FULL_BYTES_ON_LANES = bucket_bytes(latency_s=25e-6, bytes_per_s=1e11)
+LARGE_BYTES = LEAST_BYTES  # of a gradient on the host: it is a bucket of its own, in its own memory
 _MOST_LAYOUTS = 64
 
 
@@ -58,12 +60,12 @@ def sharing_of(group: ShardGroup) -> Sharing | None:
         return None
     place = group.place
     key = (comm.replicas.packed.group.group_name, str(place.device), place.is_offloaded, place.pins)
-    return Sharing(key, num_bytes, _FULL_BYTES_ON_LANES if place.on.has_lanes else _FULL_BYTES_ON_HOST)
+    return Sharing(key, num_bytes, FULL_BYTES_ON_LANES if place.on.has_lanes else FULL_BYTES_ON_HOST)
 
 
 def _is_large(group: ShardGroup, param: UnitParam, dtype: torch.dtype) -> bool:
-    """True for what is a bucket of its own, and reduced where it is: copying it costs as much as sending it within a host."""
-    return not group.place.on.has_lanes and param.shard.numel * dtype.itemsize >= LEAST_BYTES
+    """True for what is reduced where it is: within a host copying it costs as much as sending it."""
+    return not group.place.on.has_lanes and param.shard.numel * dtype.itemsize >= LARGE_BYTES
 
 
 def launch_large(brought: Brought, kept: Collection[UnitParam]) -> list[Reduction]:
@@ -124,6 +126,8 @@ class BucketLayouts:
             if len(self._known) >= _MOST_LAYOUTS:  # of units that come together in ever new ways
                 self._known.clear()
             group = lot.first.group
-            layout = ReduceLayout(lot.params, group.place.alignment(dtype), group.axes.shard_rank)
+            # On the host what is small is kept, as it was unit by unit: there are more gradients to make in a bucket.
+            kept_bytes = KEPT_BYTES if group.place.on.has_lanes else 2 * FULL_BYTES_ON_HOST
+            layout = ReduceLayout(lot.params, group.place.alignment(dtype), group.axes.shard_rank, kept_bytes)
             self._known[key] = layout
         return layout

@@ -38,7 +38,7 @@ def replicated(num_blocks: int, width: int = WIDTH, **options: Any) -> Any:
 @contextmanager
 def full_from(num_bytes: int) -> Iterator[None]:
     """Let a bucket be full with so many bytes."""
-    with mock.patch.object(shared_buckets, "_FULL_BYTES_ON_HOST", num_bytes):
+    with mock.patch.object(shared_buckets, "FULL_BYTES_ON_HOST", num_bytes):
         yield
 
 

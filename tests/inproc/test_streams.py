@@ -175,7 +175,7 @@ def test_copies_to_the_host_run_beside_the_next_reduction() -> None:
 
 
 def test_gradients_of_several_units_go_in_one_all_reduce_beside_what_follows() -> None:
-    with mock.patch.object(shared_buckets, "_FULL_BYTES_ON_LANES", 700):
+    with mock.patch.object(shared_buckets, "FULL_BYTES_ON_LANES", 700):
         seen = run(called("replicate, blocks"), keeps_works=True)
     assert not seen.violations
     sums = [work for work in seen.fake.timeline.works if work.what == "allreduce_"]
