@@ -177,6 +177,10 @@ class Lane:
         if mark is not None:
             self._device.current_stream().wait_event(mark)
 
+    def here(self) -> Stream | None:
+        """Return the current stream, for :func:`back_at`; None where lanes have no streams."""
+        return self._device.current_stream() if self.is_concurrent else None
+
     @property
     def is_started(self) -> bool:
         """True once it has been given anything."""
@@ -186,6 +190,11 @@ class Lane:
         if self._stream is None:
             self._stream = self._device.new_stream(self._name, self._priority)
         return self._stream
+
+
+def back_at(stream: Stream | None) -> AbstractContextManager[object]:
+    """Return a context in which ``stream``, of :meth:`Lane.here`, is the current one again."""
+    return nullcontext() if stream is None else cast(AbstractContextManager[object], stream)
 
 
 @dataclass(slots=True)

@@ -335,6 +335,7 @@ class Engine:
             self.reductions.launch(unit, gradients)
         else:
             self.journal.visit(unit, Edge.RELEASE_BACKWARD)
+            self.reductions.skip(unit)
 
     def _begin_backward(self) -> None:
         end = self.watch.end

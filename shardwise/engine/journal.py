@@ -9,12 +9,15 @@ from shardwise.black_box import hearers, next_track, now, remember, tell, thread
 from shardwise.comm.bulletin import Bulletin, Position
 from shardwise.errors import DesyncError
 from shardwise.events import EventLog, Op, OrderChanged
+from shardwise.plan.buckets import UnitBucket, form_buckets
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.prefetch import Room, StepPlan, UnitFacts, plan_step
 from shardwise.plan.visits import Edge, Order, Visit
 from shardwise.spans import begin, end, listeners
 from shardwise.units.param import UnitParam
 from shardwise.units.unit import Unit
+
+_MOST_BUCKETS = 256
 
 
 class Journal:
@@ -26,6 +29,7 @@ class Journal:
         log: what units have done last; its instruments hear every event.
         bulletin: where ranks compare plans and say where they are when a collective fails; None without other ranks.
         agreed: which parameters' gradients may be reduced together: the ranks have agreed on each of these sets.
+        numbers: of units, in plans.
     """
 
     def __init__(self) -> None:
@@ -36,7 +40,8 @@ class Journal:
         self.bulletin: Bulletin | None = None
         self.agreed: set[frozenset[UnitParam]] = set()
         self._units: Sequence[Unit] = ()
-        self._numbers: dict[Unit, int] = {}
+        self.numbers: dict[Unit, int] = {}
+        self._agreed_buckets: set[tuple[tuple[int, ...], ...]] = set()
         self._ahead: list[list[Unit]] = []  # as in the plan
         self._visits: list[Visit] = []
         self._follows_plan = False
@@ -46,9 +51,10 @@ class Journal:
     def adopt(self, units: Sequence[Unit]) -> None:
         """Write down what ``units`` do from here on; ``units[i]`` is number i."""
         self._units = units
-        self._numbers = {unit: number for number, unit in enumerate(units)}
+        self.numbers = {unit: number for number, unit in enumerate(units)}
         self.plan = None
         self.agreed = set()
+        self._agreed_buckets = set()
 
     # ---- events ----
 
@@ -81,7 +87,7 @@ class Journal:
         Returns: the units that the plan wants unsharded right after.
         Raises: DesyncError if this leaves the plan and other ranks do not leave it so.
         """
-        number = self._numbers.get(unit)
+        number = self.numbers.get(unit)
         if number is None:
             return ()
         track = self.log.track
@@ -130,6 +136,34 @@ class Journal:
                 self.bulletin.check_facts(what, facts, self.position())
         self.agreed.add(params)
 
+    def buckets(self) -> tuple[UnitBucket, ...]:
+        """Return which units' gradients are reduced together in this backward: as planned, or after the forward that has run.
+
+        Raises: DesyncError on every rank if ranks differ.
+        """
+        if self._follows_plan and self.plan is not None:
+            return self.plan.buckets
+        sharing = [unit.sharing for unit in self._units]
+        buckets = form_buckets(Order(Order(tuple(self._visits)).forward), sharing)
+        key = tuple([bucket.units for bucket in buckets if len(bucket.units) > 1])
+        if key and key not in self._agreed_buckets:
+            if self.bulletin is not None:
+                self.bulletin.check_facts(
+                    "units whose gradients travel together", self._shown(buckets), self.position()
+                )
+            self._agree_on_buckets(key)
+        return buckets
+
+    def _agree_on_buckets(self, key: tuple[tuple[int, ...], ...]) -> None:
+        if len(self._agreed_buckets) >= _MOST_BUCKETS:  # of a model that goes ever new ways
+            self._agreed_buckets.clear()
+        self._agreed_buckets.add(key)
+
+    def _shown(self, buckets: Sequence[UnitBucket]) -> list[str]:
+        """Return the buckets of several units, the same text on every rank."""
+        names = [[f"'{self._units[unit].name}'" for unit in bucket.units] for bucket in buckets]
+        return [f"one reduction of units {', '.join(each)}" for each in names if len(each) > 1]
+
     def has_planned_forward(self) -> bool:
         """True if the visits so far are the forward part of the plan."""
         return self.plan is not None and self.plan.order.forward == tuple(self._visits)
@@ -153,7 +187,8 @@ class Journal:
             ]
             if plan.ahead_bytes is not None:
                 calls.append(f"gathers ahead within {plan.ahead_bytes} bytes")
-            self.bulletin.check_plan(calls, self.position())
+            self.bulletin.check_plan([*calls, *self._shown(plan.buckets)], self.position())
+        self._agree_on_buckets(tuple([bucket.units for bucket in plan.buckets if len(bucket.units) > 1]))
         self.plan, self._planned_from, self._left_order = plan, made_from, ""
         self._ahead = [[self._units[number] for number in numbers] for numbers in plan.ahead]
 
@@ -171,9 +206,10 @@ class Journal:
             full_bytes=unit.full_bytes,
             reduce_bytes=unit.reduce_bytes,
             route=unit.route,
-            borrows=tuple(self._numbers[other] for other in unit.borrows),
-            forward_prefetch=_numbers_of(unit.forward_prefetch, self._numbers),
-            backward_prefetch=_numbers_of(unit.backward_prefetch, self._numbers),
+            sharing=unit.sharing,
+            borrows=tuple(self.numbers[other] for other in unit.borrows),
+            forward_prefetch=_numbers_of(unit.forward_prefetch, self.numbers),
+            backward_prefetch=_numbers_of(unit.backward_prefetch, self.numbers),
         )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shardwise import torch_private
+from shardwise.comm.lanes import Stream, back_at
 from shardwise.comm.lost_peers import concerns_others
 from shardwise.engine.journal import Journal
 from shardwise.engine.means import Means
+from shardwise.engine.open_buckets import OpenBuckets
 from shardwise.events import Op
 from shardwise.spans import begin, end, listeners
 from shardwise.units.gradients import Reduction, Terms, launch_reductions
 from shardwise.units.local_gradients import Gradients, add_gradients
 from shardwise.units.param import UnitParam
+from shardwise.units.shared_buckets import Brought, BucketLayouts, launch_large, shares
 from shardwise.units.unit import Unit
 
 
@@ -24,6 +28,7 @@ class _Launch:
         held, partial: gradients of earlier backwards that they took from the unit.
         absorbed: deferred launches whose partial sums they took, and of which parameters.
         taken: parameters whose partial sums a later launch has taken from this one.
+        others: units whose gradients are in these reductions too: they have brought them to the same bucket, later.
     """
 
     unit: Unit
@@ -32,6 +37,24 @@ class _Launch:
     reductions: list[Reduction] = field(default_factory=list[Reduction])
     absorbed: list[tuple[_Launch, set[UnitParam]]] = field(default_factory=list[tuple["_Launch", set[UnitParam]]])
     taken: set[UnitParam] = field(default_factory=set[UnitParam])
+    others: list[Unit] = field(default_factory=list["Unit"])
+
+    @property
+    def whose(self) -> str:
+        """Whose gradients these are, for messages."""
+        names = [f"'{unit.name}'" for unit in (self.unit, *self.others)]
+        if len(names) == 1:
+            return f"gradients of unit {names[0]}"
+        return f"gradients of units {', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _InBucket:
+    """What a launch has put into a bucket, and the stream that has computed it; None where there are none."""
+
+    launch: _Launch
+    brought: Brought
+    stream: Stream | None
 
 
 class Reductions:
@@ -55,6 +78,8 @@ class Reductions:
         self._fresh_held: list[tuple[Unit, Gradients]] = []
         self.is_followed = False
         self.failed_hook: BaseException | None = None
+        self._buckets = OpenBuckets[_InBucket]()
+        self._layouts = BucketLayouts()
 
     @property
     def has_deferred(self) -> bool:
@@ -69,6 +94,11 @@ class Reductions:
     def hold(self, unit: Unit, gradients: Gradients) -> None:
         """Keep ``gradients`` for a later backward of ``unit``, once this one has ended well."""
         self._fresh_held.append((unit, gradients))
+        self.skip(unit)
+
+    def skip(self, unit: Unit) -> None:
+        """Send the buckets that have waited for ``unit``: it has ended without gradients that are reduced now."""
+        self._send(self._buckets.end(self._journal.numbers.get(unit, -1)))
 
     def launch(self, unit: Unit, fresh: Gradients) -> None:
         """Reduce ``fresh`` and what earlier backwards have left.  Raises: DesyncError, TransportError."""
@@ -86,20 +116,67 @@ class Reductions:
         gradients = add_gradients(launch.held, fresh) if launch.held else fresh
         added = self._absorb(launch, gradients) if self._deferred else launch.partial
         terms = Terms(unit.policy, self._means.lanes, unit.all_reduce_hook)
-        for group in unit.groups:
-            mine = gradients
-            if len(unit.groups) > 1:
-                mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
-            try:
-                launch.reductions += launch_reductions(group, mine, terms, added, launch.held)
-            except RuntimeError as error:
-                if not concerns_others(error):
-                    raise
-                raise self._journal.explain(error, f"gradients of unit '{unit.name}'") from error
+        try:
+            if self._may_share(unit):
+                self._share(launch, Brought(unit.groups[0], dict(gradients), added, terms))
+            else:
+                for group in unit.groups:
+                    mine = gradients
+                    if len(unit.groups) > 1:
+                        mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
+                    launch.reductions += launch_reductions(group, mine, terms, added, launch.held)
+        except RuntimeError as error:
+            if not concerns_others(error):
+                raise
+            raise self._journal.explain(error, launch.whose) from error
+        self.skip(unit)
         unit.note(Op.REDUCE, lambda: (sum(r.num_bytes for r in launch.reductions if r.is_collective), False))
         self._in_flight += launch.reductions
         if listeners:
             end("reduce", unit.name, sum(each.num_bytes for each in launch.reductions if each.is_collective))
+
+    # ---- buckets: gradients of several units in one all-reduce ----
+
+    @staticmethod
+    def _may_share(unit: Unit) -> bool:
+        """Return True if one all-reduce is all that gradients of ``unit`` take now."""
+        return (
+            len(unit.groups) == 1
+            and unit.all_reduce_hook is None
+            and unit.policy.syncs_replicas
+            and shares(unit.groups[0])
+        )
+
+    def _share(self, launch: _Launch, brought: Brought) -> None:
+        """Start the reduction of large gradients, and leave the others to a bucket; if there is none, start it too."""
+        buckets = self._buckets
+        if not buckets.is_planned:
+            buckets.plan(self._journal.buckets())
+        launch.reductions += launch_large(brought, launch.held)
+        if not brought.gradients:
+            return
+        number, stream = self._journal.numbers.get(launch.unit, -1), self._means.lanes.replicas.here()
+        first = buckets.beside(number)
+        # On another stream than the first it may not be packed, nor its memory given back, without an order between both.
+        if (first is not None and first.stream != stream) or not buckets.bring(
+            number, _InBucket(launch, brought, stream)
+        ):
+            launch.reductions += self._layouts.launch([brought])
+
+    def _send(self, ready: Iterable[list[_InBucket]]) -> None:
+        """Start the all-reduces of buckets that are complete."""
+        for bucket in ready:
+            launch = bucket[0].launch
+            launch.others += [each.launch.unit for each in bucket[1:]]
+            try:
+                with back_at(bucket[0].stream):
+                    reductions = self._layouts.launch([each.brought for each in bucket])
+            except RuntimeError as error:
+                if not concerns_others(error):
+                    raise
+                raise self._journal.explain(error, launch.whose) from error
+            launch.reductions += reductions
+            self._in_flight += reductions
 
     def _absorb(self, launch: _Launch, gradients: Gradients) -> Gradients:
         """Return the partial sums to add to ``gradients``: the unit's, and those that deferred backwards have left."""
@@ -109,7 +186,7 @@ class Reductions:
                 for reduction in earlier.reductions:
                     taken = {p for p in reduction.params if p in gradients and p not in earlier.taken}
                     if reduction.is_partial and taken:
-                        self._finish(earlier.unit, reduction)
+                        self._finish(earlier, reduction)
                         self._means.lanes.current_waits_for_reductions()
                         windows = reduction.windows()
                         added = add_gradients(added, {param: windows[param] for param in taken})
@@ -135,20 +212,26 @@ class Reductions:
         launches = (*self._launched, *self._deferred)
         return next((launch.unit.name for launch in launches if reduction in launch.reductions), "")
 
-    def _finish(self, unit: Unit, reduction: Reduction) -> None:
+    def _finish(self, launch: _Launch, reduction: Reduction) -> None:
         if listeners:
-            begin(self._journal.log.track.name, "wait for gradients", unit.name)
+            begin(self._journal.log.track.name, "wait for gradients", launch.unit.name)
         try:
             reduction.finish()
         except RuntimeError as error:
-            raise self._journal.explain(error, f"gradients of unit '{unit.name}'") from error
+            raise self._journal.explain(error, launch.whose) from error
         if listeners:
-            end("wait for gradients", unit.name)
+            end("wait for gradients", launch.unit.name)
 
     # ---- the end of a backward: before, and after, the ranks may change what others read ----
 
+    def launch_rest(self) -> None:
+        """Send what units have brought to buckets that others, which bring nothing, have kept open."""
+        buckets, self._buckets = self._buckets, OpenBuckets[_InBucket]()
+        self._send(buckets.rest())
+
     def wait_for_inputs(self) -> None:
         """Wait until no rank reads this one's gradients."""
+        self.launch_rest()
         for reduction in self._in_flight:
             self._advance(reduction)
         self._in_flight.clear()
@@ -161,9 +244,10 @@ class Reductions:
 
     def wait(self) -> None:
         """Wait for the ends of all, also of those deferred."""
+        self.launch_rest()
         for launch in (*self._deferred, *self._launched):
             for reduction in launch.reductions:
-                self._finish(launch.unit, reduction)
+                self._finish(launch, reduction)
         lanes = self._means.lanes
         if lanes.are_concurrent:
             lanes.current_waits_for_reductions()
@@ -201,6 +285,7 @@ class Reductions:
         """Forget what was launched in a backward that raised, and give units back what it had taken."""
         self._fresh_held.clear()
         launched, self._launched = self._launched, []
+        self._buckets = OpenBuckets()
         self._in_flight.clear()
         if launched:
             self._means.lanes.current_waits_for_results()

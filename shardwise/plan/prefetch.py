@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.events import Call, Op
+from shardwise.plan.buckets import Sharing, UnitBucket, form_buckets
 from shardwise.plan.memory import peak_bytes
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.visits import Edge, Order
@@ -25,6 +26,7 @@ class UnitFacts:
         route: how its parameters travel, for readers of the plan.
         borrows: units whose parameters its modules use too (weights tied across units).
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
+        sharing: by what its gradients share a bucket with those of others; None: they do not.
     """
 
     name: str
@@ -37,6 +39,7 @@ class UnitFacts:
     borrows: tuple[int, ...] = ()
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None
+    sharing: Sharing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class StepPlan:
         routes: how the parameters of each unit travel: (unit, "shared memory" | "send/recv" | "collectives").
         starts: for each visit, how many calls come before those that it makes; last, how many come before the commits.
         ahead_bytes: what full parameters and staging stay within, if units are unsharded ahead by bytes; else None.
+        buckets: units whose gradients are all-reduced together, in the order in which that happens.
     """
 
     order: Order
@@ -74,6 +78,7 @@ class StepPlan:
     routes: tuple[tuple[str, str], ...] = ()
     starts: tuple[int, ...] = ()
     ahead_bytes: int | None = None
+    buckets: tuple[UnitBucket, ...] = ()
 
 
 class _Simulation:
@@ -229,4 +234,7 @@ def _simulated(order: Order, units: Sequence[UnitFacts], room: Room) -> StepPlan
     simulation = _Simulation(order, units, room)
     simulation.run()
     routes = tuple((facts.name, facts.route) for facts in units if facts.route)
-    return StepPlan(order, tuple(simulation.calls), tuple(simulation.ahead), routes, tuple(simulation.starts))
+    buckets = form_buckets(order, [facts.sharing for facts in units])
+    return StepPlan(
+        order, tuple(simulation.calls), tuple(simulation.ahead), routes, tuple(simulation.starts), buckets=buckets
+    )

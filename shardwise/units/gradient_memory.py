@@ -16,7 +16,7 @@ from shardwise.units.place import Place
 
 # Small sections are used again in the next step when nobody has kept a gradient: making tensors costs more than their
 # arithmetic.  Large ones come from the allocator, so that the memory of dropped gradients serves the next forward.
-_KEPT_BYTES = 1 << 20
+KEPT_BYTES = 1 << 20
 _MAX_KEPT = 2
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
@@ -87,10 +87,11 @@ class GradientSection:
 
 
 class GradientMemory:
-    """Sections for the gradients of the same parameters, step after step."""
+    """Sections for the gradients of the same parameters, step after step; up to ``kept_bytes`` they are used again."""
 
-    def __init__(self, places: GradientPlaces) -> None:
+    def __init__(self, places: GradientPlaces, kept_bytes: int) -> None:
         self._places = places
+        self._kept_bytes = kept_bytes
         self._kept: list[GradientSection] = []
 
     def take(self, dtype: torch.dtype, place: Place) -> GradientSection:
@@ -103,7 +104,7 @@ class GradientMemory:
         else:
             flat = self._places.empty(dtype, place.device)
         section = GradientSection(self._places, flat)
-        if flat.numel() * flat.element_size() <= _KEPT_BYTES:
+        if flat.numel() * flat.element_size() <= self._kept_bytes:
             self._kept = [*self._kept, section][-_MAX_KEPT:]
         return section
 

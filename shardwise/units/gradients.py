@@ -24,20 +24,21 @@ from shardwise.units.place import Place
 from shardwise.units.reduce_layout import ReduceLayout
 
 
-def _layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) -> ReduceLayout:
+def layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) -> ReduceLayout:
+    """Return where gradients of ``params``, all of ``group``, lie while they are reduced in ``dtype``."""
     key = (dtype,) if params is group.by_size else (dtype, *[param.ordinal for param in params])
     layout = group.reduce_layouts.get(key)
     if layout is None:
         alignment = group.place.alignment(dtype)
-        num_spare = int(_can_mark(group, dtype))
+        num_spare = num_spare_of(group, dtype)
         layout = group.reduce_layouts[key] = ReduceLayout(params, alignment, group.axes.shard_rank, num_spare)
     return layout
 
 
-def _can_mark(group: ShardGroup, dtype: torch.dtype) -> bool:
-    """True if sums over replicas have a mark behind them: where the host may look, and it is exact."""
+def num_spare_of(group: ShardGroup, dtype: torch.dtype) -> int:
+    """Return 1 if sums over replicas have a mark behind them: where the host may look, and it is exact."""
     is_exact = dtype in (torch.float32, torch.float64) and 1 < group.axes.num_replicas <= MOST_RANKS
-    return is_exact and not group.place.on.has_lanes
+    return int(is_exact and not group.place.on.has_lanes)
 
 
 def _dtypes_of_gradients(params: Sequence[UnitParam]) -> set[torch.dtype | None]:
@@ -77,7 +78,10 @@ class _Packing:
         return self.reduced.params
 
     def fill(self, packed: torch.Tensor) -> None:
-        self.reduced.pack(self.gradients, packed)
+        if self.result is not None and packed is self.section:  # this rank has all shards: where users see them
+            self.reduced.pack_whole(self.gradients, self.result)
+        else:
+            self.reduced.pack(self.gradients, packed)
         self.gradients = []
 
     def full_parts(self, rank: int) -> list[torch.Tensor]:
@@ -145,17 +149,17 @@ class Reduction:
     def __init__(
         self,
         group: ShardGroup,
-        params: list[UnitParam],
+        layout: ReduceLayout,
         gradients: list[torch.Tensor],
         dtype: torch.dtype,
         terms: Terms,
         partial: Gradients,
     ) -> None:
         self.group = group
-        self.params = params
+        self.params = params = layout.params
         self._comm = group.bound_comm or group.comm
         self.is_partial = self._comm.replicas is not None and not terms.policy.syncs_replicas
-        self._layout = _layout_of(group, params, dtype)
+        self._layout = layout
         self.has_elements = self._layout.bucket.full_numel > 0
         self._partial = {param: partial[param] for param in params if param in partial} if partial else partial
         self._terms = terms
@@ -365,21 +369,20 @@ def launch_reductions(
     comm = group.bound_comm or group.comm
     may_stay = comm.reduce is None and comm.replicas is not None and not group.place.on.has_lanes and terms.hook is None
     if partial:
-        gradients = {param: _widened(gradient, partial.get(param)) for param, gradient in gradients.items()}
-    for dtype, params in _by_reduce_dtype(group, {param: gradient.dtype for param, gradient in gradients.items()}):
-        stays: set[UnitParam] = set()
-        parts = [params]
+        gradients = {param: widened(gradient, partial.get(param)) for param, gradient in gradients.items()}
+    for dtype, params in by_reduce_dtype(group, {param: gradient.dtype for param, gradient in gradients.items()}):
+        large: list[UnitParam] = []
         if may_stay:
             # By size alone: what is held, or whose memory it is, is each rank's own affair, and sums pair by their sizes.
-            stays = {param for param in params if param.shard.numel >= layout_bucket.LARGE_NUMEL}
-            packed = [param for param in params if param not in stays]
-            parts = [*([param] for param in params if param in stays), *([packed] if packed else [])]
+            large = [param for param in params if param.shard.numel >= layout_bucket.LARGE_NUMEL]
+        packed = [param for param in params if param not in large] if large else params
+        parts = [*([param] for param in large), *([packed] if packed else [])]
         for chosen in parts:
             own = [gradients[param] for param in chosen]
-            reduction = Reduction(group, chosen, own, dtype, terms, partial)
+            reduction = Reduction(group, layout_of(group, chosen, dtype), own, dtype, terms, partial)
             launched.append(reduction)
             if comm.reduce is None or not reduction.has_elements:
-                is_apart = chosen[0] in stays
+                is_apart = chosen[0] in large
                 reduction.is_marked = not is_apart
                 reduction.reduce_here(in_place=is_apart and chosen[0] not in kept and is_own(own[0]))
             else:
@@ -387,8 +390,8 @@ def launch_reductions(
     return launched
 
 
-def _widened(gradient: torch.Tensor, partial: torch.Tensor | None) -> torch.Tensor:
-    # Of a parameter that takes gradients of any dtype, the partial sum of an earlier backward may be wider.
+def widened(gradient: torch.Tensor, partial: torch.Tensor | None) -> torch.Tensor:
+    """Return ``gradient`` in a dtype that holds ``partial`` too: where a parameter takes any, that may be wider."""
     if partial is None or partial.dtype is gradient.dtype:
         return gradient
     return gradient.to(torch.promote_types(gradient.dtype, partial.dtype))
@@ -400,8 +403,8 @@ def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
         return 0
     trainable = {param: group.dtypes.of_reduction(param) for param in group.params if param.sharded.requires_grad}
     total = 0
-    for dtype, params in _by_reduce_dtype(group, trainable):
-        packing = _Packing(_layout_of(group, params, dtype), [], dtype, group.place)
+    for dtype, params in by_reduce_dtype(group, trainable):
+        packing = _Packing(layout_of(group, params, dtype), [], dtype, group.place)
         total += _staging(group, packing, scale_of(group, dtype, policy))
     return total
 
@@ -415,9 +418,10 @@ def _staging(group: ShardGroup, packing: _Packing, scale: Scale) -> int:
     return packing.section_numel * group.axes.num_shards * itemsize
 
 
-def _by_reduce_dtype(
+def by_reduce_dtype(
     group: ShardGroup, dtypes: Mapping[UnitParam, torch.dtype]
 ) -> list[tuple[torch.dtype, list[UnitParam]]]:
+    """Return the parameters of each of ``dtypes``, in the group's order."""
     found = {*dtypes.values()}
     if len(found) == 1 and len(dtypes) == len(group.by_size):  # all of them, as in most steps
         return [(found.pop(), group.by_size)]

@@ -8,18 +8,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise import torch_private
 from shardwise.layout.bucket import build_bucket
 from shardwise.layout.shard import Move, row_major
-from shardwise.units.gradient_memory import GradientMemory, GradientPlaces
+from shardwise.units.gradient_memory import KEPT_BYTES, GradientMemory, GradientPlaces, GradientSection
 from shardwise.units.param import UnitParam
 from shardwise.units.shards import packed_window
 
 
 class ReduceLayout:
-    """Where the gradients of some parameters of a group lie in a packed buffer and in this rank's section of it.
+    """Where the gradients of some parameters lie in a packed buffer and in this rank's section of it.
 
-    ``num_spare``: elements behind the section that are none of it.
+    ``num_spare``: elements behind the section that are none of it.  ``kept_bytes``: sections up to there are used again.
     """
 
-    def __init__(self, params: list[UnitParam], alignment: int, rank: int, num_spare: int = 0) -> None:
+    def __init__(
+        self, params: list[UnitParam], alignment: int, rank: int, num_spare: int = 0, kept_bytes: int = KEPT_BYTES
+    ) -> None:
         self.params = params
         self.bucket = build_bucket([param.shard for param in params], alignment)
         self.names = ", ".join(param.fqn for param in params[:3]) + (f" and {len(params) - 3} more" * (len(params) > 3))
@@ -29,7 +31,7 @@ class ReduceLayout:
         shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
         places = tuple(zip(self.bucket.offsets, shapes, strict=True))
         self.places = GradientPlaces(tuple(params), places, self.bucket.section_numel, num_spare)
-        self.memory = GradientMemory(self.places)
+        self.memory = GradientMemory(self.places, kept_bytes)
         self._windows = [(offset, row_major(shape), shape) for offset, shape in places]
 
     def pack(self, gradients: list[torch.Tensor], packed: torch.Tensor) -> None:
@@ -54,6 +56,12 @@ class ReduceLayout:
             start = dense.storage_offset()
             sources += [dense.as_strided(move.shape, move.full_stride, start + move.full_offset) for move in moves]
         torch_private.copy_all(targets, sources)
+
+    def pack_whole(self, gradients: list[torch.Tensor], section: GradientSection) -> None:
+        """Write ``gradients`` to ``section``, where this rank has all shards; gaps become zero."""
+        if self.bucket.has_padding:
+            section.flat.zero_()
+        torch_private.copy_all(section.windows, gradients)
 
     def full_parts(self, gradients: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """Return the windows of ``gradients`` (row-major) that belong to ``rank``."""

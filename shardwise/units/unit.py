@@ -16,6 +16,7 @@ from shardwise.comm.links.link import Transport
 from shardwise.comm.lost_peers import concerns_others
 from shardwise.errors import ConfigError, StateError
 from shardwise.events import Call, EventLog, Op
+from shardwise.plan.buckets import Sharing
 from shardwise.plan.policy import UnitPolicy
 from shardwise.spans import begin, end, listeners
 from shardwise.units.backward import Stage, UnitBackward
@@ -26,6 +27,7 @@ from shardwise.units.idle import mark_full
 from shardwise.units.local_gradients import Gradients, take_gradients
 from shardwise.units.param import UnitParam
 from shardwise.units.precision import MixedPrecisionPolicy
+from shardwise.units.shared_buckets import sharing_of
 from shardwise.units.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
 
 _MAX_LOOKS = 2
@@ -138,6 +140,13 @@ class Unit:
     def keeps_sums(self) -> bool:
         """True if sums over shards are left on this rank, for a later backward to sum over replicas."""
         return not self.policy.syncs_replicas and any(group.axes.num_replicas > 1 for group in self.groups)
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """By what its gradients share a bucket with those of other units; None: by nothing."""
+        if len(self.groups) != 1 or self.all_reduce_hook is not None:
+            return None
+        return sharing_of(self.groups[0])
 
     @property
     def gather_staging(self) -> tuple[int, bool]:

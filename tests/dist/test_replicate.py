@@ -1,4 +1,4 @@
-"""replicate: gradients averaged in one all-reduce a unit, in DTensors or in plain tensors."""
+"""replicate: gradients averaged, those of small units together, in DTensors or in plain tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def blocks() -> nn.Sequential:
     return nn.Sequential(Block(7, 15), Block(7, 9), nn.BatchNorm1d(7))
 
 
-def train_beside(reference: nn.Module, model: nn.Module, optim: torch.optim.Optimizer, num_units: int) -> None:
-    """Accumulate two microbatches a step; compare gradients, and count all-reduces: one for each unit, in the second."""
+def train_beside(reference: nn.Module, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    """Accumulate two microbatches a step; compare gradients, and count all-reduces: one for all units, in the second."""
     assert isinstance(model, ReplicateModule)
     expected = torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(4):
@@ -33,7 +33,7 @@ def train_beside(reference: nn.Module, model: nn.Module, optim: torch.optim.Opti
             loss = model(x).square().sum()
             with CommDebugMode() as counts:
                 loss.backward()
-            assert counts.get_comm_counts()[torch.ops.c10d.allreduce_] == microbatch * num_units
+            assert counts.get_comm_counts()[torch.ops.c10d.allreduce_] == microbatch
             reference(x).square().sum().backward()
         average_gradients(reference)
         for left, right in zip(model.parameters(), reference.parameters(), strict=True):
@@ -52,7 +52,7 @@ def test_parameters_and_gradients_are_replicated_dtensors(how: str) -> None:
     for block in list(model)[:2] if how == "a unit for each block" else []:
         replicate(block)
     replicate([model]) if how == "a list" else replicate(model)
-    train_beside(reference, model, torch.optim.SGD(model.parameters(), lr=0.1), 1 if how == "a list" else 3)
+    train_beside(reference, model, torch.optim.SGD(model.parameters(), lr=0.1))
     loss = model(batch()).sum()
     loss.backward()
     for param in model.parameters():
@@ -72,7 +72,7 @@ def test_the_older_way_keeps_plain_tensors_and_starts_from_rank_0() -> None:
     assert all(torch.equal(left, right) for left, right in zip(model.parameters(), values, strict=True))
     reference = blocks()
     reference.load_state_dict(model.state_dict())
-    train_beside(reference, model, optim, num_units=1)
+    train_beside(reference, model, optim)
 
 
 @on_ranks(2)

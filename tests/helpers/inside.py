@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import torch.distributed as dist
 from torch import nn
 
 import shardwise.comm.links.send_recv
 import shardwise.layout.bucket
+import shardwise.units.shared_buckets
 from shardwise import set_default_transport
 from shardwise.comm.links.link import Transport
 from shardwise.engine import engine as engines
@@ -29,12 +31,12 @@ def engine_of(model: nn.Module) -> Engine:
 @contextmanager
 def parts_from(large_numel: int) -> Iterator[None]:
     """Let tensors of ``large_numel`` elements or more take the ways of large ones, and units of any make use messages."""
-    kept = shardwise.comm.links.send_recv.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL
-    shardwise.comm.links.send_recv.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL = 0.0, large_numel
-    try:
+    with (
+        mock.patch.object(shardwise.comm.links.send_recv, "MIN_LARGE_SHARE", 0.0),
+        mock.patch.object(shardwise.layout.bucket, "LARGE_NUMEL", large_numel),
+        mock.patch.object(shardwise.units.shared_buckets, "LARGE_BYTES", 4 * large_numel),
+    ):
         yield
-    finally:
-        shardwise.comm.links.send_recv.MIN_LARGE_SHARE, shardwise.layout.bucket.LARGE_NUMEL = kept
 
 
 @contextmanager

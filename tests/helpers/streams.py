@@ -185,7 +185,7 @@ class Program:
     """What is trained, and how.
 
     Attributes:
-        door: "fully_shard", "hybrid", "replicate" or "shard_model".  options: of the door.
+        door: "fully_shard", "hybrid", "replicate", "replicate, blocks" or "shard_model".  options: of the door.
         recomputes: blocks are recomputed in backward.
         step: what happens between two optimizer steps.
     """
@@ -207,6 +207,10 @@ class Program:
             for module in units_of(self.model, model):
                 _recompute(module)
         if self.door == "replicate":
+            return replicate(model, **options)
+        if self.door == "replicate, blocks":
+            for module in units_of(self.model, model):
+                replicate(module, **options)
             return replicate(model, **options)
         if self.door == "shard_model":
             return shard_model(model, **options)
@@ -328,6 +332,15 @@ PROGRAMS = [
     Program("replicate, bf16", door="replicate", options={"mp_policy": BF16}),
     Program("replicate, accumulates", door="replicate", step=accumulates_without_sync),
     Program("replicate, raises", door="replicate", step=raises_in_backward),
+    Program("replicate, blocks", door="replicate, blocks"),
+    Program("replicate, blocks, offload", door="replicate, blocks", options=OFFLOAD),
+    Program(
+        "replicate, blocks, bf16, defers",
+        door="replicate, blocks",
+        options={"mp_policy": BF16},
+        step=defers_to_the_last_backward,
+    ),
+    Program("replicate, blocks, raises", door="replicate, blocks", step=raises_in_backward),
     Program("hybrid", door="hybrid"),
     Program("hybrid, bf16", door="hybrid", options={"mp_policy": BF16}),
     Program("hybrid, fp16", door="hybrid", options={"mp_policy": FP16}),

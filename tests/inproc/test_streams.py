@@ -6,10 +6,11 @@ Each program runs once in this process, on tensors of the host, as one rank of a
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from helpers.streams import PROGRAMS, Seen, called, run
 from shardwise.comm import c10d
 from shardwise.comm.lanes import Lane, Lanes
 from shardwise.testing.fake_accelerator.timeline import Work
+from shardwise.units import shared_buckets
 from shardwise.units.gradients import Reduction
 from shardwise.units.group import ShardGroup
 
@@ -122,6 +124,14 @@ def test_a_unit_takes_one_event_per_direction_and_pass() -> None:
 # ---- what runs beside what ----
 
 
+@dataclass(frozen=True)
+class _NoStream(AbstractContextManager[None]):
+    name: str
+
+    def __exit__(self, *_: Any) -> None:
+        return None
+
+
 def are_concurrent(one: Work, other: Work) -> bool:
     return not one.comes_after(other) and not other.comes_after(one)
 
@@ -164,6 +174,23 @@ def test_copies_to_the_host_run_beside_the_next_reduction() -> None:
     assert sum(any(are_concurrent(copy, scatter) for scatter in scatters) for copy in copies) >= 2 * 3
 
 
+def test_gradients_of_several_units_go_in_one_all_reduce_beside_what_follows() -> None:
+    with mock.patch.object(shared_buckets, "FULL_BYTES_ON_LANES", 700):
+        seen = run(called("replicate, blocks"), keeps_works=True)
+    assert not seen.violations
+    sums = [work for work in seen.fake.timeline.works if work.what == "allreduce_"]
+    computing = [work for work in seen.fake.timeline.works if work.what == "gelu_backward"]
+    assert len(sums) == 2 * 3  # of three units
+    assert sum(any(are_concurrent(one, work) for work in computing) for one in sums) == 3
+
+
+def test_units_of_other_streams_share_no_all_reduce() -> None:
+    streams = itertools.cycle(["one", "other"])
+    with mock.patch.object(Lane, "here", side_effect=lambda: _NoStream(next(streams))):
+        seen = run(replace(called("replicate, blocks"), num_steps=1))
+    assert [work.name for work in seen.fake.collectives].count("allreduce_") == 2  # the first and the third
+
+
 def test_all_reduces_over_replicas_run_beside_the_next_reduce_scatter() -> None:
     seen = run(called("hybrid"), keeps_works=True)
     every = seen.fake.timeline.works
@@ -191,6 +218,8 @@ MISSED: dict[Site, tuple[str, str]] = {
     ("current_waits_for_reductions", "current_waits", "replicas"): ("replicate", "race: "),
     ("current_waits_for_results", "current_waits", "replicas"): ("hybrid, raises", "race: "),
     ("current_waits_for_results", "current_waits", "store"): ("offload, raises in backward", "reuse: empty"),
+    ("_come_after", "current_waits", "fetch"): ("replicate, blocks, offload", "race: "),
+    ("end", "wait_current", "fetch"): ("replicate, blocks, offload", "reuse: "),
     ("host_waits_for_copies", "wait_event", "store"): ("offload, evaluates", "race: mul_"),
 }
 

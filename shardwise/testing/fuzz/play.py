@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import shardwise
 import shardwise.comm.links.send_recv
 import shardwise.layout.bucket
+import shardwise.units.shared_buckets
 from shardwise.testing.fuzz.case import Contender
 from shardwise.testing.fuzz.checkpoint import read, write
 from shardwise.testing.fuzz.eligible import is_ours
@@ -104,6 +105,8 @@ def _parts_from(large_numel: int) -> Generator[None, None, None]:
     places: tuple[tuple[Any, str, Any], ...] = (
         (shardwise.comm.links.send_recv, "MIN_LARGE_SHARE", 0.0),
         (shardwise.layout.bucket, "LARGE_NUMEL", large_numel),
+        (shardwise.units.shared_buckets, "LARGE_BYTES", 16 * large_numel),
+        (shardwise.units.shared_buckets, "FULL_BYTES_ON_HOST", 64 * large_numel),
     )
     kept = [getattr(module, name) for module, name, _ in places]
     try:
