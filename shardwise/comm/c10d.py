@@ -23,7 +23,7 @@ from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds, SumContents
 from shardwise.comm.custom import AllGatherFunction, CustomCollectives, ReduceScatterFunction
 from shardwise.comm.lanes import Lane
-from shardwise.comm.partners import NamingPartners
+from shardwise.comm.partners import name_partners
 
 # torch's own functions spend a part of their time on what cannot be here: other classes of tensors, strangers to the group,
 # collectives that are put off.  Who has replaced them, to count or to change collectives, is asked.
@@ -84,8 +84,11 @@ class Launched:
             return
         if self._work is not None:
             remember((now(), thread(), "", 0, EVERYBODY, ""))
-            with NamingPartners(self._group):
+            try:
                 self._work.wait()
+            except RuntimeError as error:
+                name_partners(error, self._group)
+                raise
         end()
 
     def cancel(self) -> None:

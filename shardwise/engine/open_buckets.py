@@ -32,20 +32,21 @@ class OpenBuckets(Generic[T]):
 
     Attributes:
         is_planned: it is known which units share.
+        ended: units that backward has ended.  unsent: buckets that are open, in their order.
     """
 
     def __init__(self) -> None:
         self.is_planned = False
-        self._ended: set[int] = set()
-        self._unsent: list[_Open[T]] = []
+        self.ended: set[int] = set()
+        self.unsent: list[_Open[T]] = []
         self._of: dict[int, _Open[T]] = {}
 
     def plan(self, buckets: Sequence[UnitBucket]) -> None:
         """Let the units of each of ``buckets`` share one."""
         self.is_planned = True
         for bucket in buckets:
-            made = _Open[T]({*bucket.awaited} - self._ended, bucket.units)
-            self._unsent.append(made)
+            made = _Open[T]({*bucket.awaited} - self.ended, bucket.units)
+            self.unsent.append(made)
             self._of.update(dict.fromkeys(bucket.units, made))
 
     def bring(self, unit: int, brought: T) -> bool:
@@ -63,16 +64,16 @@ class OpenBuckets(Generic[T]):
 
     def end(self, unit: int) -> list[list[T]]:
         """Note that backward has ended ``unit``; return what is to be sent now, bucket by bucket."""
-        self._ended.add(unit)
+        self.ended.add(unit)
         bucket = self._of.get(unit)
         if bucket is not None:
             bucket.awaited.discard(unit)
         ready: list[list[T]] = []
-        while self._unsent and not self._unsent[0].awaited:
-            ready.append(self._unsent.pop(0).send())
+        while self.unsent and not self.unsent[0].awaited:
+            ready.append(self.unsent.pop(0).send())
         return [each for each in ready if each]
 
     def rest(self) -> list[list[T]]:
         """Return what has not been sent: backward is over."""
-        unsent, self._unsent = self._unsent, []
+        unsent, self.unsent = self.unsent, []
         return [brought for bucket in unsent if (brought := bucket.send())]

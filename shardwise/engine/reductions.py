@@ -98,7 +98,11 @@ class Reductions:
 
     def skip(self, unit: Unit) -> None:
         """Send the buckets that have waited for ``unit``: it has ended without gradients that are reduced now."""
-        self._send(self._buckets.end(self._journal.numbers.get(unit, -1)))
+        number, buckets = self._journal.numbers.get(unit, -1), self._buckets
+        if buckets.unsent:
+            self._send(buckets.end(number))
+        else:
+            buckets.ended.add(number)
 
     def launch(self, unit: Unit, fresh: Gradients) -> None:
         """Reduce ``fresh`` and what earlier backwards have left.  Raises: DesyncError, TransportError."""
@@ -140,12 +144,10 @@ class Reductions:
     @staticmethod
     def _may_share(unit: Unit) -> bool:
         """Return True if one all-reduce is all that gradients of ``unit`` take now."""
-        return (
-            len(unit.groups) == 1
-            and unit.all_reduce_hook is None
-            and unit.policy.syncs_replicas
-            and shares(unit.groups[0])
-        )
+        if len(unit.groups) != 1 or unit.all_reduce_hook is not None or not unit.policy.syncs_replicas:
+            return False
+        comm = unit.groups[0].bound_comm
+        return comm is not None and comm.reduce is None and shares(unit.groups[0])
 
     def _share(self, launch: _Launch, brought: Brought) -> None:
         """Start the reduction of large gradients, and leave the others to a bucket; if there is none, start it too."""
@@ -226,7 +228,11 @@ class Reductions:
 
     def launch_rest(self) -> None:
         """Send what units have brought to buckets that others, which bring nothing, have kept open."""
-        buckets, self._buckets = self._buckets, OpenBuckets[_InBucket]()
+        buckets = self._buckets
+        if not buckets.is_planned:
+            buckets.ended.clear()
+            return
+        self._buckets = OpenBuckets[_InBucket]()
         self._send(buckets.rest())
 
     def wait_for_inputs(self) -> None:

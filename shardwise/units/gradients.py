@@ -78,7 +78,9 @@ class _Packing:
         return self.reduced.params
 
     def fill(self, packed: torch.Tensor) -> None:
-        if self.result is not None and packed is self.section:  # this rank has all shards: where users see them
+        if not self.layout.full_numel:
+            pass  # nothing but shapes, of which shards have others
+        elif self.result is not None and packed is self.section:  # this rank has all shards: where users see them
             self.reduced.pack_whole(self.gradients, self.result)
         else:
             self.reduced.pack(self.gradients, packed)

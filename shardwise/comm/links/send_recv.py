@@ -17,7 +17,7 @@ from shardwise.comm.communicator import BucketEnds, GatherEnds, Pending, Scale, 
 from shardwise.comm.links import unfinished
 from shardwise.comm.links.link import SpanKind
 from shardwise.comm.links.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
-from shardwise.comm.partners import NamingPartners
+from shardwise.comm.partners import name_partners
 from shardwise.errors import TransportError
 from shardwise.layout.bucket import Bucket
 
@@ -143,8 +143,11 @@ class PeerLink:
 
     def wait_all(self, works: list[dist.Work]) -> None:
         """Wait for ``works`` as :func:`unfinished.wait_all` does."""
-        with NamingPartners(self.group):
+        try:
             unfinished.wait_all(works)
+        except RuntimeError as error:
+            name_partners(error, self.group)
+            raise
 
     def wait_sends_at_close(self, works: list[dist.Work]) -> None:
         """Leave these sends to the end of the span: what they read does not change before."""
