@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.layout.bucket import align
+from shardwise.layout.even import runs_of
 from shardwise.layout.owners import assign_owners
 from shardwise.layout.shard import ChunkShard
 from shardwise.optim.registry import step_cost
 from shardwise.planner.profile import ParamFacts, Profile
 from shardwise.planner.setting import Setting
 
-MESSAGE_BYTES = 4 * 1024 * 1024  # of ZeRO's reductions, as in zero/gradients.py
 _ALIGNMENT = 16  # of tensors in an exchange, as in comm/matrices.py
 _STATUS_BYTES = 8
 
@@ -62,10 +62,10 @@ def optimizer_transfers(profile: Profile, setting: Setting) -> tuple[Transfer, .
     """Return the calls of one step of the optimizer of ``setting``; DDP's own all-reduces are not among them."""
     if setting.ranks == 1:
         return ()
-    sizes = [param.num_bytes for param in profile.params if param.is_trainable]
-    everything = Transfer("all-gather", sum(sizes))
+    trainable = [param for param in profile.params if param.is_trainable]
+    everything = Transfer("all-gather", sum(param.num_bytes for param in trainable))
     if setting.door == "gradients":
-        return (*[Transfer("reduction", size) for size in messages(sizes)], everything)
+        return (*[Transfer("reduction", size) for size in messages(trainable, setting.ranks)], everything)
     if setting.door == "optimizer":
         return (everything,)
     if not setting.matrices or setting.num_shards == 1:
@@ -99,9 +99,13 @@ def _buckets(sizes: Iterable[int], limits: Sequence[int]) -> Iterator[int]:
         yield filled
 
 
-def messages(gradients: Iterable[int]) -> Iterator[int]:
-    """Yield the bytes of each message that takes ``gradients`` to their owners."""
-    return _buckets(gradients, (MESSAGE_BYTES,))
+def messages(params: Sequence[ParamFacts], ranks: int) -> Iterator[int]:
+    """Yield the bytes of each message that takes gradients of ``params`` to their owners: run by run, the last one first."""
+    for run in reversed(runs_of([param.numel for param in params], ranks)):
+        sizes: dict[str, int] = {}
+        for param in params[run.start : run.stop]:
+            sizes[param.dtype] = sizes.get(param.dtype, 0) + param.num_bytes
+        yield from sizes.values()
 
 
 def exchanges_of(profile: Profile, setting: Setting) -> Exchanges:

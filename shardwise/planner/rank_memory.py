@@ -9,7 +9,7 @@ from itertools import groupby
 from shardwise.comm.links.inboxes import NUM_INBOXES
 from shardwise.events import Call, Op
 from shardwise.planner.optimizer_calls import Exchanges, exchange_moments, exchanges_of, messages
-from shardwise.planner.profile import Mark, Profile
+from shardwise.planner.profile import Mark, ParamFacts, Profile
 from shardwise.planner.rank_units import KEPT_SECTION_BYTES, RankUnit
 from shardwise.planner.setting import MATRIX_STATE_BYTES, SHARED, TIERS, UNIT_DOORS, Setting
 from shardwise.planner.step_order import Passage, Steps
@@ -332,22 +332,19 @@ def _under_ddp(rank: _Rank, profile: Profile, units: Sequence[RankUnit], steps: 
             _compute(rank, profile, passage)
     held["activations"] = 0
     if not has_buckets:
-        _reduce_to_owners(rank, [param.num_bytes for param in trainable])
+        _reduce_to_owners(rank, trainable)
     rank.edge = UPDATE
     rank.note(UPDATE)
     return RankMemory(tuple(rank.moments))
 
 
-def _reduce_to_owners(rank: _Rank, gradients: Sequence[int]) -> None:
-    """Send gradients of these bytes to their owners, message by message, as the first rank: it owns the first part."""
+def _reduce_to_owners(rank: _Rank, params: Sequence[ParamFacts]) -> None:
+    """Send gradients of ``params`` to their owners, message by message: every rank owns a part of each."""
     held, ranks = rank.held, rank.setting.ranks
-    owned = -(-sum(gradients) // ranks)
     before = len(rank.moments)
     on_the_way: list[tuple[int, ...]] = []
-    sent = 0
-    for message in messages(gradients):
-        mine = max(min(sent + message, owned) - sent, 0)
-        sent += message
+    for message in messages(params, ranks):
+        mine = -(-message // ranks)
         on_the_way.append((rank.pool.lend(message), rank.pool.lend(mine * ranks), mine, message))
         held["staging"] += sum(on_the_way[-1][:2])
         rank.note("reduce gradients to owners")

@@ -208,8 +208,7 @@ def test_replaced_parameters_move_into_shared_memory() -> None:
     for name, param in model.named_parameters():
         assert state[name].to_local().data_ptr() == param.to_local().data_ptr(), "an alias was left behind"
     for each in (model, twin):
-        for param in each.parameters():
-            param.data = param.data * 2  # new memory
+        each.load_state_dict({name: value * 2 for name, value in each.state_dict().items()}, assign=True)  # new memory
         each.zero_grad()
         each(batch).sum().backward()
     for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
