@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, full
+from helpers.inside import engine_of
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
@@ -273,6 +274,16 @@ def test_what_forward_writes_to_a_parameter_reaches_the_shards(way: str) -> None
         model = _blocks(lambda: _Codebook(way))
         door(model)
         assert_trains_alike(model, _blocks(lambda: _Codebook(way)), steps=4)
+
+
+@on_ranks(2)
+def test_values_that_are_not_numbers_are_no_writes() -> None:
+    model = _sharded(_blocks())
+    with torch.no_grad():
+        model[0].up.weight.fill_(float("nan"))
+    for _ in range(2):
+        model(batch(0)).sum().backward()
+    assert not any(param.is_touchy for unit in engine_of(model).units for param in unit.params)
 
 
 @on_ranks(2)
