@@ -83,7 +83,10 @@ class _Idle(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name in _ATTRIBUTES or name in _FACTS:
             with torch_private.without_torch_function():
-                return func(*args, **(kwargs or {}))
+                result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):  # .T, .real
+                _guard(result, args[:1])
+            return result
         kept = _idle_in(_Idle, (args, list(kwargs.values())) if kwargs else args)
         for tensor in kept:
             tensor.kept.check()
@@ -91,6 +94,7 @@ class _Idle(torch.Tensor):
             result = func(*args, **(kwargs or {}))
         for tensor in kept:
             tensor.kept.follow()
+        _guard(result, kept)
         return result
 
     @property
@@ -98,7 +102,9 @@ class _Idle(torch.Tensor):
         """The tensor's values; whoever asks may write to them, and torch does not count that."""
         self.kept.check()
         self.kept.is_touched = True
-        return torch_private.data_of(self)
+        data = torch_private.data_of(self)
+        _guard(data, [self])
+        return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -154,6 +160,53 @@ class _Idle(torch.Tensor):
         with torch_private.without_torch_function():
             plain = nn.Parameter(torch_private.data_of(self), self.requires_grad)
         return plain.__reduce_ex__(protocol)
+
+
+class _Alias(torch.Tensor):
+    """What shares the memory of a full parameter, taken between calls: that memory is given back while the alias lives on."""
+
+    kept: _Kept
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to read memory that was given back: it would end the process."""
+        aliases = _idle_in(_Alias, (args, list(kwargs.values())) if kwargs else args)
+        if getattr(func, "__name__", "") not in _FACTS and func not in _SHAPES:
+            for alias in aliases:
+                with torch_private.without_torch_function():
+                    is_gone = alias.numel() > 0 and not alias.untyped_storage().nbytes()
+                if is_gone:
+                    raise StateError(
+                        f"this tensor shared memory with the full form of {alias.kept.fqn}, which was given back since. Keep "
+                        "clone() of it, or an alias of the shard: call reshard() on the module first"
+                    )
+        with torch_private.without_torch_function():
+            result = func(*args, **(kwargs or {}))
+        _guard(result, aliases)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = memo[id(self)] = self.clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+_SHAPES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__})  # pyright: ignore
+
+
+def _guard(result: Any, sources: Iterable[Any]) -> None:
+    """Let what shares memory with one of ``sources`` know when that is gone."""
+    found = result if isinstance(result, (list, tuple)) else (result,)
+    for each in found:  # pyright: ignore[reportUnknownVariableType]
+        if type(each) is torch.Tensor:  # pyright: ignore[reportUnknownArgumentType]
+            for source in sources:
+                if torch_private.storage_id(each) == torch_private.storage_id(source):
+                    kept = source.kept
+                    each.__class__ = _Alias
+                    each.kept = kept  # pyright: ignore[reportAttributeAccessIssue]  of _Alias
+                    break
 
 
 class KeptParameter(_Idle, nn.Parameter):  # pyright: ignore

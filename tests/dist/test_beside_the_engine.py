@@ -302,3 +302,26 @@ def test_ranks_that_write_different_values_in_forward_are_named() -> None:
     ):
         for number in range(3):
             model(batch(number + 100 * dist.get_rank())).square().mean().backward()
+
+
+@on_ranks(2)
+def test_an_alias_of_a_whole_parameter_is_refused_when_its_memory_is_gone() -> None:
+    model = _blocks()
+    for block in model:
+        fully_shard(block, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch(0))
+    weight = model[0].up.weight
+    aliases = [weight.detach(), weight.data, weight.view(-1), weight[1:], *weight.unbind(), weight.T]
+    copies = [weight.clone(), weight + 1]
+    again = aliases[0][0]
+    assert torch.equal(aliases[0], copies[0])
+    optimizer.step()
+    for alias in (*aliases, again):
+        assert alias.shape.numel() > 0
+        with pytest.raises(
+            StateError, match=r"shared memory with the full form of 0\.up\.weight, which was given back"
+        ):
+            alias.sum()
+    assert all(torch.isfinite(copy).all() for copy in copies)

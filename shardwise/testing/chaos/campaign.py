@@ -100,6 +100,8 @@ def faulty(program: Program, num_ranks: int, name: str, place: str, *, rank: int
         call = 1
     if program.door in ("zero1", "zero2") and place in ("all-gather", "reduction"):
         call = 1
+    if place == "reduction" and (program.door == "replicate" or (program.door == "hsdp" and num_ranks == 2)):
+        call = 1  # units of which nothing is cut share an all-reduce
     fault = Fault(kind, place, rank, step=step, call=call, error=error)
     needs_timeout = kind in ("stop", "drop")  # an alive process that does not come
     timeout_s = _SHORT_TIMEOUT_S if needs_timeout else _LONG_TIMEOUT_S

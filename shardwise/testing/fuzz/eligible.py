@@ -75,9 +75,13 @@ def _has_whole_matrices(case: Case, contender: Contender) -> bool:
 
 
 def _averages(case: Case, contender: Contender) -> bool:
-    """ZeRO alone takes what a closure has made as torch's class does; what else is not averaged it refuses by name."""
+    """ZeRO alone takes what a closure has made as torch's class does; what else is not averaged its step refuses by name.
+
+    Before that torch's own clipping tells the norm of one rank's gradients, which nobody of ours sees.
+    """
     closes = any(isinstance(action, do.Step) and action.closure for action in case.actions)
-    return contender.door != "zero_alone" or not closes
+    clips = any(isinstance(action, do.Clip) for action in case.actions)
+    return contender.door != "zero_alone" or not (closes or clips)
 
 
 def _is_compiled(case: Case, contender: Contender) -> bool:
