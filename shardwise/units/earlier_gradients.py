@@ -61,6 +61,7 @@ class EarlierGradients:
         not go through it again.
         Raises: StateError if somebody has changed a gradient that is both.
         """
+        changed: list[str] = []
         for param in params:
             gradient, param.sharded.grad = param.sharded.grad, None
             apart = self.apart.pop(param, None)
@@ -71,21 +72,24 @@ class EarlierGradients:
             elif apart is not None and apart.is_as_shown(gradient):
                 self.hidden[param], self.held[param] = gradient.copy_(apart.synced), apart.held
             elif apart is not None and is_exact and gradient.any():
-                param.sharded.grad = gradient
-                raise StateError(
-                    f"the gradient of {param.fqn} holds what ranks have summed and what this rank has added since without "
-                    "sync, and was changed: set_gradient_divide_factor would divide the first part twice. Change gradients "
-                    "after a backward with sync, or set them to None"
-                )
+                self.hidden[param], self.apart[param] = gradient, apart  # as it was, once that is shown
+                changed.append(param.fqn)
             else:
                 self.held[param] = gradient
+        if changed:
+            raise StateError(
+                f"the gradient of {changed[0]} holds what ranks have summed and what this rank has added since without "
+                "sync, and was changed: set_gradient_divide_factor would divide the first part twice. Change gradients "
+                "after a backward with sync, or set them to None"
+            )
 
     def show(self, params: Sequence[UnitParam]) -> None:
         """Put them back, with what a backward has added."""
         for param in params:
             synced, held = _sum_of(self.hidden.pop(param, None), param.sharded.grad), self.held.pop(param, None)
             if held is None:
-                self.unsynced.discard(param)
+                if param not in self.apart:
+                    self.unsynced.discard(param)
             else:
                 self.unsynced.add(param)
             if synced is None or held is None:
