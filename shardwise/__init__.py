@@ -3,13 +3,11 @@
 from shardwise.api.compression_report import CodedTraffic, CompressionState, UnitCompression
 from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from shardwise.api.describe import describe_units
-from shardwise.api.fully_shard import fully_shard
+from shardwise.api.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardwise.api.handles import GradientReductionHandle, UnshardHandle
 from shardwise.api.module import (
     FSDPModule,
     get_cls_to_fsdp_cls,
-    register_fsdp_forward_method,
-    share_comm_ctx,
 )
 from shardwise.api.replicate import ReplicateModule, replicate
 from shardwise.api.shard_model import shard_model

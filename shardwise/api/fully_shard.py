@@ -17,6 +17,9 @@ from shardwise.api.module import FSDPModule, mix_in
 from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.engine.attachment import Attachment, attachment_of
 from shardwise.engine.build import Preset, ShardPlacementFn, build_unit
+from shardwise.engine.hooks import wrap_forward_method
+from shardwise.engine.roots import provisional_engine
+from shardwise.engine.wiring import share_lanes
 from shardwise.errors import ConfigError
 from shardwise.units.axes import DataParallelMeshDims, MeshAxes
 from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
@@ -172,3 +175,30 @@ def _state(module: nn.Module) -> Attachment | None:
 
 
 fully_shard.state = _state  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Treat ``module.method_name`` like ``forward``: unshard before it, reshard after it.
+
+    Does nothing if ``module`` is not sharded.  Raises: ValueError if it has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    attachment = attachment_of(module)
+    assert attachment is not None
+    wrap_forward_method(module, attachment, method_name)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots (stages of a pipeline) share streams and buffers.
+
+    Raises: ValueError if a module is not sharded.
+    """
+    attachments = [attachment_of(cast(nn.Module, module)) for module in modules]
+    for module, attachment in zip(modules, attachments, strict=True):
+        if attachment is None:
+            raise ValueError(f"Expects list of FSDPModules but got {module}")
+    engines = [provisional_engine(attachment) for attachment in attachments if attachment is not None]
+    share_lanes(engines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.engine.by_hand import complete
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.units.unit import Unit
 
@@ -39,5 +40,5 @@ class GradientReductionHandle:
         Raises: StateError if ``reset_iter_state`` has dropped them.
         """
         if self._engine is not None and self._completion is not None:
-            self._engine.complete(self._completion)
+            complete(self._engine, self._completion)
         self._engine = self._completion = None

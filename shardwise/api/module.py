@@ -21,11 +21,11 @@ from shardwise.comm.custom import AllGatherFunction, ReduceScatterFunction
 from shardwise.comm.groups import group_of
 from shardwise.comm.links.link import Transport, check_transport
 from shardwise.engine.attachment import Attachment, attachment_of
+from shardwise.engine.by_hand import launch_rest, set_manual
 from shardwise.engine.copying import copy_module
 from shardwise.engine.engine import Engine, engine_of
-from shardwise.engine.hooks import wrap_forward_method
 from shardwise.engine.roots import provisional_engine
-from shardwise.engine.wiring import bind_units, limit_gathers, limit_reductions, share_lanes, use_transport
+from shardwise.engine.wiring import bind_units, limit_gathers, limit_reductions, use_transport
 from shardwise.errors import ConfigError, StateError
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import UnitParam
@@ -179,7 +179,7 @@ class FSDPModule(_Base):
 
         Raises: StateError if this is not the root module, or once a backward has begun that has not been finalized.
         """
-        self._root_engine("set_manual_backward_finalization").set_manual(enabled)
+        set_manual(self._root_engine("set_manual_backward_finalization"), enabled)
 
     @overload
     def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
@@ -206,7 +206,7 @@ class FSDPModule(_Base):
         if self._attachment().is_root is None:
             return GradientReductionHandle() if async_op else None
         engine = self._root_engine("finalize_backward")
-        handle = GradientReductionHandle(engine, engine.launch_rest())
+        handle = GradientReductionHandle(engine, launch_rest(engine))
         if async_op:
             return handle
         handle.wait()
@@ -487,30 +487,3 @@ def _unit_refs(modules: Sequence[FSDPModule]) -> list[weakref.ref[Unit]]:
         if not isinstance(module, FSDPModule):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
     return [weakref.ref(module._unit()) for module in modules]  # pyright: ignore[reportPrivateUsage]
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Treat ``module.method_name`` like ``forward``: unshard before it, reshard after it.
-
-    Does nothing if ``module`` is not sharded.  Raises: ValueError if it has no such method.
-    """
-    if not isinstance(module, FSDPModule):
-        return
-    if not hasattr(module, method_name):
-        raise ValueError(f"{type(module)} does not have a method {method_name}")
-    attachment = attachment_of(module)
-    assert attachment is not None
-    wrap_forward_method(module, attachment, method_name)
-
-
-def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots (stages of a pipeline) share streams and buffers.
-
-    Raises: ValueError if a module is not sharded.
-    """
-    attachments = [attachment_of(cast(nn.Module, module)) for module in modules]
-    for module, attachment in zip(modules, attachments, strict=True):
-        if attachment is None:
-            raise ValueError(f"Expects list of FSDPModules but got {module}")
-    engines = [provisional_engine(attachment) for attachment in attachments if attachment is not None]
-    share_lanes(engines)

@@ -6,6 +6,7 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.engine.attachment import Attachment
+from shardwise.engine.by_hand import end_step
 from shardwise.engine.roots import provisional_engine
 
 
@@ -28,7 +29,7 @@ class StageState:
         return self  # no attribute: a module is freed with its last name
 
     def _root_post_backward_final_callback(self) -> None:
-        provisional_engine(self._attachment).end_step()
+        end_step(provisional_engine(self._attachment))
 
 
 def tool_classes() -> tuple[type, ...]:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any
 
-from shardwise.api.fully_shard import fully_shard
-from shardwise.api.module import register_fsdp_forward_method, share_comm_ctx
+from shardwise.api.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardwise.api.replicate import replicate
 from shardwise.errors import ConfigError
 

@@ -19,16 +19,15 @@ from shardwise.engine.manual import ManualFinalization
 from shardwise.engine.means import Means
 from shardwise.engine.notes import note
 from shardwise.engine.reductions import Reductions
-from shardwise.engine.staged import check_weights, hold_assigned
+from shardwise.engine.staged import hold_assigned
 from shardwise.engine.written import WrittenAlike
-from shardwise.errors import StateError
 from shardwise.events import Op
 from shardwise.plan.visits import Edge
 from shardwise.units.backward import Stage
 from shardwise.units.local_gradients import run_gradient_hooks
 from shardwise.units.param import UnitParam
 from shardwise.units.state import Gathering, Subsharded
-from shardwise.units.unit import Unit, is_in_backward
+from shardwise.units.unit import Unit
 
 live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -74,7 +73,7 @@ class Engine:
         self.means = means
         self.journal = Journal()
         self.forwards: list[Forward] = []
-        self.watch = BackwardWatch(self.finish, self._abort_backward)
+        self.watch = BackwardWatch(self.finish, self.abort_backward)
         self.reductions = Reductions(self.journal, means)
         self.manual = ManualFinalization()
         self.is_last_backward = True
@@ -139,7 +138,7 @@ class Engine:
         """
         if torch_private.graph_task_id() != -1:  # in backward
             if unit.backward.stage is not Stage.RUNNING and not self._is_lending(unit):
-                self._reshard(unit, after_forward=True)
+                self.reshard_in_step(unit, after_forward=True)
             self.journal.visit(unit, Edge.EXIT_RECOMPUTE)
             return True
         if not self.forwards or self.forwards[-1].unit is not unit:
@@ -154,7 +153,7 @@ class Engine:
                 self.journal.visit(unit, Edge.EXIT_FORWARD)
             for member in (unit, *unit.borrows):
                 if not member.holders:
-                    self._reshard(member, after_forward=True)
+                    self.reshard_in_step(member, after_forward=True)
         if not self.forwards:
             self._end_forward(unit)
         return True
@@ -188,7 +187,7 @@ class Engine:
     def _begin_forward(self) -> None:
         self.manual.check_completed("a forward")
         if self.watch.has_raised:
-            self._abort_backward()
+            self.abort_backward()
         note("root_pre_forward")
         self._num_forwards += 1
         if self.outside is not None:
@@ -199,7 +198,7 @@ class Engine:
             for unit in self.units:
                 if unit.uses_default_reshard:
                     unit.reshard()
-        self._enter_span("forward")
+        self.enter_span("forward")
         event, self.post_optim_event = self.post_optim_event, None
         lanes = self.means.lanes
         if lanes.are_concurrent and event is None:
@@ -207,7 +206,8 @@ class Engine:
         elif event is not None:
             lanes.gather.wait_event(event)
 
-    def _enter_span(self, kind: SpanKind) -> None:
+    def enter_span(self, kind: SpanKind) -> None:
+        """Begin a forward or backward: what was written to full parameters goes to the shards, which are put together."""
         for unit in self.units:
             if unit.is_full and self.means.spans.number is None:
                 unit.take_writes()
@@ -224,7 +224,7 @@ class Engine:
             if unit.awaited:  # some of its modules did not run: a later call of them stands alone
                 unit.await_none()
                 if unit is not outermost:
-                    self._reshard(unit, after_forward=True)
+                    self.reshard_in_step(unit, after_forward=True)
             if type(unit.state) is Subsharded and not torch.is_grad_enabled():  # no backward will need it
                 unit.reshard()
         self._is_graphless = not torch.is_grad_enabled()
@@ -252,7 +252,8 @@ class Engine:
                 if unit.is_full:
                     unit.keep()
 
-    def _reshard(self, unit: Unit, after_forward: bool = False) -> None:
+    def reshard_in_step(self, unit: Unit, after_forward: bool = False) -> None:
+        """Give the full parameters of ``unit`` back, at the end of the span if somebody has written to them."""
         if after_forward and unit.backward.owes_weights and not unit.policy.reshard_after_backward:
             return  # their backward takes the parameters where they are registered
         if after_forward and unit.backward.keeps_for_graph:
@@ -322,7 +323,7 @@ class Engine:
         note("post_backward", unit.name)
         gradients = unit.take_gradients(is_late)
         if self._may_go(unit):
-            self._reshard(unit)
+            self.reshard_in_step(unit)
         if not (unit.policy.sync and reduces):
             if gradients:
                 self.reductions.hold(unit, gradients)
@@ -342,13 +343,12 @@ class Engine:
         if end is not None:
             if end() is not None:
                 return
-            self._abort_backward()
+            self.abort_backward()
         self.manual.check_completed("a backward")
         self.manual.begin_backward()
         new_end = self.watch.begin()
-        for unit in self._plain:
-            unit.hide_gradients()
-        self._enter_span("backward")
+        self.hide_gradients()
+        self.enter_span("backward")
         torch_private.call_after_backward(new_end)
 
     def finish(self) -> None:
@@ -360,28 +360,29 @@ class Engine:
         try:
             for unit in reversed(self.units):
                 # Gradients held from earlier backwards must go out with this one, even if this one brought none.
-                is_due = not self.manual.is_on and self._is_due(unit)
+                is_due = not self.manual.is_on and self.is_due(unit)
                 if unit.backward.stage is not Stage.IDLE or is_due:
                     self.after_backward(unit, reduces=not self.manual.is_on, is_late=unit.backward.counts)
                 elif type(unit.state) is Gathering:  # ahead, but backward went another way
                     unit.discard()
                 elif unit.is_full and not unit.holders and self._may_go(unit):
-                    self._reshard(unit)
+                    self.reshard_in_step(unit)
                     self.journal.visit(unit, Edge.RELEASE_BACKWARD)
             self.watch.stop()
-            params = self._commit() if self.is_last_backward and not self.manual.is_on else self._defer()
+            params = self.commit() if self.is_last_backward and not self.manual.is_on else self.defer()
             if self.written.posted:  # at places that all ranks have left behind, now that their gradients have come
                 self.written.check(self.journal)
             self.journal.replan()
         except BaseException:
-            self._abort_backward()
+            self.abort_backward()
             raise
         # Last: when one raises, all gradients are there, and the ranks have agreed on the plan.
         if self.outside is not None and self.outside.originals:
             self.outside.check_originals()
-        self._run_hooks(params)
+        self.run_hooks(params)
 
-    def _run_hooks(self, params: list[UnitParam]) -> None:
+    def run_hooks(self, params: list[UnitParam]) -> None:
+        """Run what users have registered to follow the accumulation of gradients."""
         if self.reductions.is_followed or self.reductions.failed_hook is not None:
             run_gradient_hooks(params, self.reductions.failed_hook)
 
@@ -389,7 +390,8 @@ class Engine:
     def _may_go(unit: Unit) -> bool:
         return unit.policy.reshard_after_backward and not unit.backward.keeps_for_graph
 
-    def _is_due(self, unit: Unit) -> bool:
+    def is_due(self, unit: Unit) -> bool:
+        """Return True if a backward has to reduce ``unit`` even if it has brought none of its gradients."""
         held, is_manual = unit.earlier.held, self.manual.is_on
         if is_manual and held and unit.policy.sync:
             return True
@@ -397,27 +399,33 @@ class Engine:
             return False
         return not self.reductions.have_come(unit, since_commit=is_manual)
 
-    def _defer(self) -> list[UnitParam]:
+    def defer(self) -> list[UnitParam]:
         """End a backward whose gradients are to be set with those of a later one."""
         self.reductions.wait_for_inputs()
         self._leave_span()
         self.reductions.defer()
-        self._show_gradients()
+        self.show_gradients()
         return []
 
-    def _commit(self) -> list[UnitParam]:
+    def commit(self) -> list[UnitParam]:
         """Set the gradients of this backward and of deferred ones; return the parameters that have got any."""
         self.reductions.wait()
         self._leave_span()
         params = self.reductions.commit()
-        self._show_gradients()
+        self.show_gradients()
         return params
 
-    def _show_gradients(self) -> None:
+    def hide_gradients(self) -> None:
+        """Take away what parameters that stay registered have of earlier backwards: what follows accumulates anew."""
+        for unit in self._plain:
+            unit.hide_gradients()
+
+    def show_gradients(self) -> None:
+        """Put it back, with what has been added."""
         for unit in self._plain:
             unit.show_gradients()
 
-    def _abort_backward(self) -> None:
+    def abort_backward(self) -> None:
         """Forget a backward that raised: its gradients, its reductions, its full parameters."""
         self.watch.stop()
         self.manual.abort_backward()
@@ -425,7 +433,7 @@ class Engine:
         self.reductions.cancel()
         for unit in self.units:
             unit.drop_gradients()
-        self._show_gradients()
+        self.show_gradients()
         if not self.forwards:
             self.reset()
 
@@ -435,85 +443,6 @@ class Engine:
         """Get ready for one more backward: see :func:`shardwise.engine.staged.hold_assigned`."""
         if not self.is_in_step:
             hold_assigned([unit for unit in self.units if unit not in self._plain])
-
-    def end_step(self) -> None:
-        """Reduce what backwards without sync have left, and set gradients.
-
-        Gradients count that backwards have accumulated, and those that somebody has assigned to full parameters.
-
-        Raises: StateError in a backward, or if some of the weights' gradients are lost.
-        """
-        if self.watch.is_running or is_in_backward():
-            raise StateError("a step cannot be ended during backward; end it after the last backward()")
-        if self.watch.has_raised:
-            self._abort_backward()
-        try:
-            self._reduce_rest()
-            params = self._commit()
-        except BaseException:
-            self._abort_backward()
-            raise
-        self._run_hooks(params)
-
-    # ---- backward whose end the user says ----
-
-    def set_manual(self, is_manual: bool) -> None:
-        """Let :meth:`complete` set gradients, or the end of every backward.
-
-        Raises: StateError if that would change while gradients of a backward are on their way.
-        """
-        self.manual.set_on(is_manual, self.watch.is_running or is_in_backward(), self.reductions.has_deferred)
-
-    def launch_rest(self) -> object | None:
-        """Reduce what backwards have left; return what :meth:`complete` takes, None if no backward has come.
-
-        Raises: StateError in a backward, without manual finalization, or before an earlier call has been completed.
-        """
-        is_open = self.manual.check_launch(self.watch.is_running or is_in_backward())
-        if self.watch.has_raised:
-            self._abort_backward()
-            is_open = self.manual.is_open
-        if not is_open:
-            return None
-        self.manual.hold_open()
-        try:
-            self._reduce_rest()
-            self._defer()
-        except BaseException:
-            self._abort_backward()
-            raise
-        return self.manual.launch()
-
-    def _reduce_rest(self) -> None:
-        for unit in self._plain:
-            unit.hide_gradients()
-        self._enter_span("backward")
-        for unit in reversed(self.units):
-            check_weights(unit)
-            gradients = unit.take_gradients()
-            if unit.policy.sync and (gradients or self._is_due(unit)):
-                self.reductions.launch(unit, gradients)
-            elif gradients:
-                self.reductions.hold(unit, gradients)
-            if unit.policy.reshard_after_backward and unit.is_full:
-                self._reshard(unit)
-
-    def complete(self, completion: object) -> None:
-        """Wait for reductions and set gradients.  Raises: StateError if ``completion`` has been forgotten."""
-        self.manual.check_completion(completion)
-        for unit in self._plain:
-            unit.hide_gradients()
-        try:
-            params = self._commit()
-        except BaseException:
-            self._show_gradients()
-            raise
-        self.manual.complete()
-        self._run_hooks(params)
-
-    def check_step(self, stepped: set[int]) -> None:
-        """Raise StateError if gradients are not complete of a parameter with an id in ``stepped``."""
-        self.manual.check_step(stepped, self.units)
 
     def _run_ahead(self, planned: Iterable[Unit], explicit: list[weakref.ref[Unit]] | None) -> None:
         targets = planned if explicit is None else [ref() for ref in explicit]
@@ -525,7 +454,7 @@ class Engine:
 
     def forget_step(self) -> None:
         """Bring every unit back to its shards and drop all gradients that have not reached ``.grad``."""
-        self._abort_backward()
+        self.abort_backward()
         self.reductions.forget_deferred()
         self.manual.forget()
         self.reset()

@@ -236,7 +236,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if engines:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for engine in engines:
-            engine.check_step(stepped)
+            engine.manual.check_step(stepped, engine.units)
             if not engine.is_in_step:
                 engine.reshard_stepped(stepped)
 

@@ -26,10 +26,10 @@ class WrittenAlike:
 
     def post(self, unit: Unit, place: str, bulletin: Bulletin | None) -> None:
         """Leave what a forward has written to the full parameters of ``unit`` for the other ranks to read."""
-        if bulletin is not None and unit.num_compared < _MAX_COMPARED:
-            values = unit.written_values()
+        if bulletin is not None and unit.writes.num_compared < _MAX_COMPARED:
+            values = unit.writes.values(unit.groups)
             if values:
-                unit.num_compared += 1
+                unit.writes.num_compared += 1
                 bulletin.post_writes(place, values)
                 self.posted.append((place, values))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +16,6 @@ from shardwise.comm.coding_state import Compression
 from shardwise.comm.communicator import Pending
 from shardwise.comm.custom import CustomCollectives
 from shardwise.comm.links.link import Link
-from shardwise.comm.links.parts import have_same_bits
 from shardwise.errors import StateError
 from shardwise.layout.bucket import by_size
 from shardwise.units.axes import MeshAxes
@@ -24,14 +23,15 @@ from shardwise.units.extension import ExtensionParams
 from shardwise.units.flat_bucket import FlatBucket
 from shardwise.units.group_comm import GroupComm
 from shardwise.units.group_dtypes import Dtypes
-from shardwise.units.idle import mark_full, mark_kept, may_be_written
-from shardwise.units.own_rows import OwnRows
+from shardwise.units.idle import mark_full
 from shardwise.units.param import UnitParam
 from shardwise.units.place import Place
 from shardwise.units.precision import MixedPrecisionPolicy
 from shardwise.units.reduce_layout import ReduceLayout
-from shardwise.units.shards import Delivery, FullBuffer, Packing, Shards, make_full_parameter
+from shardwise.units.shards import Delivery, Packing, Shards
 from shardwise.units.sub_shards import cut_bucket
+
+_PLAIN_FACTS = operator.attrgetter("dtype", "device", "grad_dtype")
 
 
 class ShardGroup:
@@ -50,6 +50,7 @@ class ShardGroup:
         is_written: the engine itself has written to shards, by the current stream, since the last gather was ordered after it.
         num_replica_sums: how many sums over replicas have come, also those that were left to a later backward.
         in_place: those of them that need no other form to compute with.
+        packing: their memory, as parameters lie now; None before they have been put together.
         axes: the data-parallel mesh.  sub_axes: the smaller one that parameters go to after forward, if any.
 
     It has more attributes than most: it is where a parameter's two forms, its memory and its ways to other ranks meet, and
@@ -77,9 +78,9 @@ class ShardGroup:
         self.num_packs = 0
         self.is_written = False
         self.in_place: list[UnitParam] = []
-        self._take = self._make_take()
+        self._plain_facts: list[tuple[UnitParam, tuple[object, ...]]] = []
         self.extended = ExtensionParams(axes, precision, place.device)
-        self._packing: Packing | None = None
+        self.packing: Packing | None = None
         self._sub: Shards | None = None
         self.custom = CustomCollectives()
         self.compression: Compression | None = None
@@ -103,14 +104,14 @@ class ShardGroup:
     @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters beyond the shards."""
-        return 0 if self._packing is None else self._packing.full_bytes
+        return 0 if self.packing is None else self.packing.full_bytes
 
     @property
     def gather_staging(self) -> tuple[int, bool]:
         """Bytes that a launched all-gather holds, and whether its full parameters are among them."""
-        if self._packing is None or not self.is_collective:
+        if self.packing is None or not self.is_collective:
             return 0, False
-        return self._packing.staging(self._planned_link(self._packing))
+        return self.packing.staging(self._planned_link(self.packing))
 
     @property
     def route(self) -> str:
@@ -120,9 +121,9 @@ class ShardGroup:
             for way, coding in (("gather", self.gather_coding), ("reduce", self.reduce_coding))
             if coding
         ]
-        if self._packing is None or not self.is_collective:
+        if self.packing is None or not self.is_collective:
             return ", ".join(coded)
-        link = self._planned_link(self._packing)
+        link = self._planned_link(self.packing)
         return ", ".join(["collectives" if link is None else link.name, *coded])
 
     @property
@@ -160,7 +161,7 @@ class ShardGroup:
     @property
     def main_buckets(self) -> Sequence[FlatBucket]:
         """The sections of all ranks' shards, as they are now."""
-        return () if self._packing is None else self._packing.buckets
+        return () if self.packing is None else self.packing.buckets
 
     def largest_reductions(self) -> list[tuple[int, int]]:
         """Return (elements of a section, bytes of an element) of the reduction of all parameters, per reduce dtype."""
@@ -185,7 +186,7 @@ class ShardGroup:
 
     def ensure_packed(self) -> None:
         """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype."""
-        packing, may_be_extended = self._packing, bool(self.extended.params)  # extensions may be patched on
+        packing, may_be_extended = self.packing, bool(self.extended.params)  # extensions may be patched on
         copies = self.bound_comm.copies if self.bound_comm is not None else None
         host_waits = None if copies is None else copies.host_waits_for_copies
         for param in self._tied:
@@ -202,6 +203,8 @@ class ShardGroup:
             if bucket.loose:
                 bucket.stage()
                 self.is_written = True
+        if is_settled and self.in_place and not may_be_extended and self._is_plain_as_packed():
+            return
         for param in self.in_place:
             may_be_extended |= bool(param.local.__dict__)
         if not is_settled or (may_be_extended and not self.extended.is_current(self.params)):
@@ -214,24 +217,33 @@ class ShardGroup:
                 self._pack()
                 break
 
+    def _is_plain_as_packed(self) -> bool:
+        """Return True if parameters that stay registered are what they were: asked first, at every step, since it is cheap."""
+        for param, facts in self._plain_facts:
+            sharded, slot = param.sharded, param.slots[0]
+            if slot.parameters[slot.name] is not sharded or sharded.__dict__ or _PLAIN_FACTS(sharded) != facts:
+                return False
+        return not self.extended.params
+
     def _pack(self) -> None:
         self.num_packs += 1
         self.is_written = True
-        if self._packing is not None:
-            self._packing.leave()
+        if self.packing is not None:
+            self.packing.leave()
         for param in self.params:
             param.adopt_registered()
             param.follow_grad_dtype()
         self.extended.adopt([param for param in self.params if self.extended.wants(param)])
         self.in_place = [param for param in self.params if self._is_in_place(param)]
+        self._plain_facts = [(param, _PLAIN_FACTS(param.sharded)) for param in self.in_place]
         self.dtypes.look_at(self.params)
         apart = {*self.extended.params, *self.in_place}
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[UnitParam]] = {}
         for param in (each for each in self.by_size if each not in apart):
             by_dtype.setdefault((param.dtype, self.dtypes.of_full(param)), []).append(param)
         buckets = [self.place.bucket(each, full, self.is_collective) for (_, full), each in by_dtype.items()]
-        self._packing = Packing(buckets, self.axes.num_shards, self.place)
-        self._packing.bind(self._pool)
+        self.packing = Packing(buckets, self.axes.num_shards, self.place)
+        self.packing.bind(self._pool)
         self._sub = None
 
     def _is_in_place(self, param: UnitParam) -> bool:
@@ -247,8 +259,8 @@ class ShardGroup:
         """Use ``pool`` for memory and ``comm`` for collectives from here on."""
         self._pool = pool
         self.bound_comm = comm
-        if self._packing is not None:
-            self._packing.bind(pool)
+        if self.packing is not None:
+            self.packing.bind(pool)
 
     @property
     def pool(self) -> BufferPool:
@@ -273,7 +285,7 @@ class ShardGroup:
 
         Nobody has replaced a parameter since :meth:`ensure_packed`, and the gather is ordered after what that has copied.
         """
-        packing, ways = self._packing, self.bound_comm or self.comm
+        packing, ways = self.packing, self.bound_comm or self.comm
         assert packing is not None
         shards, comm = (self._sub, ways.sub) if from_sub else (packing.shards, ways.shards)
         assert shards is not None
@@ -296,21 +308,21 @@ class ShardGroup:
 
         ``on_gradient(param)`` makes the hook that a full parameter runs when its gradient has been accumulated.
         """
-        packing = self._packing
+        packing = self.packing
         assert packing is not None
         num_trainable = 0
         self._show_writes()
         for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
             is_shared = buffer.is_shared
             mark_full(bucket.params)
-            for index, param in enumerate(bucket.params):
+            for param in bucket.params:
                 full = param.full
                 if full is None:
-                    full = param.full = self._make_full(bucket, buffer, index)
+                    full = param.full = packing.make_full(param, self.pool)
                     param.is_hooked = False
                 elif is_shared and full.data_ptr() != param.local.data_ptr():
                     # The same parameter, with its memory where the shard is now: a graph may hold it already.
-                    torch_private.set_data(full, self._make_full(bucket, buffer, index).detach())
+                    torch_private.set_data(full, packing.make_full(param, self.pool).detach())
                 if param.grad_dtype is not None:
                     self._choose_grad_dtype(param, full)
                 param.full_version, param.full_address = full._version, full.data_ptr()
@@ -356,12 +368,6 @@ class ShardGroup:
         if written:
             torch.autograd.graph.increment_version(written)
 
-    def _make_full(self, bucket: FlatBucket, buffer: FullBuffer, index: int) -> nn.Parameter:
-        param = bucket.params[index]
-        if buffer.is_shared:
-            return make_full_parameter(param.local, 0, param)
-        return make_full_parameter(buffer.hold(self.pool), bucket.layout.full_offsets[index], param)
-
     @staticmethod
     def _sync_requires_grad(
         param: UnitParam, full: nn.Parameter, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]
@@ -384,116 +390,17 @@ class ShardGroup:
             version += param.version_base
         return version + torch_private.version_of(tensors)
 
-    def written(self) -> list[UnitParam]:
-        """Return the parameters whose full form somebody has written to since it was registered; the same on every rank."""
-        found: list[UnitParam] = []
-        packing = self._packing
-        if packing is None:
-            return found
-        for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
-            if not (buffer.is_shared or buffer.is_held):
-                continue
-            for param in bucket.params:
-                full = param.full
-                if full is None or full is param.sharded:
-                    continue
-                if buffer.is_shared:  # what is written to it is written to the shard, unless it lies elsewhere now
-                    if full.data_ptr() != param.full_address:
-                        found.append(param)
-                elif (
-                    param.is_touched
-                    or full._version != param.full_version
-                    or full.data_ptr() != param.full_address
-                    or (
-                        type(full) is not nn.Parameter
-                        and may_be_written(full)
-                        and not (param.local.numel() and self._own_rows.are_as_gathered(param, full))
-                    )
-                ):
-                    found.append(param)
-        return found
-
-    def look_for_touched(self, looks_at_all: bool) -> None:
-        """Note which full parameters somebody has written to through ``.data``, as far as this rank's rows show it.
-
-        ``looks_at_all``: else those alone of which that is known.  The shards are as they were when they were gathered.
-        """
-        packing = self._packing
-        if packing is None or self.place.on.has_lanes or not self.is_collective:
-            return  # on an accelerator the host would have to wait for the answer
-        for param in (param for bucket in packing.buckets for param in bucket.params):
-            full = param.full
-            if not (looks_at_all or param.is_touchy) or full is None or param.inner_spec is not None:
-                continue
-            is_counted = full._version != param.full_version or full.data_ptr() != param.full_address
-            if not is_counted and param.local.numel() and not self._own_rows.are_as_gathered(param, full):
-                param.is_touched = param.is_touchy = True
-
-    @property
-    def _own_rows(self) -> OwnRows:
-        return OwnRows(self.axes.shard_rank, self.compression if self.gather_coding is not None else None)
-
-    def write_back(self, param: UnitParam) -> None:
-        """Copy this rank's rows of the full form to the shard, where they are not what was gathered."""
-        assert param.full is not None
-        self._own_rows.bring_back(param, param.full)
-        self.is_written = True
-        param.is_touched = False
-        torch.autograd.graph.increment_version(param.sharded)
-        mark_full([param])
-        param.full_version, param.seen_version = param.full._version, param.sharded._version
-        if param.full.data_ptr() != param.full_address:
-            # ``.data`` was assigned to: back to the memory that is gathered into.
-            for bucket, buffer in (
-                zip(self._packing.buckets, self._packing.fulls, strict=True) if self._packing is not None else ()
-            ):
-                if param in bucket.params:
-                    made = self._make_full(bucket, buffer, bucket.params.index(param))
-                    torch_private.set_data(param.full, made.detach())
-            param.full_address = param.full.data_ptr()
-
-    def differing(self) -> UnitParam | None:
-        """Return a parameter whose full form is not what its shard is, as far as this rank can see; None if none is."""
-        if self.place.on.has_lanes or self._packing is None or not self.is_collective:
-            return None  # on an accelerator the host would have to wait for the answer
-        if self.gather_coding is not None:
-            return self._differing_of(self._packing)
-        rank, shards = self.axes.shard_rank, self._packing.shards
-        for index, (bucket, full_flat) in enumerate(zip(shards.buckets, self._packing.hold(self.pool), strict=True)):
-            full_parts = shards.full_parts(index, rank, full_flat)
-            for param, mine, full in zip(bucket.params, shards.own_parts(index, rank), full_parts, strict=True):
-                if not have_same_bits(mine, full):
-                    return param
-        return None
-
-    def _differing_of(self, packing: Packing) -> UnitParam | None:
-        own = self._own_rows
-        for param in (param for bucket in packing.buckets for param in bucket.params):
-            if param.full is not None and param.local.numel() and not own.are_as_gathered(param, param.full):
-                return param
-        return None
-
-    def mark_kept(self) -> None:
-        """Note that full parameters are registered where user code can reach them."""
-        for bucket in self.main_buckets:
-            for param in bucket.params:
-                mark_kept(param, self._take)
-
-    def _make_take(self) -> Callable[[UnitParam], None]:
-        ref = weakref.ref(self)
-
-        def take(param: UnitParam) -> None:
-            group = ref()
-            if group is not None and not param.is_its_full_form:
-                group.write_back(param)
-                mark_kept(param, take)
-
-        return take
-
-    def mark_in_use(self) -> None:
-        """Note that a forward or backward uses the full parameters again."""
+    def mark_in_use(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
+        """A forward or backward uses full parameters again that stayed registered; return how many of them want gradients."""
         for bucket in self.main_buckets:
             mark_full(bucket.params)
+        num_trainable = 0
+        for param in self.params:
+            full, wanted = param.full, param.sharded.requires_grad
+            if full is not None and not (wanted and param.is_hooked and full.requires_grad):
+                self._sync_requires_grad(param, full, on_gradient)  # frozen or thawed in between
+            num_trainable += wanted
+        return num_trainable
 
     def register_sharded(self, keeps_memory: bool = False) -> None:
         """Hang the sharded parameters on the modules and give the full memory back, unless ``keeps_memory``."""
@@ -509,8 +416,8 @@ class ShardGroup:
 
     def drop(self, keeps_memory: bool = False) -> None:
         """Let nobody use the full parameters, and give their memory back unless ``keeps_memory``."""
-        if self._packing is not None:
-            self._packing.drop(keeps_memory)
+        if self.packing is not None:
+            self.packing.drop(keeps_memory)
         if self.extended.params:
             self.extended.drop(keeps_memory)
 
@@ -522,7 +429,7 @@ class ShardGroup:
 
     def cut_to_sub(self, keeps_memory: bool = False) -> None:
         """Keep this rank's shard on the smaller mesh, hang it on the modules, give the full memory back as :meth:`drop`."""
-        packing = self._packing
+        packing = self.packing
         assert packing is not None
         assert self.sub_axes is not None
         buckets = [

@@ -266,7 +266,10 @@ class Packing:
         buckets: those that travel first.  fulls: the full buffer of each.
         travelling: those of what travels.  shards: its sections.  ends: what takes it in parts.
         full_bytes: of the full parameters beyond the shards.
+        pool: where full buffers find memory; None before an engine is there.
     """
+
+    pool: BufferPool | None = None
 
     def __init__(self, buckets: list[FlatBucket], num_shards: int, place: Place) -> None:
         self.buckets = sorted(buckets, key=lambda bucket: not bucket.travels)  # numbered as in what travels
@@ -276,6 +279,11 @@ class Packing:
                 param.full = None
                 param.is_hooked = False
         self.fulls = [FullBuffer(b.layout, b.full_dtype, place.device, is_shared=not b.travels) for b in self.buckets]
+        self._windows = {
+            param: (buffer, offset)
+            for bucket, buffer in zip(self.buckets, self.fulls, strict=True)
+            for param, offset in zip(bucket.params, bucket.layout.full_offsets, strict=True)
+        }
         self.shards = Shards([bucket for bucket in self.buckets if bucket.travels], num_shards, place)
         self.full_bytes = sum(full.num_bytes for full in self.fulls)
         self.travelling = [full for full in self.fulls if not full.is_shared]
@@ -284,12 +292,20 @@ class Packing:
 
     def bind(self, pool: BufferPool | None) -> None:
         """Let parts find memory in ``pool``."""
+        self.pool = pool
         for ends in self.ends:
             ends.pool = pool
 
     def hold(self, pool: BufferPool) -> list[torch.Tensor]:
         """Return the 1-D full buffers of the buckets that travel, with memory under them."""
         return [full.hold(pool) for full in self.travelling]
+
+    def make_full(self, param: UnitParam, pool: BufferPool) -> nn.Parameter:
+        """Return what modules compute with for ``param``: a window of its full buffer, or of the shard if that is whole."""
+        buffer, offset = self._windows[param]
+        if buffer.is_shared:
+            return make_full_parameter(param.local, 0, param)
+        return make_full_parameter(buffer.hold(pool), offset, param)
 
     def staging(self, link: Link | None) -> tuple[int, bool]:
         """Return the bytes that an all-gather by ``link`` stages, and whether its full parameters are among them."""

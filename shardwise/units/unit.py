@@ -11,7 +11,6 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.black_box import hearers, now, remember, tell, thread
-from shardwise.comm.digest import digest_of
 from shardwise.comm.links.link import Transport
 from shardwise.comm.lost_peers import concerns_others
 from shardwise.errors import ConfigError, StateError
@@ -29,8 +28,7 @@ from shardwise.units.param import UnitParam
 from shardwise.units.precision import MixedPrecisionPolicy
 from shardwise.units.shared_buckets import sharing_of
 from shardwise.units.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
-
-_MAX_LOOKS = 2
+from shardwise.units.user_writes import UserWrites
 
 
 class Host(Protocol):
@@ -68,9 +66,7 @@ class Unit:
         uses_default_reshard: ``reshard_after_forward`` was not given, so a root keeps its parameters.
         max_reductions: reduce-scatter inputs that may live at once; the largest of an engine's units holds.
         transport: how its engine's ranks may exchange tensors, if the user has said so of this unit; a root's holds.
-        num_looks: forwards after which full parameters were looked at for writes that torch does not count; the first show
-            what a module does.  has_touchy: one was found.
-        num_compared: how often ranks have compared what their forwards have written to full parameters.
+        writes: what users write to full parameters.
         ahead_bytes: within how many bytes its engine's units are gathered ahead, if the user has said so; a root's holds.
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
     """
@@ -96,9 +92,7 @@ class Unit:
         self.ahead_bytes: int | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
-        self.num_looks = 0
-        self.num_compared = 0
-        self.has_touchy = False
+        self.writes = UserWrites()
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.host_ref: Callable[[], Host | None] = _nobody
 
@@ -239,7 +233,7 @@ class Unit:
             if host is not None:
                 host.before_gather()
         if isinstance(state, Subsharded):
-            self._check_sub()
+            self.writes.check_sub(self.name, self.params)
         if listeners:
             begin(self.log.track.name, "unshard", self.name)
         try:
@@ -269,7 +263,7 @@ class Unit:
         except RuntimeError as error:
             raise self._explained(error) from error
         if span is not None and state.source.span != span:
-            self._check_is_copy()
+            self.writes.check_copies(self.name, self.groups)
         num_trainable = num_params = 0
         for group in self.groups:
             num_trainable += group.register_full(self.backward.hook)
@@ -293,13 +287,13 @@ class Unit:
             return True
         was_full = self.is_full
         if was_full:
-            written = self._written()
+            written = self.writes.find(self.groups)
             if written and in_span:
                 return False
             if listeners:
                 begin(self.log.track.name, "reshard", self.name)
             if written:
-                self._write_back(written)
+                self.writes.take(written)
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
         self._enter(Sharded())
@@ -377,8 +371,8 @@ class Unit:
 
     def reshard_after_forward(self) -> bool:
         """Do what the policy says at the end of forward; return False as :meth:`reshard` in a span does."""
-        if self.num_looks < _MAX_LOOKS or self.has_touchy:
-            self._look_for_touched()
+        if self.is_full and self.writes.is_looking:
+            self.writes.look(self.groups)
         wanted = self.policy.reshard_after_forward
         if wanted is False or not isinstance(self.state, Unsharded):
             return True
@@ -386,7 +380,7 @@ class Unit:
             return self.reshard(in_span=True)
         if any(group.sub_axes is None or group.extended.params for group in self.groups):
             return self.reshard(in_span=True)
-        if self._written():
+        if self.writes.find(self.groups):
             return False
         source = self.state.source
         for group in self.groups:
@@ -396,13 +390,6 @@ class Unit:
         return True
 
     # ---- changes made by others ----
-
-    def _look_for_touched(self) -> None:
-        if self.is_full:
-            for group in self.groups:
-                group.look_for_touched(self.num_looks < _MAX_LOOKS)
-            self.num_looks += 1
-            self.has_touchy = any(param.is_touchy for param in self.params)
 
     def _version(self) -> int:
         version = self.num_commits << 40
@@ -422,57 +409,20 @@ class Unit:
         if state.source.version != self._version():
             return False
         if isinstance(state, Unsharded) and span is not None:
-            self._check_is_copy()
-            for group in self.groups:
-                group.mark_in_use()
+            self.writes.check_copies(self.name, self.groups)
+            num_trainable = sum(group.mark_in_use(self.backward.hook) for group in self.groups)
+            if num_trainable != self.backward.counted[0]:
+                self.backward.expect(num_trainable, self.backward.counted[1])
             self.state = Unsharded(Source(state.source.version, span))
         return True
-
-    def _check_sub(self) -> None:
-        for param in self.params:
-            if param.subsharded is not None and param.subsharded._version:
-                raise StateError(
-                    f"{param.fqn} (unit '{self.name}') was written to between forward and backward, when its form on the "
-                    "smaller mesh of reshard_after_forward was registered, which is not what is trained. Write to it after "
-                    "backward, or call reshard() on the module first"
-                )
-
-    def _check_is_copy(self) -> None:
-        for group in self.groups:
-            param = group.differing()
-            if param is not None:
-                raise StateError(
-                    f"{param.fqn} (unit '{self.name}') was unsharded when its shard was written to through .data or another "
-                    "alias that torch does not count as a write, so the full parameter is not what the shard is. Call "
-                    "reshard() on the module before such writes, or write to the parameter itself under torch.no_grad()"
-                )
-
-    def _written(self) -> list[tuple[ShardGroup, UnitParam]]:
-        found: list[tuple[ShardGroup, UnitParam]] = []
-        for group in self.groups:
-            for param in group.written():
-                found.append((group, param))
-        return found
-
-    def _write_back(self, written: list[tuple[ShardGroup, UnitParam]]) -> None:
-        for group, param in written:
-            group.write_back(param)
-
-    def written_values(self) -> list[str]:
-        """Return digests of the full parameters that forward has written to, where all ranks have the same ones."""
-        return [
-            f"{param.fqn} with digest {digest_of(torch_private.data_of(param.full)):x}"
-            for _, param in self._written()
-            if param.full is not None and param.inner_spec is None and not param.is_touched
-        ]
 
     def take_writes(self) -> None:
         """Let what was written to full parameters go to the shards; not in a span, in which others read them.
 
         Every rank takes its rows: all must have written the same.
         """
-        if self.is_full and (written := self._written()):
-            self._write_back(written)
+        if self.is_full and (written := self.writes.find(self.groups)):
+            self.writes.take(written)
 
     @property
     def has_shards_registered(self) -> bool:
@@ -485,8 +435,7 @@ class Unit:
     def keep(self) -> None:
         """Leave full parameters registered although no forward or backward runs."""
         self.take_writes()
-        for group in self.groups:
-            group.mark_kept()
+        self.writes.keep(self.groups)
 
     # ---- gradients ----
 

@@ -23,10 +23,10 @@ from shardwise.units import flat_bucket
 from shardwise.units.backward import Stage
 from shardwise.units.flat_bucket import FlatBucket
 from shardwise.units.gradients import Reduction
-from shardwise.units.group import ShardGroup
 from shardwise.units.param import Slot, UnitParam
 from shardwise.units.place import Place
 from shardwise.units.unit import Unit
+from shardwise.units.user_writes import UserWrites
 from shardwise.zero import checks, overlap
 from shardwise.zero import gradients as zero_gradients
 from shardwise.zero.stepper import ShareStepper
@@ -74,7 +74,7 @@ def _clip_by_own_norm() -> None:
 
 
 def _watch_no_full_form() -> None:
-    cast(Any, ShardGroup).mark_kept = lambda self: None
+    cast(Any, UserWrites).keep = lambda self, groups: None
 
 
 def _move_what_is_held() -> None:
