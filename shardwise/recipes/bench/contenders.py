@@ -104,6 +104,14 @@ def _replicate_blocks(model: GPT, setup: Setup) -> nn.Module:
     return model
 
 
+def _replicate_blocks_plain(model: GPT, setup: Setup) -> nn.Module:
+    group = setup.mesh.get_group()
+    for block in model.blocks:
+        replicate(block, process_group=group)
+    replicate(model, process_group=group)
+    return model
+
+
 def _recommended_adamw(model: nn.Module) -> Optimizer:
     return ShardedOptimizer(dict(model.named_parameters()), AdamW, lr=LR, fused=True)
 
@@ -165,6 +173,7 @@ _ALL = (
     Contender("local bf16", "local", "nothing", _plain_bf16, adamw, dtype="bf16"),
     Contender("DDP", "DDP", "nothing", _ddp, adamw),
     Contender("DDP + bucket view", "DDP", "nothing", _ddp_views, adamw),
+    Contender("DDP + bucket view + fused", "DDP", "nothing", _ddp_views, fused_adamw),
     Contender("torch ZeRO", "ZeRO", "state", _ddp, peers.zero_adamw),
     Contender("torch ZeRO + bucket view", "ZeRO", "state", _ddp, peers.zero_adamw_bucket_view),
     Contender("FSDP2", "FSDP2", "everything", peers.shard_blocks, adamw),
@@ -179,6 +188,8 @@ _ALL = (
     _over_gloo(_RECOMMENDED),
     replace(_RECOMMENDED, name="shardwise recommended bf16", wrap=_shard_recommended_bf16, dtype="bf16"),
     Contender("shardwise replicate", "shardwise", "nothing", _replicate_blocks, adamw),
+    Contender("shardwise replicate + fused", "shardwise", "nothing", _replicate_blocks, fused_adamw),
+    Contender("shardwise replicate plain", "shardwise", "nothing", _replicate_blocks_plain, adamw),
     _ZERO_1,
     replace(_ZERO_1, name="shardwise ZeRO-1 + fused", build_optimizer=_zero_fused_adamw),
     _ZERO_2,
