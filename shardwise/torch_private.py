@@ -54,6 +54,53 @@ swap_storage: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = get
 """Exchanges the memory under two storages; tensors keep their storage object and see the other's bytes."""
 
 
+# Where torch 2.13 keeps, beside what it swaps, what may not be asked of a storage: a bool each for "anything is checked",
+# "nobody writes" and "nobody reads".  Only builds for CUDA have a function that sets the last one.
+_CHECKED, _NO_WRITES, _NO_READS = 59, 60, 61
+
+
+def _refuse_reads(storage: torch.UntypedStorage, words: str) -> None:
+    place: int = storage._cdata  # pyright: ignore[reportAttributeAccessIssue]
+    refuse: Callable[[int, str], None] | None = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    if refuse is not None:
+        refuse(place, words)
+        return
+    torch._C._set_throw_on_mutable_data_ptr(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # pyright: ignore
+    if ctypes.string_at(place + _CHECKED, 3) == b"\x01\x01\x00":
+        ctypes.c_uint8.from_address(place + _NO_READS).value = 1
+
+
+def _is_refused(storage: torch.UntypedStorage) -> bool:
+    try:
+        storage.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+@functools.cache
+def can_refuse_reads() -> bool:
+    """Return True where this torch can be told that a storage has no memory, and :data:`swap_storage` takes that along."""
+    if swap_storage is _swap_fields:
+        return False
+    bare, other = (torch.empty(0, dtype=torch.uint8).untyped_storage() for _ in range(2))
+    _refuse_reads(bare, "")
+    if not _is_refused(bare):
+        return False
+    swap_storage(bare, other)
+    return _is_refused(other) and not _is_refused(bare)
+
+
+def refuse_reads(storage: torch.UntypedStorage, words: str) -> None:
+    """Let every use of the memory that ``storage`` has now raise RuntimeError, with ``words`` in builds that can say them.
+
+    Reading a storage of no bytes through a tensor of some ends the process otherwise.  :data:`swap_storage` takes the
+    refusal to where the memory goes.  Without effect where torch cannot do that.
+    """
+    if can_refuse_reads():
+        _refuse_reads(storage, words)
+
+
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Return how many holders ``storage`` has beside the Python object passed in: tensors, arrays, works in flight."""
     return torch._C._storage_Use_Count(storage._cdata) - 1  # pyright: ignore[reportAttributeAccessIssue]

@@ -13,7 +13,7 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.comm.links.link import SpanKind
 from shardwise.engine.backward_watch import BackwardWatch
-from shardwise.engine.forwards import Forward, is_left, module_frame_id
+from shardwise.engine.forwards import Forward, explain_no_memory, is_left, module_frame_id
 from shardwise.engine.journal import Journal
 from shardwise.engine.manual import ManualFinalization
 from shardwise.engine.means import Means
@@ -143,7 +143,9 @@ class Engine:
             return True
         if not self.forwards or self.forwards[-1].unit is not unit:
             return True
-        if sys.exc_info()[1] is not self.forwards.pop().exception:  # forward has raised
+        raised = sys.exc_info()[1]
+        if raised is not self.forwards.pop().exception:  # forward has raised
+            explain_no_memory(raised)
             unit.abort_forward()
             if not self.forwards:
                 self.reset()

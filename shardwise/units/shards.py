@@ -21,6 +21,10 @@ from shardwise.units.idle import FreedParameter, mark_freed
 from shardwise.units.param import UnitParam
 from shardwise.units.place import Place
 
+_GIVEN_BACK = (
+    "This tensor shared memory with a full parameter, which shardwise has given back since: keep clone() of it, or read the "
+    "parameter where it is unsharded."
+)
 _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share
 
 
@@ -56,6 +60,8 @@ class FullBuffer:
         self._lease: Lease | None = None
         self.is_shared = self.is_held = is_shared
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        if not is_shared:  # a kernel that reads a storage without memory ends the process
+            torch_private.refuse_reads(self._storage, _GIVEN_BACK)
         self.num_bytes = 0 if is_shared else layout.full_numel * dtype.itemsize
         self._dtype = dtype
         self._flat: torch.Tensor | None = None

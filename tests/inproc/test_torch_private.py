@@ -49,6 +49,36 @@ def test_swapped_storages_exchange_bytes_under_their_tensors(swap: Any) -> None:
     empty.untyped_storage().resize_(0)
 
 
+_READS: dict[str, Any] = {
+    "sum": torch.sum,
+    "clone": torch.clone,
+    "list": torch.Tensor.tolist,
+    "array": torch.Tensor.numpy,
+    "write": lambda tensor: tensor.add_(1),
+    "source": lambda tensor: torch.zeros(4, 6).copy_(tensor),
+    "product": lambda tensor: tensor @ torch.ones(6, 2),
+    "text": repr,
+    "several": lambda tensor: torch._foreach_norm([tensor]),
+    "view": lambda tensor: tensor.view(-1).sum(),
+    "slice": lambda tensor: tensor[1:].sum(),
+}
+
+
+@pytest.mark.parametrize("read", _READS)
+def test_what_has_no_memory_raises_where_it_is_read_and_is_ordinary_when_it_has_some_again(read: str) -> None:
+    tensor, bare = torch.ones(4, 6), torch.empty(0, dtype=torch.uint8).untyped_storage()
+    storage = tensor.untyped_storage()
+    private.refuse_reads(bare, "gone")
+    assert private.can_refuse_reads()
+    private.swap_storage(storage, bare)
+    assert storage.nbytes() == 0
+    with pytest.raises(RuntimeError, match=r"Cannot access data pointer|storage of size 0|unallocated storage|gone"):
+        _READS[read](tensor)
+    private.swap_storage(storage, bare)
+    _READS[read](tensor)
+    assert tensor.shape == (4, 6)
+
+
 def test_holders_of_a_storage_are_counted() -> None:
     tensor = torch.zeros(4)
     storage = tensor.untyped_storage()
