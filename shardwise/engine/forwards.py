@@ -8,7 +8,6 @@ from types import FrameType
 
 from shardwise.units.unit import Unit
 
-
 # torch's words where a tensor is read whose storage has no memory.
 _NO_MEMORY = (
     "Cannot access data pointer of Storage that is invalid",
@@ -16,7 +15,7 @@ _NO_MEMORY = (
     "its data is not allocated yet",
 )
 _GIVEN_BACK = (
-    "a tensor that shared memory with a full parameter was read after that was given back (kept alias, .data, .detach(), view). "
+    "a tensor that shared memory with a full parameter was read after that was given back. "
     "Keep clone() of it, or read the parameter from its module inside its forward"
 )
 

@@ -31,6 +31,7 @@ class Weights:
     Attributes, of settings:
         reals: that numbers are not whole.  meshes, reshards, policies, optims: relative weights; groups; large.
         offload, columns, bucket_view, sync_buffers; compiled: relative weights of backends.
+        hooks: that users have registered hooks on gradients.  overlaps: of each of ZeRO's two overlaps.
         turns: that every forward is followed by its backward and a step, and everything is used, as overlapped steps need it.
     Attributes, of contenders:
         doors: relative weights of contenders' doors.  num_contenders: of ours, per case.
@@ -78,6 +79,8 @@ class Weights:
     columns: float = 0.0
     bucket_view: float = 0.3
     turns: float = 0.0
+    hooks: float = 0.0
+    overlaps: float = 0.0
     sync_buffers: float = 0.0
     compiled: Table = field(default_factory=table)
     doors: Table = field(
@@ -183,6 +186,40 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             children=4,
             recompute=0.1,
             doors=table(fully_shard=6, replicate=1, replicate_older=0.5),
+        ),
+        "hooks": replace(
+            _BASE,
+            hooks=0.6,
+            microbatches=2,
+            hold=0.4,
+            gap=0.3,
+            keep_grad=0.3,
+            retain=0.1,
+            together=0.1,
+            frozen=0.1,
+            tie=0.2,
+            clip=0.1,
+            recompute=0.1,
+            extras=table(hook_gradient=4, ahead=2, eval=2, freeze=0.5, change=0.5, set=2, copy_model=0.3, unshard=0.5),
+            meshes=table(flat=3, hybrid=1),
+            policies=table(none=4, half_reduce=1),
+            doors=table(fully_shard=5, shard_model=1, replicate=2, replicate_older=1),
+        ),
+        "zero": replace(
+            _BASE,
+            overlaps=0.7,
+            microbatches=3,
+            hold=0.6,
+            gap=0.15,
+            clip=0.15,
+            groups=0.3,
+            keep_grad=0.1,
+            recompute=0.0,
+            children=4,
+            num_contenders=4,
+            extras=table(rate=2, eval=3, change=1, take=1, save=1, load=1),
+            kinds=table(Mlp=6, Oddments=1, Conv=2, Lookup=1, Tally=1),
+            doors=table(zero1=3, zero2=5, zero_alone=1),
         ),
         "doors": replace(
             _BASE,

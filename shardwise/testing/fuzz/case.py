@@ -81,6 +81,9 @@ class Settings:
         large_numel: parts of this size are sent in place; 0 leaves the library's constants as they are.
         bucket_view: ``gradient_as_bucket_view`` of DDP and ``parameters_as_bucket_view`` of ZeRO.
         sync_buffers: buffers are the first rank's before every forward in training, as DDP has it.
+        hooks: parameters on whose gradients hooks of users are registered before anything is sharded: number, factor, and 1 for
+            those that follow the accumulation, 0 for others.
+        overlap_grads, overlap_params: of ZeRO without DDP, and of ZeRO: messages beside backward, and beside the next forward.
         compiled: blocks that are units are compiled whole after they were sharded, by this backend; "" for none.
     """
 
@@ -99,6 +102,9 @@ class Settings:
     bucket_view: bool = False
     sync_buffers: bool = False
     compiled: str = ""
+    hooks: tuple[tuple[float, ...], ...] = ()
+    overlap_grads: bool = False
+    overlap_params: bool = False
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from shardwise.testing.fuzz import actions as do
 from shardwise.testing.fuzz.areas import AREAS, Weights
@@ -82,9 +83,22 @@ def _draw_settings(random: Random, weights: Weights, num_ranks: int) -> Settings
         large_numel=random.choice((1, 12)) if random.random() < weights.large else 0,
         bucket_view=random.random() < weights.bucket_view,
         sync_buffers=random.random() < weights.sync_buffers,
+        **_draw_beside(random, weights),
     )
     # Half precision is compared where it is exact alone.
     return _in_reals(random, settings, weights) if not compute and random.random() < weights.reals else settings
+
+
+def _draw_beside(random: Random, weights: Weights) -> dict[str, Any]:
+    """Return what few areas have; the others draw nothing for it."""
+    found = dict[str, Any]()
+    if weights.hooks and random.random() < weights.hooks:
+        found["hooks"] = tuple(
+            (float(random.randrange(60)), -1.0, float(random.random() < 0.5)) for _ in range(random.randint(1, 3))
+        )
+    if weights.overlaps:
+        found |= {name: random.random() < weights.overlaps for name in ("overlap_grads", "overlap_params")}
+    return found
 
 
 def _in_reals(random: Random, settings: Settings, weights: Weights) -> Settings:
@@ -128,6 +142,10 @@ class _Program:
             "call_unit": lambda: do.CallUnit(self._index()),
             "set": self._set,
             "hook": self._hook,
+            "hook_gradient": lambda: do.HookGradient(
+                self._index(), -1.0 if self._exact else random.choice((-1.0, 0.5)), random.random() < 0.5
+            ),
+            "ahead": lambda: do.GatherAhead(random.choice((0, 0, 200, 1000, 100_000))),
             "unshard": lambda: do.Unshard(self._index(), random.random() < 0.5),
             "reshard": lambda: do.Reshard(self._index()),
             "wait": do.Wait,

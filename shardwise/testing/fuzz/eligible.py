@@ -84,6 +84,12 @@ def _averages(case: Case, contender: Contender) -> bool:
     return contender.door != "zero_alone" or not (closes or clips)
 
 
+def _hooks_gradients(case: Case, contender: Contender) -> bool:
+    """torch's own class does not call hooks on the gradients of sharded parameters; DDP calls them before it averages."""
+    hooks = bool(case.settings.hooks) or any(isinstance(action, do.HookGradient) for action in case.actions)
+    return not hooks or contender.door in ("fully_shard", "shard_model", "replicate", "replicate_older")
+
+
 def _is_compiled(case: Case, contender: Contender) -> bool:
     return not case.settings.compiled or contender.door in ENGINE_DOORS
 
@@ -167,6 +173,7 @@ RULES: tuple[Callable[[Case, Contender], bool], ...] = (
     _has_policies,
     _has_whole_matrices,
     _averages,
+    _hooks_gradients,
     _is_compiled,
     _syncs_buffers,
     _notices_data,

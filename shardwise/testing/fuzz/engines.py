@@ -86,7 +86,7 @@ class EngineSide(Side):
         self.contender = contender
         self._maker = MAKERS[contender.door]
         self._meshes = meshes
-        self.model = self.net = self._sharded(play.build())
+        self.model = self.net = self._sharded(self.hooked(play.build()))
         if self._maker.is_ours and contender.door in ("fully_shard", "shard_model"):
             cast(Any, self.model).set_transport(contender.transport)
         shards = self.settings.mesh != "tensor" and seat.num_ranks > 1  # else full parameters may be DTensors too
@@ -167,6 +167,10 @@ class EngineSide(Side):
 
     def hook_reductions(self, path: str, factor: float, streamed: bool) -> None:
         super().hook_reductions(path, factor, streamed and self._maker.is_ours)  # torch's own asks for an accelerator
+
+    def gather_ahead(self, num_bytes: int) -> None:
+        if self._maker.is_ours and self._maker.reshards:
+            cast(Any, self.model).set_gather_ahead_bytes(num_bytes)
 
     def adopt(self, model: nn.Module) -> None:
         super().adopt(model)

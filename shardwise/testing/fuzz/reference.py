@@ -91,6 +91,8 @@ class ReferenceSide(Side):
         self._late: dict[str, Tensor] = {}
         self._is_last = True
         self._unit_of = self._find_units()
+        self._hooks: list[tuple[nn.Parameter, float, bool]] = []
+        self.hooked(model)
         if self.settings.sync_buffers:
             model.register_forward_pre_hook(self._take_first_buffers)
         self.remake_optimizer()
@@ -156,11 +158,16 @@ class ReferenceSide(Side):
 
     def _set(self, name: str, total: Tensor) -> None:
         param = self.net.get_parameter(name)
+        hooks = [(factor, follows) for each, factor, follows in self._hooks if each is param]
+        for factor in (factor for factor, follows in hooks if not follows):
+            total = total * factor
         if param.grad is None:
             # In the parameter's order in memory, as autograd does it: torch's fused optimizers go by memory alone.
             param.grad = torch.empty_like(param).copy_(total)
         else:
             param.grad.add_(total.to(param.dtype))
+        for factor in (factor for factor, follows in hooks if follows):
+            param.grad.mul_(factor)
 
     def _rules_of(self, name: str) -> Rules:
         return self._rules[self._unit_of[name]]
@@ -196,6 +203,11 @@ class ReferenceSide(Side):
 
     def hook_reductions(self, path: str, factor: float, streamed: bool) -> None:
         self.change_rules(path, False, factor=factor)
+
+    def hook_gradient(self, name: str, factor: float, follows: bool) -> None:
+        param = self.net.get_parameter(name)
+        if param.requires_grad:
+            self._hooks.append((param, factor, follows))
 
     def set_last(self, is_last: bool) -> None:
         """Say whether the next backward ends the step: only then gradients are seen."""

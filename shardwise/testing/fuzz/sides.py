@@ -86,6 +86,14 @@ class Seat:
         return cls(rank, num_ranks, rank // shared, num_ranks // shared)
 
 
+def _multiplying(factor: float) -> Callable[[Tensor], None]:
+    def follow(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(factor)
+
+    return follow
+
+
 class Side:
     """A model, its optimizer and what a program asks of them.
 
@@ -177,6 +185,27 @@ class Side:
         """Let a hook multiply what has been reduced of the unit of the module at ``path``."""
         stream = torch.Stream("cpu") if streamed else None
         self.unit(path).set_all_reduce_hook(lambda flat: flat.mul_(factor), stream=stream)
+
+    def hook_gradient(self, name: str, factor: float, follows: bool) -> None:
+        """Let a hook of a user's multiply the gradient of a parameter: before it is accumulated, or what has been."""
+        param = self.net.get_parameter(name)
+        if not param.requires_grad:
+            return
+        if follows:
+            param.register_post_accumulate_grad_hook(_multiplying(factor))
+        else:
+            param.register_hook(lambda gradient: gradient * factor)
+
+    def hooked(self, net: nn.Module) -> nn.Module:
+        """Return ``net`` with the hooks of before it was sharded."""
+        self.net = net
+        names = [name for name, _ in net.named_parameters()]
+        for number, factor, follows in self.settings.hooks:
+            self.hook_gradient(names[int(number) % len(names)], factor, bool(follows))
+        return net
+
+    def gather_ahead(self, num_bytes: int) -> None:
+        """Say within how many bytes units are gathered ahead, where there are any."""
 
     def param(self, name: str) -> nn.Parameter:
         """Return the parameter that is registered now."""

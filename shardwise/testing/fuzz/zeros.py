@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class ZeroSide(Side):
         self.contender = contender
         self.net = self.model = play.build()
         self._is_reduced = False
+        self.held = ExitStack()  # no_sync(), while gradients are held back
         self._hooked: DistributedDataParallel | None = None
         if contender.door not in ALONE:
             with warnings.catch_warnings():
@@ -68,6 +70,8 @@ class ZeroSide(Side):
             overlap_with_ddp=door in HOOKS,
             partition="even" if self.contender.update.startswith("even") else "whole",
             mixed_dtypes=is_mixed,
+            overlap_grad_reduce=self.settings.overlap_grads and door == "zero2",
+            overlap_param_gather=self.settings.overlap_params and door not in HOOKS,
             **kind.options,
         )
         if door in HOOKS:
@@ -121,7 +125,7 @@ class ZeroSide(Side):
         return super().clip_norm(params, bound, norm_type)
 
     def unit(self, path: str) -> Any:
-        return WholeUnit(self.model)
+        return WholeUnit(self)
 
     # ---- state ----
 
@@ -154,10 +158,14 @@ class ZeroSide(Side):
 class WholeUnit:
     """The methods of a unit's module where there are no units but one."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, side: ZeroSide) -> None:
+        self._side = side
 
     def set_requires_gradient_sync(self, value: bool) -> None:
-        """Hold gradients back: DDP's ``no_sync``; without DDP they are held until the step anyway."""
-        if isinstance(self._model, DistributedDataParallel):
-            self._model.require_backward_grad_sync = value
+        """Hold gradients back by ``no_sync``; without DDP and overlap they are held until the step anyway."""
+        side = self._side
+        if isinstance(side.model, DistributedDataParallel):
+            side.model.require_backward_grad_sync = value
+        side.held.close()
+        if not value and side.contender.door == "zero2":
+            side.held.enter_context(cast(Any, side.optimizer).no_sync())

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from shardwise.testing.fuzz.actions.changes import CHANGES, WHOLE_MODEL, Change, ChangeKept, Freeze
 from shardwise.testing.fuzz.actions.kept import COPIES, TAKES, Copy, CopyModel, Load, Restart, Save, Take, Weigh
-from shardwise.testing.fuzz.actions.methods import Hook, Prefetch, Reshard, Set, Unshard, Wait
+from shardwise.testing.fuzz.actions.methods import (
+    GatherAhead,
+    Hook,
+    HookGradient,
+    Prefetch,
+    Reshard,
+    Set,
+    Unshard,
+    Wait,
+)
 from shardwise.testing.fuzz.actions.page import Action, Page
 from shardwise.testing.fuzz.actions.passes import Backward, Blow, CallUnit, Forward, InputGradient, JoinLoop, Switch
 from shardwise.testing.fuzz.actions.steps import Clip, Rate, Remake, Step, ZeroGrad
@@ -17,7 +26,7 @@ _ALL: tuple[type[Action], ...] = (
     *(Forward, Backward, CallUnit, InputGradient, Blow, JoinLoop, Switch),
     *(Step, ZeroGrad, Clip, Rate, Remake, Change, ChangeKept, Freeze),
     *(Take, Copy, Weigh, CopyModel, Save, Load, Restart),
-    *(Set, Hook, Unshard, Wait, Reshard, Prefetch),
+    *(Set, Hook, HookGradient, GatherAhead, Unshard, Wait, Reshard, Prefetch),
 )
 ACTIONS: dict[str, type[Action]] = {each.__name__: each for each in _ALL}
 
@@ -36,7 +45,9 @@ __all__ = [
     "CopyModel",
     "Forward",
     "Freeze",
+    "GatherAhead",
     "Hook",
+    "HookGradient",
     "InputGradient",
     "JoinLoop",
     "Load",

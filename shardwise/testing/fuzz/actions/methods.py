@@ -51,6 +51,40 @@ class Hook(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class HookGradient(Action):
+    """Let a hook of a user's multiply the gradient of one parameter by ``factor``.
+
+    Attributes:
+        follows: it runs after the gradient has been accumulated, and changes ``.grad``; else before.
+    """
+
+    param: int = 0
+    factor: float = -1.0
+    follows: bool = False
+
+    @property
+    def is_engines(self) -> bool:
+        return True
+
+    def write(self, page: Page) -> None:
+        page.write(f"s.hook_gradient({page.param(self.param)!r}, {self.factor!r}, follows={self.follows!r})")
+
+
+@dataclass(frozen=True, slots=True)
+class GatherAhead(Action):
+    """Say within how many bytes units are gathered ahead."""
+
+    num_bytes: int = 0
+
+    @property
+    def is_engines(self) -> bool:
+        return True
+
+    def write(self, page: Page) -> None:
+        page.write(f"s.gather_ahead({self.num_bytes!r})")
+
+
+@dataclass(frozen=True, slots=True)
 class Unshard(Action):
     """Unshard a unit by hand; ``waits``: now, or with the next :class:`Wait`."""
 
