@@ -80,7 +80,7 @@ def announce(store: dist.Store, rank: int) -> None:
 
 
 def say_left(store: dist.Store, rank: int) -> None:
-    """Let global rank ``rank``, whose process is ending by an error, count as gone on every host.
+    """Let global rank ``rank``, whose process is ending by an error or has ended, count as gone on every host.
 
     Raises: TransportError if the store does not answer.
     """
@@ -97,7 +97,12 @@ def is_gone(store: dist.Store, rank: int) -> bool:
         if text is None:
             return False
         *space, pid = json.loads(text)
-        return [*space, pid] == _LEFT or (space == _name_space() and not Liveness(int(pid)).is_alive())
+        if [*space, pid] == _LEFT:
+            return True
+        if space != _name_space() or Liveness(int(pid)).is_alive():
+            return False
+        say_left(store, rank)  # other hosts cannot see it
+        return True
     except (RuntimeError, OSError, AttributeError):  # no store, no /proc, no pidfds
         return False
 

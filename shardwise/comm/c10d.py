@@ -24,6 +24,7 @@ from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds,
 from shardwise.comm.custom import AllGatherFunction, CustomCollectives, ReduceScatterFunction
 from shardwise.comm.lanes import Lane
 from shardwise.comm.partners import name_partners
+from shardwise.comm.watched import FIRST, await_collective, outlast
 
 # torch's own functions spend a part of their time on what cannot be here: other classes of tensors, strangers to the group,
 # collectives that are put off.  Who has replaced them, to count or to change collectives, is asked.
@@ -85,7 +86,7 @@ class Launched:
         if self._work is not None:
             remember((now(), thread(), "", 0, EVERYBODY, ""))
             try:
-                self._work.wait()
+                self._wait(self._work)
             except RuntimeError as error:
                 name_partners(error, self._group)
                 raise
@@ -97,8 +98,17 @@ class Launched:
         if end is None or self._work is None:
             return
         with contextlib.suppress(RuntimeError):  # a peer may be gone; then the buffers are lost with it
-            self._work.wait()
+            self._wait(self._work)
             self._forget()
+
+    def _wait(self, work: dist.Work) -> None:
+        if type(work) is not dist.Work:  # of a user's own collective
+            work.wait()
+            return
+        try:
+            work.wait(FIRST)
+        except RuntimeError:
+            outlast(work, self._group)
 
 
 class OnLane:
@@ -336,7 +346,10 @@ class C10dCommunicator:
         by = resolve_scale(scale, self._size)
         if by.before is not None:
             tensor.div_(by.before)
-        dist.all_reduce(tensor, op=by.op, group=self.group)
+        if self.lane.is_concurrent:
+            dist.all_reduce(tensor, op=by.op, group=self.group)
+        else:
+            await_collective(dist.all_reduce(tensor, op=by.op, group=self.group, async_op=True), self.group)
         if by.after is not None:
             tensor.div_(by.after)
 

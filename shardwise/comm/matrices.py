@@ -16,6 +16,7 @@ from torch.distributed.tensor import DeviceMesh
 
 from shardwise.black_box import note
 from shardwise.comm.groups import group_of
+from shardwise.comm.watched import await_collective
 from shardwise.spans import span
 
 _ALIGNMENT = 16  # bytes: views of any dtype may start at a multiple of it
@@ -94,7 +95,8 @@ def exchange(
         start += num_bytes
     received = torch.empty(sum(in_sizes), dtype=torch.uint8, device=device)
     with span("", "exchange", "matrices", sum(out_sizes)):
-        dist.all_to_all_single(received, packed, in_sizes, out_sizes, group=ranks.group)
+        work = dist.all_to_all_single(received, packed, in_sizes, out_sizes, group=ranks.group, async_op=True)
+        await_collective(work, ranks.group)
     found: list[list[torch.Tensor]] = []
     start = 0
     for items, num_bytes in zip(expected, in_sizes, strict=True):
@@ -126,14 +128,15 @@ def sum_bytes(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
     Summed as bytes, so that negative zeros and nans come through unchanged.
     """
     if group.size() > 1:
-        dist.all_reduce(whole.view(-1).view(torch.uint8), group=group)
+        await_collective(dist.all_reduce(whole.view(-1).view(torch.uint8), group=group, async_op=True), group)
 
 
 def sum_of(value: torch.Tensor, group: dist.ProcessGroup, is_max: bool) -> torch.Tensor:
     """Return the sum (or maximum) of ``value`` over the ranks of ``group``."""
     if group.size() > 1:
         with span("", "all-reduce", "sum", value.numel() * value.element_size()):
-            dist.all_reduce(value, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+            op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+            await_collective(dist.all_reduce(value, op=op, group=group, async_op=True), group)
     return value
 
 

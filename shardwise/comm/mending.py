@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shardwise import torch_private
 from shardwise.comm.sync import all_have_come
+from shardwise.comm.watched import forget_closed
 from shardwise.errors import StateError
 
 _TAG = 0x5AFF  # of messages that nobody sends
@@ -67,4 +68,5 @@ def mend(group: dist.ProcessGroup) -> None:
         )
     _num_mended[group] = number + 1
     torch_private.replace_gloo(group, f"shardwise/mended/{number}", _FIRST_KIND + number)
+    forget_closed(group)
     all_have_come(group)  # one that breaks off at once would take those along that are still connecting

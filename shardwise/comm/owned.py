@@ -7,7 +7,7 @@ call time.  Every function issues its calls in an order that follows from its ar
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
@@ -19,8 +19,10 @@ from shardwise.black_box import EVERYBODY, note
 from shardwise.comm.board import Board
 from shardwise.comm.buffers import BufferPool, Lease
 from shardwise.comm.carve import are_neighbours, join
+from shardwise.comm.watched import await_collective, closed_to, outlast, wait_all
 from shardwise.errors import DesyncError
 from shardwise.spans import span
+from shardwise.torch_private import is_gloo
 
 PACK_BELOW_BYTES = 256 * 1024  # smaller tensors share a message: a gloo broadcast costs as much as copying this
 PACK_UPTO_BYTES = 8 * 1024 * 1024
@@ -224,25 +226,39 @@ def _wait(work: dist.Work, board: Board, what: str, device: torch.device) -> Non
                 work.wait(timedelta(seconds=PATIENCE_S))
             return
         except RuntimeError as error:
-            if work.is_completed():
-                raise board.explain(what, error) from error
+            if work.is_completed():  # it has failed, or has come meanwhile
+                _explained(board, what, lambda: outlast(work, board.group))
+                return
             failure = board.failure()
             if failure is not None:
                 raise DesyncError(f"{what} cannot finish on rank {board.name}: {failure}") from error
+            if closed_to(board.group):
+                _explained(board, what, lambda: outlast(work, board.group))
+                return
 
 
 def send_tensor(tensor: torch.Tensor, to: int, board: Board, what: str) -> None:
     """Send a contiguous tensor to group rank ``to`` (which calls :func:`receive_tensor`); in place, no copy."""
-    try:
-        dist.send(tensor, group_dst=to, group=board.group)
-    except RuntimeError as error:
-        raise board.explain(what, error) from error
+    _explained(board, what, lambda: _wait_for_message(dist.isend(tensor, group_dst=to, group=board.group), board))
 
 
 def receive_tensor(tensor: torch.Tensor, source: int, board: Board, what: str) -> None:
     """Receive into a contiguous tensor from group rank ``source``."""
+    _explained(board, what, lambda: _wait_for_message(dist.irecv(tensor, group_src=source, group=board.group), board))
+
+
+def _wait_for_message(work: dist.Work | None, board: Board) -> None:
+    if work is None:
+        return
+    if is_gloo(board.group):
+        wait_all([work], board.group)
+    else:
+        work.wait()
+
+
+def _explained(board: Board, what: str, act: Callable[[], None]) -> None:
     try:
-        dist.recv(tensor, group_src=source, group=board.group)
+        act()
     except RuntimeError as error:
         raise board.explain(what, error) from error
 
@@ -274,14 +290,18 @@ def broadcast_object(
         stream = io.BytesIO()
         torch.save(obj, stream)
         data = torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8).to(device)
-        dist.broadcast(torch.tensor([data.numel()], device=device), src=src_rank, group=group)
-        dist.broadcast(data, src=src_rank, group=group)
+        _broadcast(torch.tensor([data.numel()], device=device), src_rank, group)
+        _broadcast(data, src_rank, group)
         return obj
     length = torch.zeros(1, dtype=torch.int64, device=device)
-    dist.broadcast(length, src=src_rank, group=group)
+    _broadcast(length, src_rank, group)
     data = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
-    dist.broadcast(data, src=src_rank, group=group)
+    _broadcast(data, src_rank, group)
     return torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location=device, weights_only=False)
+
+
+def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+    await_collective(dist.broadcast(tensor, src=source, group=group, async_op=True), group)
 
 
 def ranks_that_are(flag: bool, board: Board, device: torch.device, what: str) -> list[int]:
@@ -289,11 +309,12 @@ def ranks_that_are(flag: bool, board: Board, device: torch.device, what: str) ->
     flags = torch.zeros(board.size, dtype=torch.int32, device=device)
     flags[board.rank] = int(flag)
     if board.size > 1:
-        try:
-            dist.all_reduce(flags, group=board.group)
-        except RuntimeError as error:
-            raise board.explain(what, error) from error
+        _explained(board, what, lambda: _sum(flags, board.group))
     return [rank for rank, value in enumerate(flags.tolist()) if value]
+
+
+def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    await_collective(dist.all_reduce(tensor, group=group, async_op=True), group)
 
 
 def _neighbours(owned: Iterable[Owned]) -> list[list[Owned]]:

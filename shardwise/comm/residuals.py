@@ -6,14 +6,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.c10d import all_to_all_rows
+from shardwise.comm.watched import await_collective
 
 
 def sum_at_owners(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return (n,) the sum over ranks, in rank order, of their rows for this one; ``rows`` (ranks, n), float32.  Collective."""
     received = torch.empty_like(rows)
-    work = all_to_all_rows(received, rows.contiguous(), group, async_op=False)
-    if work is not None:
-        work.wait()
+    await_collective(all_to_all_rows(received, rows.contiguous(), group, async_op=True), group)
     total = torch.zeros_like(rows[0])
     for row in received:
         total += row
@@ -23,7 +22,7 @@ def sum_at_owners(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def sum_everywhere(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum over ranks of ``row`` (n,), float32, the same bits on all.  Collective."""
     total = row.clone()
-    dist.all_reduce(total, group=group)
+    await_collective(dist.all_reduce(total, group=group, async_op=True), group)
     return total
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.watched import await_collective
 from shardwise.errors import ConfigError
 
 _MAX_BYTES = 32 * 2**20  # per broadcast: large enough for bandwidth, small enough for memory
@@ -30,7 +31,7 @@ def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGro
     with torch.no_grad():
         for batch in (batch for kind in by_kind.values() for batch in _batches(kind)):
             flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-            dist.broadcast(flat, source, group=group)
+            await_collective(dist.broadcast(flat, source, group=group, async_op=True), group)
             for tensor, part in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
@@ -64,4 +65,4 @@ def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 def all_have_come(group: dist.ProcessGroup) -> None:
     """Return once all ranks of ``group`` have called this: one all-reduce of one number."""
     if group.size() > 1:
-        dist.all_reduce(torch.ones((), dtype=torch.int32), group=group)
+        await_collective(dist.all_reduce(torch.ones((), dtype=torch.int32), group=group, async_op=True), group)

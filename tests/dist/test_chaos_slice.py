@@ -23,6 +23,12 @@ JOBS = [
     faulty(Program("zero1", "auto"), 2, "SIGINT", "consolidation", rank=1),
     faulty(Program("zero2", "auto"), 2, "kill", "reduction", rank=0, store="tcp"),
     faulty(Program("fully_shard", "auto"), 2, "late", "forward", rank=0),
+    faulty(
+        Program("fully_shard", "auto", ranks_per_host=2), 4, "kill", "init", rank=1
+    ),  # the other host sees nothing of it
+    faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "kill", "between steps", rank=1),
+    faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "raise", "backward", rank=2),
+    faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "late", "forward", rank=3),
     diverging(Program("fully_shard", "auto"), 2, "width"),
     diverging(Program("zero2", "auto"), 2, "frozen"),
     diverging(Program("whole_matrix", "auto"), 2, "extra block"),

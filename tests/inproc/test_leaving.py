@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from helpers.posts import announce_as
 
 from shardwise.black_box import explain_end
 from shardwise.comm import leaving
-from shardwise.comm.alive import is_gone, say_left
+from shardwise.comm.alive import is_gone, on_host, say_left
 from shardwise.comm.last_words import put
 from shardwise.comm.leaving import leave_job, watch_end
 
@@ -39,6 +40,17 @@ def test_a_rank_that_ends_by_an_error_is_gone_for_every_host_while_its_process_l
     assert not is_gone(store, 1)
     say_left(store, 1)
     assert is_gone(store, 1)
+
+
+def test_a_process_that_has_ended_is_gone_for_other_hosts_once_its_own_has_seen_it() -> None:
+    store, ended = dist.HashStore(), subprocess.Popen(["true"])
+    ended.wait()
+    announce_as(store, 1, ended.pid)
+    with on_host("elsewhere"):
+        assert not is_gone(store, 1)
+    assert is_gone(store, 1)
+    with on_host("elsewhere"):
+        assert is_gone(store, 1)
 
 
 def test_a_program_that_ends_well_leaves_no_mark(job: dist.Store) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shardwise.black_box import WAITS, note
 from shardwise.comm import alarm
-from shardwise.comm.alive import Liveness
+from shardwise.comm.alive import Liveness, is_gone
 from shardwise.comm.last_words import LOOK_NEXT, cited, gone_in_words, store_of_job
 from shardwise.comm.leaving import farewells
 from shardwise.comm.links.arena import ArenaPlace
@@ -245,7 +245,10 @@ class Mates:
 
     def _lost(self, place: int, where: str) -> TransportError:
         """Return the error for the rank at ``place``, whose process has ended: what it did last, and what it said."""
-        text = gone_in_words(store_of_job(), [self._name_of(place)])
+        store, name = store_of_job(), self._name_of(place)
+        if store is not None:
+            is_gone(store, name)  # other hosts hear of it
+        text = gone_in_words(store, [name])
         return self._blame(place, f"{text}; {where}: {self._last_sign(place)}. {LOOK_NEXT}")
 
     def _last_sign(self, place: int) -> str:

@@ -18,6 +18,7 @@ from shardwise.comm.links import unfinished
 from shardwise.comm.links.link import SpanKind
 from shardwise.comm.links.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.comm.partners import name_partners
+from shardwise.comm.watched import wait_all
 from shardwise.errors import TransportError
 from shardwise.layout.bucket import Bucket
 
@@ -142,9 +143,9 @@ class PeerLink:
         return self.group.recv([tensor], peer, tag)
 
     def wait_all(self, works: list[dist.Work]) -> None:
-        """Wait for ``works`` as :func:`unfinished.wait_all` does."""
+        """Wait for ``works`` as :func:`watched.wait_all` does."""
         try:
-            unfinished.wait_all(works)
+            wait_all(works, self.group)
         except RuntimeError as error:
             name_partners(error, self.group)
             raise
@@ -231,7 +232,7 @@ class _GatherBucket:
             lease.release()
 
     def cancel(self) -> None:
-        if unfinished.let_end(self._recvs) and unfinished.let_end(self._sends):
+        if all(unfinished.let_end(works, self._link.group) for works in (self._recvs, self._sends)):
             for lease in self._take_leases():
                 lease.release()
         else:
@@ -304,7 +305,7 @@ class _Scatter:
     def cancel(self) -> None:
         if self._pieces is not None:
             self._pieces = None
-            if unfinished.let_end(self._works):
+            if unfinished.let_end(self._works, self._link.group):
                 self._release()
             else:
                 self._leave()

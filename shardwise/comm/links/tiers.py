@@ -68,7 +68,7 @@ class TieredLink:
     def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
         self._num_gathers = self._num_scatters = 0
         try:
-            unfinished.wait_all(self._strays)
+            self.between.wait_all(self._strays)
         except BaseException:
             self.inside.abort()
             raise

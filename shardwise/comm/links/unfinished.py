@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from shardwise.black_box import EVERYBODY, note
+from shardwise.comm.watched import wait_all
 
 
 @dataclass(slots=True, eq=False)
@@ -52,19 +52,10 @@ def num_kept(group: dist.ProcessGroup) -> int:
     return 0 if kept is None else len(kept.works)
 
 
-def wait_all(works: list[dist.Work]) -> None:
-    """Wait for ``works`` and take out those that have ended: after an exception the rest is in the list."""
-    if works:
-        note(EVERYBODY)
-    while works:
-        works[0].wait()  # no name for it: a frame that an exception keeps alive would keep the message, too
-        del works[0]
-
-
-def let_end(works: list[dist.Work]) -> bool:
-    """Wait for ``works`` as :func:`wait_all` does; return False at the first that fails, because its rank may be gone."""
+def let_end(works: list[dist.Work], group: dist.ProcessGroup) -> bool:
+    """Wait for messages of ``group`` as :func:`wait_all` does; return False if one fails, because its rank may be gone."""
     try:
-        wait_all(works)
+        wait_all(works, group)
     except RuntimeError:
         return False
     return True

@@ -74,6 +74,8 @@ def draw(rng: random.Random) -> Job:
     transport = rng.choice(TRANSPORTS) if door in ENGINE_DOORS else TRANSPORTS[0]
     program = Program(door, transport)
     num_ranks = rng.choice((2, 2, 4))
+    if num_ranks == 4 and rng.random() < 0.5:
+        program = replace(program, ranks_per_host=2)
     if rng.random() < 0.25:
         return diverging(program, num_ranks, rng.choice(sorted(DIVERGENCES)))
     if rng.random() < 0.25:
@@ -130,6 +132,23 @@ def matrix(sizes: Sequence[int]) -> Iterator[Job]:
                 for name in DIVERGENCES:
                     if name != "other mesh" or num_ranks > 2:
                         yield diverging(program, num_ranks, name)
+    yield from _matrix_of_hosts(sizes)
+
+
+def _matrix_of_hosts(sizes: Sequence[int]) -> Iterator[Job]:
+    """Yield jobs over the hierarchy: two hosts of several ranks, behind the doors that gather."""
+    for num_ranks in (size for size in sizes if size >= 4):
+        for door in ("fully_shard", "whole_matrix"):
+            program = Program(door, "auto", ranks_per_host=num_ranks // 2)
+            for name in FAULTS:
+                for place in places_of(program, num_ranks):
+                    if name != "drop" or place in ("all-gather", "reduction"):
+                        yield faulty(program, num_ranks, name, place, rank=1)
+            for place in places_in_step(program, num_ranks):
+                for name, outcome in TRANSACTED:
+                    yield transacting(faulty(program, num_ranks, name, place, rank=1), outcome)
+            for name in DIVERGENCES:
+                yield diverging(program, num_ranks, name)
 
 
 class Campaign:

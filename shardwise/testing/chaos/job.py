@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import record
+from shardwise.comm.alive import on_host
 from shardwise.comm.leaving import leave_job
 from shardwise.doctor.diagnosis import diagnose
 from shardwise.doctor.rank_record import read_record
@@ -74,7 +75,8 @@ class Job:
         """The job in one line."""
         program, fault = self.program, self.fault
         place = f" at {fault.at} of rank {self.struck}" if fault is not None else f" of rank {self.struck}"
-        return f"{program.door} {program.transport} W={self.num_ranks} {self.store} store: {self.name}{place}"
+        hosts = f" {program.ranks_per_host} per host" if program.ranks_per_host else ""
+        return f"{program.door} {program.transport} W={self.num_ranks}{hosts} {self.store} store: {self.name}{place}"
 
     @property
     def whole(self) -> Program:
@@ -247,9 +249,11 @@ def _outcome(job: Job, rank: int, store: str, folder: str, pipe: Connection) -> 
     program = job.program
     if job.divergence and rank == job.struck:
         program = DIVERGENCES[job.divergence](program)
+    per_host = program.ranks_per_host
     try:
         _join(job, rank, store)
-        with record(Path(folder) / BLACK_BOX, stall_s=_STALL_S), _fault(job, rank, pipe):
+        where = on_host(f"host {rank // per_host}") if per_host else contextlib.nullcontext()
+        with where, record(Path(folder) / BLACK_BOX, stall_s=_STALL_S), _fault(job, rank, pipe):
             digest = train(program, Path(folder) / "checkpoints")
         return _Said(digest, time_s=time.monotonic())
     except BaseException as error:

@@ -27,6 +27,7 @@ class Program:
         skipped_step: the step in which the optimizer does not step; 0: none.
         left_out_step: one that no rank makes; 0: none.
         last_step: after which the program returns.
+        ranks_per_host: ranks count as processes of several hosts, so many of each; 0: of one host.
         transacts: steps are made in transactions; what raises in one is undone, and made again or left out.  No evaluation.
     """
 
@@ -44,6 +45,7 @@ class Program:
     skipped_step: int = 0
     left_out_step: int = 0
     last_step: int = 4
+    ranks_per_host: int = 0
     transacts: Outcome | Literal[""] = ""
 
 

@@ -1,0 +1,139 @@
+"""Connections that break in the middle of a transfer, of which gloo tells nobody: waits end all the same, and name the rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ends import Ends, make_link
+from helpers.inside import parts_from
+from helpers.ranks import on_ranks
+
+from shardwise.comm.links.send_recv import PeerLink
+from shardwise.comm.mending import break_off, mend
+from shardwise.comm.watched import await_collective, closed_to
+
+LARGE = 1 << 23  # elements; much more than sockets hold
+BROKEN = "the connection to rank 1 was closed in the middle of a transfer"
+Group = dist.ProcessGroup
+
+
+@contextmanager
+def patient_group(timeout_s: float = 600.0) -> Iterator[Group]:
+    """Give a group whose timeout is longer than a test may take."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, Group)
+    yield group
+    dist.destroy_process_group(group)
+
+
+def break_off_in_the_middle(group: Group, begin: Callable[[], object]) -> None:
+    """Stop rank 0, ``begin`` something with it, and close the connection before it runs again: on rank 1."""
+    pids = torch.tensor([os.getpid()])
+    dist.broadcast(pids, 0)
+    dist.barrier()  # rank 0 has begun
+    os.kill(int(pids), signal.SIGSTOP)
+    try:
+        kept = begin()
+        break_off(group)
+        del kept
+    finally:
+        os.kill(int(pids), signal.SIGCONT)
+
+
+def begin_first(begin: Callable[[], object]) -> object:
+    """Let rank 1 know who this process is, and that it has begun: on rank 0."""
+    dist.broadcast(torch.tensor([os.getpid()]), 0)
+    begun = begin()
+    dist.barrier()
+    return begun
+
+
+def send(link: PeerLink) -> list[dist.Work]:
+    return [link.send(torch.ones(LARGE), 1 - link.rank, 7) for _ in range(2)]
+
+
+def receive(link: PeerLink) -> list[dist.Work]:
+    return [link.recv(torch.ones(LARGE), 1 - link.rank, 7) for _ in range(2)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sends", [True, False], ids=["sends", "receives"])
+def test_a_message_that_is_half_done_is_not_waited_for(sends: bool) -> None:
+    with patient_group() as group:
+        link = make_link(group)
+        mine, theirs = (send, receive) if sends else (receive, send)
+        if dist.get_rank() == 0:
+            works = begin_first(lambda: mine(link))
+            with pytest.raises(RuntimeError, match=BROKEN):
+                link.wait_all(works)  # type: ignore[arg-type]
+            assert works, "what has not ended is still in the list"
+            assert closed_to(group) == [1]
+        else:
+            break_off_in_the_middle(group, lambda: theirs(link))
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_an_all_gather_that_is_half_done_can_be_cancelled() -> None:
+    with patient_group() as group, parts_from(0):
+        link = make_link(group)
+        shapes = (((2, LARGE), 0),)
+        if dist.get_rank() == 0:
+            ends = Ends(link, 1.0, shapes)
+            begin_first(lambda: link.all_gather(ends)).cancel()  # type: ignore[attr-defined]
+            assert ends.lost, "memory that gloo may still know of is not lent again"
+        else:
+            break_off_in_the_middle(group, lambda: link.all_gather(Ends(link, 1.0, shapes)))
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_a_broadcast_that_is_half_done_is_not_waited_for() -> None:
+    with patient_group(8.0) as group:  # whose end waits for gloo's own thread
+
+        def begin() -> dist.Work | None:
+            return dist.broadcast(torch.ones(LARGE), 0, group=group, async_op=True)
+
+        if dist.get_rank() == 0:
+            work = begin_first(begin)
+            with pytest.raises(RuntimeError, match=BROKEN):
+                await_collective(work, group)  # type: ignore[arg-type]
+        else:
+            break_off_in_the_middle(group, begin)
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_a_rank_that_is_late_is_waited_for() -> None:
+    with patient_group() as group:
+        link = make_link(group)
+        total = torch.ones(3)
+        if dist.get_rank() == 0:
+            for _ in range(2):
+                link.wait_all(receive(link))
+            await_collective(dist.all_reduce(total, group=group, async_op=True), group)
+        else:
+            for _ in range(2):
+                time.sleep(0.7)  # longer than a first look
+                link.wait_all(send(link))
+            await_collective(dist.all_reduce(total, group=group, async_op=True), group)
+        assert total.tolist() == [2.0] * 3
+        assert closed_to(group) == []
+
+
+@on_ranks(2)
+def test_a_mended_group_counts_as_connected() -> None:
+    with patient_group() as group:
+        break_off(group)
+        assert closed_to(group) == [1 - dist.get_rank()]
+        dist.barrier()
+        mend(group)
+        assert closed_to(group) == []
