@@ -65,6 +65,7 @@ class Engine:
         is_last_backward: False defers waiting for reductions to a later backward.
         outside: what users do to the model beside it; None before a root's first forward.
         written: what forwards have written to parameters, to be compared between ranks.
+        awaits_backward: a forward has built a graph since the last backward.
         post_optim_event: what the next step waits for instead of all that was done before; used once.
     """
 
@@ -86,6 +87,7 @@ class Engine:
         self._outermost = 0  # the Python frame of the outermost forward
         self._num_forwards = 0
         self._is_graphless = False  # the last forward built no graph
+        self.awaits_backward = False
         live_engines.add(self)
 
     def adopt(self, units: Iterable[Unit]) -> None:
@@ -230,6 +232,7 @@ class Engine:
             if type(unit.state) is Subsharded and not torch.is_grad_enabled():  # no backward will need it
                 unit.reshard()
         self._is_graphless = not torch.is_grad_enabled()
+        self.awaits_backward = not self._is_graphless
         if (
             self._is_graphless and self.means.lanes.are_concurrent
         ):  # else backward ends it: whoever has the shards on the host may write to them next
@@ -346,6 +349,7 @@ class Engine:
             if end() is not None:
                 return
             self.abort_backward()
+        self.awaits_backward = False
         self.manual.check_completed("a backward")
         self.manual.begin_backward()
         new_end = self.watch.begin()

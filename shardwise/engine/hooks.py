@@ -21,7 +21,7 @@ from shardwise import black_box, torch_private
 from shardwise.comm.sync import broadcast_from_first
 from shardwise.engine.attachment import Attachment, Pass
 from shardwise.engine.engine import Engine, live_engines
-from shardwise.engine.nested import cast_floating, map_tensors, tensors_in
+from shardwise.engine.nested import cast_floating, map_tensors, tensors_behind, tensors_in
 from shardwise.engine.notes import logger, note
 from shardwise.engine.profiled import record_transfers
 from shardwise.engine.roots import live_engine
@@ -30,6 +30,7 @@ from shardwise.units.unit import is_in_backward
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _NO_RANGE = nullcontext()
+_warnings = logging.getLogger("shardwise")
 
 
 _WHY_NO_GRAPH = (
@@ -144,7 +145,8 @@ class Hooks:
         def pre_backward(_: Any) -> None:
             self.before_backward(through, made_of)
 
-        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
+        found = (output,) if isinstance(output, torch.Tensor) else tuple(tensors_in(output)) or tensors_behind(output)
+        for tensor in found:
             if not tensor.requires_grad:
                 continue
             _ = (
@@ -232,13 +234,34 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     Raises: StateError if gradients of these parameters wait for ``finalize_backward``.
     """
     black_box.note("optimizer steps", type(optimizer).__name__)
-    engines = [engine for engine in live_engines if engine.manual.awaits_completion or engine.has_full_units]
+    engines = [
+        engine
+        for engine in live_engines
+        if engine.manual.awaits_completion or engine.has_full_units or engine.awaits_backward
+    ]
     if engines:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for engine in engines:
             engine.manual.check_step(stepped, engine.units)
+            if engine.awaits_backward:
+                _look_for_gradients(engine, stepped)
             if not engine.is_in_step:
                 engine.reshard_stepped(stepped)
+
+
+def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:
+    """Warn of a step that changes nothing where nobody would see why: the shards are in no graph, so they get no gradient."""
+    params = [param for unit in engine.units for param in unit.params if id(param.sharded) in stepped]
+    trained = [param for param in params if param.sharded.requires_grad]
+    if trained and all(param.sharded.grad is None for param in trained):
+        engine.awaits_backward = False
+        _warnings.warning(
+            "an optimizer steps on %s and %d other sharded parameters, none of which has a gradient, although a forward has "
+            "built a graph and no backward has come to it. backward(inputs=...) and torch.autograd.grad do not find sharded "
+            "parameters in the graph: call backward() without inputs",
+            trained[0].fqn,
+            len(trained) - 1,
+        )
 
 
 def after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

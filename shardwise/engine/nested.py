@@ -26,6 +26,31 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
+_MOST_LOOKED_AT = 1000
+
+
+def tensors_behind(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that attributes of ``value``, an object of any class, hold, and of what these hold in turn.
+
+    Nothing callable is looked into, nor more than a thousand things.
+    """
+    todo, seen = [value], set[int]()
+    while todo and len(seen) < _MOST_LOOKED_AT:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, Mapping):
+            todo += cast("Mapping[Any, Any]", each).values()
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            todo += cast("list[Any]", each)
+        elif not callable(each):
+            slots = [name for kind in type(each).__mro__ for name in kind.__dict__.get("__slots__", ())]
+            todo += [*getattr(each, "__dict__", {}).values(), *[getattr(each, name, None) for name in slots]]
+
+
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Return ``value`` with every tensor replaced; containers are rebuilt with their own types, the input is not changed."""
     if isinstance(value, torch.Tensor):

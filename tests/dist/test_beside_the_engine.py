@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -325,3 +326,28 @@ def test_an_alias_of_a_whole_parameter_is_refused_when_its_memory_is_gone() -> N
         ):
             alias.sum()
     assert all(torch.isfinite(copy).all() for copy in copies)
+
+
+@on_ranks(2)
+def test_a_step_without_any_gradient_after_a_backward_that_named_shards_is_warned_of_once() -> None:
+    model, said = _sharded(_blocks()), list[str]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("shardwise").addHandler(handler)
+    try:
+        _step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(batch(0))
+        optimizer.step()
+        assert not said
+        model(batch(0)).square().mean().backward(inputs=list(model.parameters()))
+        optimizer.step()
+        optimizer.step()
+    finally:
+        logging.getLogger("shardwise").removeHandler(handler)
+    assert len(said) == 1
+    assert "none of which has a gradient" in said[0]
+    assert "call backward() without inputs" in said[0]
