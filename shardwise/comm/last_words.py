@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from shardwise.errors import TransportError
 from shardwise.torch_private import default_store
 
 _MOST_TEXT = 600
+_CITATION = re.compile(r"; the last error of ranks? (\d+(?:, \d+)*): ")
 _ASKING_S = 4.0
 ASKS = " (asks the others)"  # at the end of words that may change
 _busy = threading.local()  # an error that is made while words are left has none of its own
@@ -82,8 +83,38 @@ def words_of(store: dist.Store | None, rank: int, patience_s: float = 0.0) -> st
 def cited(store: dist.Store | None, ranks: Sequence[int], patience_s: float = _ASKING_S) -> str:
     """Return the words of global ``ranks`` as a message goes on with them: "; the last error of rank 3: ..."."""
     end = time.monotonic() + patience_s
-    found = [(rank, words_of(store, rank, end - time.monotonic())) for rank in ranks[:8]]
-    return "".join(f"; the last error of rank {rank}: {text}" for rank, text in found if text)
+    found = {rank: words_of(store, rank, end - time.monotonic()) for rank in ranks[:8]}
+    return cited_texts({rank: text for rank, text in found.items() if text})
+
+
+def cited_texts(found: Mapping[int, str]) -> str:
+    """Return what ranks have left as a message goes on with it: each rank's own reason once, also of ranks that they cite.
+
+    Example:
+        >>> cited_texts({1: "DesyncError: rank 2 is gone; the last error of rank 2: KeyError: 7; rank 1 waited for it."})
+        '; the last error of rank 1: DesyncError: rank 2 is gone; the last error of rank 2: KeyError: 7'
+        >>> cited_texts({1: "Timed out; the last error of rank 2: Timed out", 2: "Timed out"})
+        '; the last error of ranks 1, 2: Timed out'
+    """
+    reasons: dict[int, str] = {}
+    quoted: dict[int, str] = {}
+    for rank, text in found.items():
+        own, *rest = _CITATION.split(text)
+        reasons[rank] = _own_reason(own)
+        for names, said in zip(rest[::2], rest[1::2], strict=True):
+            for name in map(int, names.split(", ")):  # the longest: what is quoted twice may be cut
+                quoted[name] = max(quoted.get(name, ""), _own_reason(said), key=len)
+    ranks_of: dict[str, list[int]] = {}
+    for rank, reason in (reasons | quoted | reasons).items():  # a rank knows its own reason best
+        ranks_of.setdefault(reason, []).append(rank)
+    return "".join(f"; the last error of {ranks_in_words(ranks)}: {reason}" for reason, ranks in ranks_of.items())
+
+
+def _own_reason(text: str) -> str:
+    """Return ``text`` without what a rank says of others: where they were, and that it has waited for them."""
+    lines = [line for line in text.split(" | ") if not re.match(r"rank \d+ was at |Ranks must run ", line)]
+    short = re.sub(r", after [^()]*(?= \()", "", "; ".join(lines))
+    return re.sub(r"; rank \d+ waited for (it|them)\.?", "", short).rstrip(" .;|")
 
 
 def gone_in_words(store: dist.Store | None, ranks: Sequence[int]) -> str:

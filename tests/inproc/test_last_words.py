@@ -15,7 +15,7 @@ from helpers.posts import announce_as, gone_process, make_posts
 from shardwise import DesyncError, TransportError, record
 from shardwise.comm import lost_peers
 from shardwise.comm.groups import patience_s
-from shardwise.comm.last_words import ASKS, gone_in_words, put, store_of_job, words_of
+from shardwise.comm.last_words import ASKS, cited, gone_in_words, put, store_of_job, words_of
 from shardwise.comm.lost_peers import found_among
 from shardwise.comm.posts import begin_era
 from shardwise.comm.store import SILENCE
@@ -66,6 +66,32 @@ def test_a_rank_that_is_gone_is_cited_and_one_that_said_nothing_is_not_blamed_on
     put(store, 5, "TransportError: rank 9 is gone")
     assert gone_in_words(store, [5]) == "rank 5 is gone; the last error of rank 5: TransportError: rank 9 is gone"
     assert gone_in_words(store, [4]).startswith("rank 4 is gone (it has left no word")
+
+
+def test_each_rank_is_cited_once_with_its_own_reason_and_whom_it_cites_after_it() -> None:
+    store = dist.HashStore()
+    lines = [
+        "rank 5 failed at call 3: wait of unit 'a', after unshard of unit 'a' (waiting for a): closed",
+        "rank 9 is gone; the last error of rank 9: KeyError: 7; rank 5 waited for it. ",
+        "rank 4 was at call 2: no call",
+        "Ranks must run the same units",
+    ]
+    put(store, 5, "\n".join(lines))
+    put(store, 4, "rank 5 left; the last error of rank 5: rank 5 failed; the last error of rank 9: Key")
+    assert cited(store, [4, 5]) == (
+        "; the last error of rank 4: rank 5 left"
+        "; the last error of rank 5: rank 5 failed at call 3: wait of unit 'a' (waiting for a): closed; rank 9 is gone"
+        "; the last error of rank 9: KeyError: 7"
+    )
+
+
+def test_ranks_that_say_the_same_are_cited_together() -> None:
+    store = dist.HashStore()
+    for rank in (1, 2):
+        put(store, rank, "RuntimeError: Wait timeout; the last error of rank 3: DesyncError: rank 3 is late")
+    assert cited(store, [1, 2]) == (
+        "; the last error of ranks 1, 2: RuntimeError: Wait timeout; the last error of rank 3: DesyncError: rank 3 is late"
+    )
 
 
 def test_a_rank_that_asks_the_others_is_waited_for_until_it_knows_the_reason() -> None:
