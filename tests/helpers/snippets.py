@@ -7,11 +7,10 @@ import re
 import runpy
 import shlex
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,26 +24,10 @@ EXAMPLES_OF_CLIENTS = ("qlora", "with_accelerate", "with_lightning")  # need pac
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\n\Z")
 
 
-def build_for_gpus() -> AbstractContextManager[object]:
-    """Let torch say what one that is built for GPUs says on a host without any, as most people's does on a laptop."""
-
-    def current(check_available: bool = False) -> torch.device | None:
-        return None if check_available else torch.device("cuda")
-
-    if torch.accelerator.is_available():
-        return nullcontext()
-    return mock.patch("torch.accelerator.current_accelerator", current)
-
-
 def main_of_example(name: str) -> Callable[..., list[float]]:
-    """Return what ``examples/NAME.py`` calls when it is run, on a host as :func:`build_for_gpus` has it."""
+    """Return what ``examples/NAME.py`` calls when it is run."""
     main: Callable[..., list[float]] = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"]
-
-    def called(*args: Any, **options: Any) -> list[float]:
-        with build_for_gpus():
-            return main(*args, **options)
-
-    return called
+    return main
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +157,7 @@ def run_page(page: Path, folder: Path) -> int:
     num_run = 0
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     try:
-        with inside(folder), build_for_gpus():
+        with inside(folder):
             for snippet in read(page):
                 code = python_of(snippet) if snippet.is_run else None
                 if code is not None:
