@@ -15,7 +15,7 @@ from shardwise import MixedPrecisionPolicy, shard_model
 
 def main(steps: int = 50, width: int = 64, groups: int = 2) -> list[float]:
     """Train in bf16, reduced in fp32, over ``groups`` replicas; return the losses of this rank."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     shards = dist.get_world_size() // groups
     mesh = init_device_mesh(device.type, (groups, shards), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from shardwise import ShardedOptimizer, shard_model
 
 def main(steps: int = 50, width: int = 64) -> list[float]:
     """Train with two optimizers; return the losses of this rank."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(4)]
     model = nn.Sequential(*layers, nn.Linear(width, 1))

@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 def main(steps: int = 50, width: int = 64) -> list[float]:
     """Train to predict the mean of the features; return the losses, averaged over ranks."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(0)  # the same weights on every rank
     model = nn.Sequential(*[Block(width) for _ in range(4)], nn.Linear(width, 1))
     shard_model(model)  # or fully_shard(block) for each block, then fully_shard(model)

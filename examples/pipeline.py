@@ -22,7 +22,7 @@ def mse(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 def main(steps: int = 50, width: int = 64) -> list[float]:
     """Train over a (pp, dp) mesh; return the losses of the last stage, on all ranks."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     mesh = init_device_mesh(device.type, (STAGES, dist.get_world_size() // STAGES), mesh_dim_names=("pp", "dp"))
     stage, data_rank = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     torch.manual_seed(stage)

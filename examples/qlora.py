@@ -29,7 +29,7 @@ class QLoRA(nn.Module):
 
 def main(steps: int = 20, width: int = 128) -> list[float]:
     """Train the adapters and nothing else; return the losses of this rank."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(0)
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "vocab_size": 64}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).to(device).requires_grad_(False)

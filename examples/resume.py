@@ -20,7 +20,7 @@ BATCH = 32  # of all ranks together, so that the losses do not depend on their n
 
 def main(folder: str, steps: int = 20, width: int = 64) -> list[float]:
     """Train ``steps`` more steps, from the newest checkpoint in ``folder`` if there is one; return the losses of all ranks."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(4)]

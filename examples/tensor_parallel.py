@@ -27,7 +27,7 @@ class MLP(nn.Module):
 
 def main(steps: int = 50, width: int = 64, tensor_ranks: int = 2) -> list[float]:
     """Train over a (dp, tp) mesh; return the losses of this rank."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     sizes = (dist.get_world_size() // tensor_ranks, tensor_ranks)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "tp"))  # tp inside: its ranks are neighbours
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from shardwise.checkpoint import finish, load, save
 
 def main(folder: str | None = None, steps: int = 50, width: int = 64) -> list[float]:
     """Train, save after half of the steps and at the end, load what was saved; return the losses of this rank."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, 1)).to(device)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition="even", lr=1e-3)

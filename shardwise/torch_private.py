@@ -408,9 +408,15 @@ def timeout_s_of(group: dist.ProcessGroup, device: torch.device | None = None) -
     return default_pg_timeout.total_seconds()
 
 
+# Public since torch 2.15, which warns of the older name.
+_set_timeout: Callable[[timedelta, dist.ProcessGroup], None] = (
+    getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+)
+
+
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Let collectives of ``group`` that begin from now on give up after ``seconds``."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    _set_timeout(timedelta(seconds=seconds), group)
 
 
 def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
@@ -466,20 +472,22 @@ def watching(watch: Callable[[Any, Any, Any], None], *, is_seen: bool = True) ->
                 watch(func, (args, given), out)
             return out
 
-    class Trying:
-        def __enter__(self) -> None:
-            is_trying[0] += 1
+    propagator: Any = ShardingPropagator
+    try_out: Any = propagator._propagate_tensor_meta_non_cached
 
-        def __exit__(self, *_: object) -> None:
+    def try_unheard(*given: Any) -> Any:
+        is_trying[0] += 1
+        try:
+            return try_out(*given)
+        finally:
             is_trying[0] -= 1
 
-    lock: Any = ShardingPropagator._fake_mode_lock
-    ShardingPropagator._fake_mode_lock = Trying()  # pyright: ignore[reportAttributeAccessIssue]
+    propagator._propagate_tensor_meta_non_cached = try_unheard
     try:
         with Watching():
             yield
     finally:
-        ShardingPropagator._fake_mode_lock = lock
+        propagator._propagate_tensor_meta_non_cached = try_out
 
 
 @contextmanager
