@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -31,6 +32,10 @@ _SETTLE_AGAIN_S = 0.02
 _MOST_ASKED = 64
 _TAG = 0x5AFE  # of messages that nobody sends
 
+# When each group was last asked: an answer that never comes keeps some bytes on both sides, in a run of months, too.
+_asked: weakref.WeakKeyDictionary[dist.ProcessGroup, float] = weakref.WeakKeyDictionary()
+_ASK_AGAIN_S = 5.0
+
 # Groups of this process of which a connection was found closed; none is ever opened again, except by mending.
 _closed: weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]] = weakref.WeakKeyDictionary()
 
@@ -39,10 +44,12 @@ def closed_to(group: dist.ProcessGroup) -> list[int]:
     """Return the ranks of ``group``, as the job names them, that no gloo connection of this process leads to any more.
 
     Asked by a receive that nobody answers: it fails at once where there is no connection, and else costs both ranks some
-    bytes, so ask rarely.
+    bytes: within five seconds it is not asked again, and nothing is returned.
     """
     found = _closed.get(group)
-    if found is None and is_gloo(group):
+    last = _asked.get(group)
+    if found is None and is_gloo(group) and (last is None or time.monotonic() - last > _ASK_AGAIN_S):
+        _asked[group] = time.monotonic()
         found = [rank for rank in range(group.size()) if rank != group.rank()][:_MOST_ASKED]
         found = [rank for rank in found if not _leads_to(group, rank)]
         with contextlib.suppress(KeyError, ValueError, RuntimeError):  # a group that was destroyed has no names
@@ -56,6 +63,7 @@ def closed_to(group: dist.ProcessGroup) -> list[int]:
 def forget_closed(group: dist.ProcessGroup) -> None:
     """Take note that the ranks of ``group`` have been connected anew."""
     _closed.pop(group, None)
+    _asked.pop(group, None)
 
 
 def await_collective(work: dist.Work | None, group: dist.ProcessGroup | None) -> None:
