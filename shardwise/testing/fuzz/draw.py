@@ -53,10 +53,14 @@ def draw(seed: int, area: str, max_ranks: int = 4) -> Case:
     if area == "resume":
         actions = _with_restart(random, actions, max_ranks)
     case = _with_able_doors(Case(seed, area, num_ranks, model, settings, tuple(actions), ()))
-    if not any(suits(case, each) for each in OURS):  # nobody joins or syncs buffers and has the rest
-        actions = [action for action in actions if not isinstance(action, do.JoinLoop)]
+    if not any(suits(case, each) for each in OURS):  # nobody joins, syncs buffers or sees .data and has the rest
+        actions = [action for action in actions if not (isinstance(action, do.JoinLoop) or _assigns_data(action))]
         case = replace(case, settings=replace(settings, sync_buffers=False), actions=tuple(actions))
     return replace(case, contenders=_draw_contenders(random, weights, case))
+
+
+def _assigns_data(action: do.Action) -> bool:
+    return isinstance(action, do.Change) and action.how == "data_set"
 
 
 def _draw_settings(random: Random, weights: Weights, num_ranks: int) -> Settings:

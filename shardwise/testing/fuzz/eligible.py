@@ -13,6 +13,7 @@ ENGINE_DOORS = ("fully_shard", "shard_model", "replicate", "replicate_older", "t
 SHARDING_DOORS = ("fully_shard", "shard_model", "torch_fully_shard")
 OVERLAP_DOORS = ("overlap", "interleaved")
 DOORS = (*ENGINE_DOORS, "ddp", "zero1", "zero2", "zero_alone", "torch_zero", *OVERLAP_DOORS)
+_HOLDING = ("requires_gradient_sync", "requires_all_reduce", "is_last_backward")
 TRANSPORTS = ("auto", "gloo", "collective")
 
 OURS: tuple[Contender, ...] = (
@@ -85,9 +86,15 @@ def _averages(case: Case, contender: Contender) -> bool:
 
 
 def _hooks_gradients(case: Case, contender: Contender) -> bool:
-    """torch's own class does not call hooks on the gradients of sharded parameters; DDP calls them before it averages."""
+    """torch's own class does not call hooks on the gradients of sharded parameters; DDP calls them before it averages.
+
+    Parameters that stay plain have every backward's own gradient hooked, held back or not; a shard the sum of those.
+    """
     hooks = bool(case.settings.hooks) or any(isinstance(action, do.HookGradient) for action in case.actions)
-    return not hooks or contender.door in ("fully_shard", "shard_model", "replicate", "replicate_older")
+    if not hooks or contender.door in ("fully_shard", "shard_model"):
+        return True
+    holds = any(isinstance(action, do.Set) and action.method in _HOLDING for action in case.actions)
+    return contender.door in ("replicate", "replicate_older") and not holds
 
 
 def _is_compiled(case: Case, contender: Contender) -> bool:
