@@ -31,6 +31,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _NO_RANGE = nullcontext()
 _warnings = logging.getLogger("shardwise")
+_warned: weakref.WeakSet[Engine] = weakref.WeakSet()  # whose optimizers have stepped without any gradient
 
 
 _WHY_NO_GRAPH = (
@@ -253,8 +254,9 @@ def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:
     """Warn of a step that changes nothing where nobody would see why: the shards are in no graph, so they get no gradient."""
     params = [param for unit in engine.units for param in unit.params if id(param.sharded) in stepped]
     trained = [param for param in params if param.sharded.requires_grad]
-    if trained and all(param.sharded.grad is None for param in trained):
-        engine.awaits_backward = False
+    engine.awaits_backward = False
+    if trained and engine not in _warned and all(param.sharded.grad is None for param in trained):
+        _warned.add(engine)
         _warnings.warning(
             "an optimizer steps on %s and %d other sharded parameters, none of which has a gradient, although a forward has "
             "built a graph and no backward has come to it. backward(inputs=...) and torch.autograd.grad do not find sharded "
