@@ -261,7 +261,7 @@ class Engine:
         """Give the full parameters of ``unit`` back, at the end of the span if somebody has written to them."""
         if after_forward and unit.backward.owes_weights and not unit.policy.reshard_after_backward:
             return  # their backward takes the parameters where they are registered
-        if after_forward and unit.backward.keeps_for_graph:
+        if after_forward and (unit.backward.keeps_for_graph or (unit.backward.is_unseen and torch.is_grad_enabled())):
             return
         is_done = unit.reshard_after_forward() if after_forward else unit.reshard(in_span=True)
         if not is_done:

@@ -119,11 +119,16 @@ class Hooks:
         """Forward hook, also run when forward has raised."""
         engine = self._engine()
         through = self._attachment.passes.pop() if self._attachment.passes else None
+        found: tuple[torch.Tensor, ...] = ()
+        if torch.is_grad_enabled():
+            is_tensor = isinstance(output, torch.Tensor)
+            found = (output,) if is_tensor else tuple(tensors_in(output)) or tuple(tensors_behind(output))
+            self._unit.backward.is_unseen = not found
         with _range("post_forward", self._unit.name):
             if engine is None or not engine.after_forward(self._unit, module):
                 return None
         if torch.is_grad_enabled():
-            self._watch_outputs(output, through)
+            self._watch_outputs(found, through)
             if self._attachment.is_root:
                 self._look_for_nested_backwards(engine, output)
         dtype = self._unit.precision.output_dtype
@@ -140,13 +145,12 @@ class Hooks:
             if has_nested_backward(tensors_in(output)):
                 engine.expect_nested_backwards()
 
-    def _watch_outputs(self, output: Any, through: Pass | None) -> None:
+    def _watch_outputs(self, found: tuple[torch.Tensor, ...], through: Pass | None) -> None:
         made_of = [group.num_packs for group in self._unit.groups]
 
         def pre_backward(_: Any) -> None:
             self.before_backward(through, made_of)
 
-        found = (output,) if isinstance(output, torch.Tensor) else tuple(tensors_in(output)) or tensors_behind(output)
         for tensor in found:
             if not tensor.requires_grad:
                 continue

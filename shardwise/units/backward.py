@@ -57,6 +57,8 @@ class UnitBackward:
         owes_weights: one came without any: those of the weights may be computed apart, as stages of pipelines do.
         keeps_for_graph: one ran with ``create_graph=True``: the graph of that backward reads the parameters, so they stay full
             until a backward without it has ended.
+        is_unseen: the last forward has returned no tensor whose gradient would tell that backward comes to the unit, so that
+            its parameters stay full.
         has_lost_weights: one of these began before the parameters were full, so that nobody can know which they are.
     """
 
@@ -73,6 +75,7 @@ class UnitBackward:
         self.ended_late = False
         self.owes_weights = self.has_lost_weights = False
         self.keeps_for_graph = False
+        self.is_unseen = False
         self._began_full = True
 
     @property
