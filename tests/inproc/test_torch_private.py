@@ -52,7 +52,6 @@ def test_swapped_storages_exchange_bytes_under_their_tensors(swap: Any) -> None:
 _READS: dict[str, Any] = {
     "sum": torch.sum,
     "clone": torch.clone,
-    "list": torch.Tensor.tolist,
     "array": torch.Tensor.numpy,
     "write": lambda tensor: tensor.add_(1),
     "source": lambda tensor: torch.zeros(4, 6).copy_(tensor),
@@ -60,7 +59,6 @@ _READS: dict[str, Any] = {
     "text": repr,
     "several": lambda tensor: torch._foreach_norm([tensor]),
     "view": lambda tensor: tensor.view(-1).sum(),
-    "slice": lambda tensor: tensor[1:].sum(),
 }
 
 
@@ -72,7 +70,7 @@ def test_what_has_no_memory_raises_where_it_is_read_and_is_ordinary_when_it_has_
     assert private.can_refuse_reads()
     private.swap_storage(storage, bare)
     assert storage.nbytes() == 0
-    with pytest.raises(RuntimeError, match=r"Cannot access data pointer|storage of size 0|unallocated storage|gone"):
+    with pytest.raises(RuntimeError, match=r"Cannot access data pointer|gone"):
         _READS[read](tensor)
     private.swap_storage(storage, bare)
     _READS[read](tensor)
