@@ -41,7 +41,6 @@ _FACTS = frozenset(
         "is_complex",
         "is_contiguous",
         "get_device",
-        "register_hook",
         "retain_grad",
         "is_shared",
     ]
@@ -137,6 +136,10 @@ class _Idle(torch.Tensor):
         """Train the parameter or freeze it."""
         self.requires_grad = requires_grad
         return self
+
+    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:  # pyright: ignore
+        """Register ``hook`` on the shard, whose reduced gradient it is to see."""
+        return self.kept.sharded().register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """Register ``hook`` on the shard, whose reduced gradient it is to follow."""

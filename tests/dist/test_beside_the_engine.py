@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable
@@ -64,6 +65,29 @@ def test_hooks_on_the_gradient_of_a_parameter_change_what_is_accumulated(when: s
         if when == "before":
             _sharded(model)
         assert_trains_alike(model, plain)
+
+
+@on_ranks(2)
+def test_a_hook_registered_on_a_parameter_that_stays_full_gets_the_reduced_gradient() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), Block(6, 10))
+    model = copy.deepcopy(plain)
+    fully_shard(model[1])
+    fully_shard(model)
+    for number in range(3):
+        losses = [each(batch(number)).square().mean() for each in (model, plain)]
+        if number == 0:  # the root's own parameters are full
+            handle = model[0].bias.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        for loss in losses:
+            loss.backward()
+        average_gradients(plain)
+        if number < 2:
+            plain[0].bias.grad.clamp_(-0.01, 0.01)
+        torch.testing.assert_close(full(model[0].bias.grad), plain[0].bias.grad)
+        if number == 1:
+            handle.remove()
+        for each in (model, plain):
+            each.zero_grad()
 
 
 @on_ranks(2)

@@ -66,6 +66,13 @@ def _has_policies(case: Case, contender: Contender) -> bool:
     return not asks or (is_engines(contender) and contender.door != "replicate_older")
 
 
+def _keeps_sums(case: Case, contender: Contender) -> bool:
+    """Whoever keeps ``.grad`` of plain parameters sees this rank's own sums in it while they are held back."""
+    takes = any(isinstance(each, (do.Take, do.Copy)) and each.what == "grads" for each in case.actions)
+    holds = any(isinstance(each, do.Set) and each.method in _HOLDING for each in case.actions)
+    return contender.door != "replicate_older" or not (takes and holds)
+
+
 def _has_whole_matrices(case: Case, contender: Contender) -> bool:
     """Some optimizers cannot work on shards."""
     kind = OPTIMIZERS[case.settings.optim.name]
@@ -181,6 +188,7 @@ RULES: tuple[Callable[[Case, Contender], bool], ...] = (
     _has_whole_matrices,
     _averages,
     _hooks_gradients,
+    _keeps_sums,
     _is_compiled,
     _syncs_buffers,
     _notices_data,

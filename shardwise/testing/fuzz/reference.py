@@ -143,18 +143,13 @@ class ReferenceSide(Side):
             total = torch.zeros(param.shape, dtype=torch.float64)
             for gradient in found:
                 total += gradient
-            self._deliver(name, total / (rules.divide or self.seat.num_data_ranks) * rules.factor)
+            total = total / (rules.divide or self.seat.num_data_ranks) * rules.factor
+            self._late[name] = self._late[name] + total if name in self._late else total
         if self._is_last:
             late, self._late = self._late, {}
             for name, total in late.items():
                 self._set(name, total)
         self.hidden = frozenset() if self._is_last else frozenset({"grad"})
-
-    def _deliver(self, name: str, total: Tensor) -> None:
-        if self._is_last:
-            self._set(name, total)
-        else:
-            self._late[name] = self._late[name] + total if name in self._late else total
 
     def _set(self, name: str, total: Tensor) -> None:
         param = self.net.get_parameter(name)
