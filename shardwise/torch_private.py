@@ -8,7 +8,7 @@ import ctypes
 import functools
 import operator
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
@@ -202,15 +202,31 @@ def fake_mode() -> AbstractContextManager[object]:
 
 
 def post_accumulate_hooks(
-    parameters: Iterable[torch.Tensor],
+    parameters: Iterable[torch.Tensor], left_out: Container[int] = ()
 ) -> list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]:
-    """Return the hooks of ``register_post_accumulate_grad_hook``, per parameter in the order of their registration."""
+    """Return the hooks of ``register_post_accumulate_grad_hook``, per parameter in the order of their registration.
+
+    ``left_out``: ids of some that are not wanted.
+    """
     found: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
     for parameter in parameters:
         hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
         if hooks:
-            found += [(parameter, hook) for hook in hooks.values()]
+            found += [(parameter, hook) for key, hook in hooks.items() if key not in left_out]
     return found
+
+
+def set_aside_followers(parameter: torch.Tensor, kept: int) -> dict[int, Callable[[torch.Tensor], None]]:
+    """Take the hooks of ``register_post_accumulate_grad_hook`` off, but for the one with the id ``kept``; return them by id."""
+    hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    if not hooks or len(hooks) == (kept in hooks):
+        return {}
+    return {key: hooks.pop(key) for key in list(hooks) if key != kept}
+
+
+def put_followers_back(parameter: torch.Tensor, hooks: dict[int, Callable[[torch.Tensor], None]]) -> None:
+    """Undo :func:`set_aside_followers`."""
+    parameter._post_accumulate_grad_hooks.update(hooks)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def gradient_hooks(

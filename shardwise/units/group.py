@@ -376,7 +376,7 @@ class ShardGroup:
         if full.requires_grad is not wanted:
             full.requires_grad_(wanted)
         if wanted and not param.is_hooked:
-            full.register_post_accumulate_grad_hook(on_gradient(param))
+            param.hook_id = full.register_post_accumulate_grad_hook(on_gradient(param)).id
             param.is_hooked = True
 
     # ---- what others do to parameters ----

@@ -114,6 +114,7 @@ def run_gradient_hooks(params: Iterable[UnitParam], failed: BaseException | None
     """
     if failed is not None:
         raise failed
-    # Of those that are their own full form autograd has run them.
-    for sharded, hook in torch_private.post_accumulate_hooks([p.sharded for p in params if p.full is not p.sharded]):
+    followed = dict.fromkeys(params)  # each once, however many backwards have waited to be set
+    ours = {param.hook_id for param in followed if param.full is param.sharded}
+    for sharded, hook in torch_private.post_accumulate_hooks([param.sharded for param in followed], ours):
         hook(sharded)

@@ -79,7 +79,7 @@ class UnitParam:
         full_version, full_address: what torch had counted of writes to the full form, and where it lay, when it was registered.
         seen_version: what torch had counted of writes to the sharded form when the full form was last gathered from it.
         ordinal: its index among the parameters of its unit.
-        is_hooked: the full parameter reports its gradients.
+        is_hooked: the full parameter reports its gradients.  hook_id: of the hook that does so.
         keeps_dtype: it is used in its own dtype whatever the precision of its unit.
         grad_dtype: what was assigned to ``grad_dtype`` of the sharded parameter, or of the one it was made from; None: nothing.
         module: weak reference to the module of the first slot.
@@ -103,6 +103,7 @@ class UnitParam:
     seen_version: int = -1
     ordinal: int = 0
     is_hooked: bool = False
+    hook_id: int = -1
     keeps_dtype: bool = False
     grad_dtype: GradDtype | None = None
     module: Callable[[], nn.Module | None] = field(default=_nothing)

@@ -34,6 +34,18 @@ def _sharded(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
+def _replicated(model: nn.Sequential) -> nn.Sequential:
+    for block in model:
+        replicate(block)
+    replicate(model)
+    return model
+
+
+def _older(model: nn.Sequential) -> nn.Sequential:
+    replicate(model, device_ids=None)
+    return model
+
+
 def _step(model: nn.Module, number: int = 0) -> None:
     model(batch(number)).square().mean().backward()
 
@@ -88,6 +100,51 @@ def test_a_hook_registered_on_a_parameter_that_stays_full_gets_the_reduced_gradi
             handle.remove()
         for each in (model, plain):
             each.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["fully_shard", "replicate", "replicate_older"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_that_follows_the_accumulation_sees_all_that_has_been_accumulated(door: str, when: str) -> None:
+    model, plain = _blocks(), _blocks()
+    shard = {"fully_shard": _sharded, "replicate": _replicated, "replicate_older": _older}[door]
+    calls = {id(model): 0, id(plain): 0}
+
+    def follow(each: nn.Module, param: torch.Tensor) -> None:
+        calls[id(each)] += 1
+        _scale(0.5, param)
+
+    def hook(each: nn.Module) -> None:
+        each[0].up.weight.register_post_accumulate_grad_hook(functools.partial(follow, each))
+        each[1].down.weight.register_post_accumulate_grad_hook(functools.partial(follow, each))
+
+    hook(plain)
+    if when == "before":
+        hook(model)
+    shard(model)
+    if when == "after":
+        hook(model)
+    for number in range(4):
+        for each in (model, plain):
+            _step(each, number)
+        if number == 2:
+            for each in (model, plain):
+                each.zero_grad()
+    average_gradients(plain)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(mine.grad), theirs.grad)
+    assert calls == {id(model): 8, id(plain): 8}
+
+
+@on_ranks(2)
+def test_backwards_that_are_set_together_are_followed_once() -> None:
+    model, calls = _sharded(_blocks()), list[torch.Tensor]()
+    model[0].up.weight.register_post_accumulate_grad_hook(calls.append)
+    model.set_is_last_backward(False)
+    _step(model, 0)
+    model.set_is_last_backward(True)
+    _step(model, 1)
+    assert len(calls) == 1
 
 
 @on_ranks(2)
