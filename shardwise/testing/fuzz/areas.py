@@ -200,7 +200,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             tie=0.2,
             clip=0.1,
             recompute=0.1,
-            extras=table(hook_gradient=4, ahead=2, eval=2, freeze=0.5, change=0.5, set=2, copy_model=0.3, unshard=0.5),
+            extras=table(hook_gradient=4, ahead=2, eval=2, freeze=0.5, change=0.5, set=2, unshard=0.5),
             meshes=table(flat=3, hybrid=1),
             doors=table(fully_shard=5, shard_model=1, replicate=2, replicate_older=1),
         ),
