@@ -32,6 +32,8 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "precision": (0, 1, 2),
     "compiled": (0,),
     "resume": (0, 2, 3),
+    "hooks": (0, 1, 2),
+    "zero": (0, 1, 2),
 }
 
 
