@@ -106,7 +106,7 @@ class Reductions:
 
     def launch(self, unit: Unit, fresh: Gradients) -> None:
         """Reduce ``fresh`` and what earlier backwards have left.  Raises: DesyncError, TransportError."""
-        while self._in_flight and (self._in_flight[0].is_due or self._num_inputs() >= self.max_inputs):
+        while self._in_flight and self._is_next_due(self._in_flight[0]):
             self._advance(self._in_flight.pop(0))
         earlier = unit.earlier
         # A set: in which order gradients that were held have come is each rank's own affair.
@@ -195,6 +195,13 @@ class Reductions:
                         launch.absorbed.append((earlier, taken))
                         earlier.taken |= taken
         return added
+
+    def _is_next_due(self, reduction: Reduction) -> bool:
+        # What another collective follows is not asked whether it has come: ranks that all leave a backward by an exception must
+        # have launched the same ones, or one waits for what the others never begin.
+        if reduction.awaits_follower:
+            return len(self._in_flight) >= self.max_inputs
+        return reduction.is_due or self._num_inputs() >= self.max_inputs
 
     def _num_inputs(self) -> int:
         return sum([reduction.holds_input for reduction in self._in_flight])

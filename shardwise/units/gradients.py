@@ -334,6 +334,11 @@ class Reduction:
     # ---- facts ----
 
     @property
+    def awaits_follower(self) -> bool:
+        """True if :meth:`advance` launches the sum over replicas."""
+        return not self._has_followed and self.has_elements and self._comm.replicas is not None and not self.is_partial
+
+    @property
     def is_due(self) -> bool:
         """True if :meth:`advance` would not wait for other ranks."""
         return self._scattered is None or self._scattered.is_done()
