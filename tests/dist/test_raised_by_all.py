@@ -1,4 +1,4 @@
-"""A backward that raises on every rank, at the same place, leaves nothing that one rank waits for and the others never begin."""
+"""A backward that raises on every rank, at the same place, leaves nothing behind that one rank waits for."""
 
 from __future__ import annotations
 
