@@ -143,6 +143,7 @@ class Reduction:
     Attributes:
         is_stored: the result is on its way to the host: :meth:`Lanes.host_waits_for_copies` comes before it is read.
         params: whose gradients these are.
+        awaits_follower: :meth:`advance` is to launch the sum over replicas.
         is_marked: its sum over replicas has a mark behind it, where there is room.
         is_partial: replicas are not summed: the result is kept for a later backward.
         has_elements: False when all parameters are of size zero: there is nothing to send.
@@ -169,6 +170,7 @@ class Reduction:
         self._scattered: Pending | None = None
         self._replicated: Pending | None = None
         self._has_followed = False
+        self.awaits_follower = self.has_elements and self._comm.replicas is not None and not self.is_partial
         self.is_stored = False
         self.is_marked = True
         is_final = not self.is_partial and not group.place.is_offloaded
@@ -202,7 +204,7 @@ class Reduction:
 
     def _follow_on_lanes(self, lane: Lane | None) -> None:
         """Launch what follows on the lane where the section is summed, None: the current stream, and on those after it."""
-        self._has_followed = True
+        self._has_followed, self.awaits_follower = True, False
         with nullcontext() if lane is None else lane.run():
             self._launch_followers()
         lanes, hook = self._terms.lanes, self._terms.hook
@@ -242,7 +244,7 @@ class Reduction:
             self._scattered.wait()
             self._scattered = None
         if not self._has_followed:
-            self._has_followed = True
+            self._has_followed, self.awaits_follower = True, False
             self._launch_followers()
 
     def _launch_followers(self) -> None:
@@ -332,11 +334,6 @@ class Reduction:
             result.give_back()
 
     # ---- facts ----
-
-    @property
-    def awaits_follower(self) -> bool:
-        """True if :meth:`advance` launches the sum over replicas."""
-        return not self._has_followed and self.has_elements and self._comm.replicas is not None and not self.is_partial
 
     @property
     def is_due(self) -> bool:
