@@ -84,7 +84,7 @@ def is_alive(pid: int) -> bool:
 
 def wait_for_training(process: subprocess.Popen[str], run: Path) -> list[int]:
     """Wait for the first checkpoint; return the processes of the job below ``process``."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not list(run.glob("checkpoints/step-*")):
         assert process.poll() is None, process.stderr and process.stderr.read()
         assert time.monotonic() < deadline
