@@ -85,7 +85,8 @@ class LiveBytes:
         key = id(storage)  # a storage keeps its Python object for as long as it lives
         if key in self._storages:
             return
-        start, size = storage.data_ptr(), storage.nbytes()
+        size = storage.nbytes()
+        start = storage.data_ptr() if size else 0  # without memory it may not be asked where it lies
         is_part = any(low <= start and start + size <= high for low, high in self._ranges.values())
         if is_part or any(low <= start < high for low, high in foreign_ranges()):
             size = 0  # it counts already, or elsewhere
