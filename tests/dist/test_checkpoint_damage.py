@@ -100,6 +100,7 @@ def test_another_save_under_the_name_of_the_verified_one_is_not_verified(tmp_pat
     save(folder, {"a": {"b": 2}}, step=2, keep=1)
     dist.barrier()
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000001", "step-00000002"]
+    dist.barrier()  # every rank has looked
     if dist.get_rank() == 0:
         shutil.rmtree(folder / "step-00000001")
         shutil.copytree(other / "step-00000001", folder / "step-00000001")
