@@ -12,6 +12,7 @@ from torch import nn
 from shardwise.comm.coding_state import Compression
 from shardwise.engine.attachment import PENDING, Attachment
 from shardwise.engine.hooks import wrap_forward_method
+from shardwise.engine.roots import copy_settings
 from shardwise.engine.take_over import remember
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import Slot, UnitParam
@@ -21,7 +22,8 @@ from shardwise.units.unit import Unit
 def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any]) -> nn.Module:
     """Return a deep copy of a sharded module, for ``copy.deepcopy``.
 
-    Full parameters are given back first.  Gradients are not copied, as ``nn.Parameter`` does not copy its own.
+    Full parameters are given back first.  Gradients are not copied, as ``nn.Parameter`` does not copy its own: neither those
+    that are set nor those that earlier backwards hold back.  What the user has set (sync, prefetching, ends of steps) is.
     """
     for member in (attachment.unit, *attachment.unit.borrows):
         member.reshard()
@@ -60,6 +62,9 @@ def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
     unit.groups = [_copy_group(group, memo) for group in source.groups]
     unit.number_parameters()
     remember(unit)
+    copy_settings(old, new)
+    unit.forward_prefetch = _copied(source.forward_prefetch, memo)
+    unit.backward_prefetch = _copied(source.backward_prefetch, memo)
     for lender in source.borrows:
         copied = _copy_of(lender, memo)
         if copied is not None:
@@ -100,8 +105,15 @@ def _copy_slot(slot: Slot, memo: dict[Any, Any]) -> Slot:
     return Slot(memo[id(slot.parameters)], slot.name, follower)
 
 
-def _copy_of(lender: Unit, memo: dict[Any, Any]) -> Unit | None:
-    for module in lender.modules:
+def _copied(named: list[weakref.ref[Unit]] | None, memo: dict[Any, Any]) -> list[weakref.ref[Unit]] | None:
+    if named is None:
+        return None
+    copies = [_copy_of(unit, memo) for ref in named if (unit := ref()) is not None]
+    return [weakref.ref(copied) for copied in copies if copied is not None]
+
+
+def _copy_of(unit: Unit, memo: dict[Any, Any]) -> Unit | None:
+    for module in unit.modules:
         copied = memo.get(id(module))
         if copied is not None:
             for value in copied.__dict__.values():

@@ -35,6 +35,14 @@ def provisional_engine(attachment: Attachment) -> Engine:
     return engine
 
 
+def copy_settings(old: Attachment, new: Attachment) -> None:
+    """Let the engine of a copied module go on by the rules that the user gave the old one's; nothing of a step is copied."""
+    if old.engine is not None and (old.engine.manual.is_on or not old.engine.is_last_backward):
+        engine = provisional_engine(new)
+        engine.is_last_backward = old.engine.is_last_backward
+        engine.manual.inherit(old.engine.manual)
+
+
 def _become_root(attachment: Attachment) -> Engine:
     modules = list(attachment.unit.modules)
     if len(modules) > 1:

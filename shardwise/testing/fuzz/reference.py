@@ -211,6 +211,8 @@ class ReferenceSide(Side):
     def adopt(self, model: nn.Module) -> None:
         super().adopt(model)
         self._unit_of = self._find_units()
+        self._held, self._late = {}, {}  # a copy begins without the gradients of earlier backwards
+        self.hidden = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,107 @@
+"""A deep copy of a sharded model: what it takes along, and what it begins without."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from helpers.compare import assert_same, average_gradients
+from helpers.ranks import on_ranks
+from torch import nn
+
+from shardwise import fully_shard
+from shardwise.engine.attachment import attachment_of
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def _sharded() -> nn.Sequential:
+    model = _model()
+    for block in (model[0], model[2]):
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def _batch(number: int) -> torch.Tensor:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    return torch.randn(2 * size, 5, generator=torch.Generator().manual_seed(number)).chunk(size)[rank]
+
+
+def _backward(model: nn.Module, number: int) -> None:
+    model(_batch(number)).square().sum().backward()
+
+
+def _reference(*numbers: int) -> nn.Sequential:
+    model = _model()
+    for number in numbers:
+        _backward(model, number)
+    average_gradients(model)
+    return model
+
+
+@on_ranks(2, 4)
+def test_gradients_held_back_stay_with_the_model_and_its_copy_begins_without() -> None:
+    model = _sharded()
+    model.set_requires_gradient_sync(False)
+    _backward(model, 0)
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        each.set_requires_gradient_sync(True)
+        _backward(each, 1)
+    assert_same(model, _reference(0, 1))
+    assert_same(copied, _reference(1))
+
+
+@on_ranks(2)
+def test_a_copy_reduces_by_the_users_rule() -> None:
+    model = _sharded()
+    model.set_requires_gradient_sync(False)
+    copied = copy.deepcopy(model)
+    _backward(copied, 0)
+    assert all(param.grad is None for param in copied.parameters())
+    copied.set_requires_gradient_sync(True)
+    _backward(copied, 1)
+    assert_same(copied, _reference(0, 1))
+
+
+@on_ranks(2)
+def test_a_copy_of_a_model_whose_backwards_are_not_the_last_goes_on_so() -> None:
+    for has_run in (False, True):
+        model = _sharded()
+        model.set_is_last_backward(False)
+        if has_run:
+            _backward(model, 0)
+        copied = copy.deepcopy(model)
+        _backward(copied, 1)
+        assert all(param.grad is None for param in copied.parameters())
+        for each in (model, copied):
+            each.set_is_last_backward(True)
+            _backward(each, 2)
+        assert_same(copied, _reference(1, 2))
+        assert_same(model, _reference(0, 2) if has_run else _reference(2))
+
+
+@on_ranks(2)
+def test_a_copy_is_finalized_by_hand_as_its_model_is() -> None:
+    model = _sharded()
+    model.set_manual_backward_finalization(True)
+    copied = copy.deepcopy(model)
+    _backward(copied, 0)
+    assert all(param.grad is None for param in copied.parameters())
+    copied.finalize_backward()
+    assert_same(copied, _reference(0))
+
+
+@on_ranks(2)
+def test_a_copy_prefetches_its_own_units() -> None:
+    model = _sharded()
+    model[0].set_modules_to_forward_prefetch([model[2]])
+    model[2].set_modules_to_backward_prefetch([model[0]])
+    copied = copy.deepcopy(model)
+    first, second = (attachment_of(copied[number]).unit for number in (0, 2))
+    assert [ref() for ref in first.forward_prefetch] == [second]
+    assert [ref() for ref in second.backward_prefetch] == [first]
+    _backward(copied, 0)
+    assert_same(copied, _reference(0))
