@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, local
+from helpers.inside import parts_from
 from helpers.ranks import on_ranks
 from helpers.sharded import batch
 from torch import nn
@@ -133,3 +134,40 @@ def test_the_older_way_divides_what_ranks_have_summed_once(num_ranks: int) -> No
     model.set_requires_gradient_sync(True)
     model(inputs[1]).sum().backward()
     torch.testing.assert_close(model.weight.grad, num_ranks * parts[1] / 4)
+
+
+class Branches(nn.Module):
+    """Two layers of different sizes, of which a call may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(7, 7), nn.Linear(7, 9)
+
+    def forward(self, x: torch.Tensor, which: str = "both") -> torch.Tensor:
+        left = self.left(x).square().sum() if which in ("left", "both") else 0.0
+        return left + (self.right(x).square().sum() if which in ("right", "both") else 0.0)
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+@on_ranks(2)
+def test_ranks_that_have_held_gradients_of_other_parameters_sum_the_same_ones(is_older: bool) -> None:
+    torch.manual_seed(0)
+    model = Branches()
+    reference = copy.deepcopy(model)
+    with parts_from(12):  # every weight is reduced where it lies, unless somebody holds its gradient
+        model = replicate(model) if not is_older else replicate(model, bucket_cap_mb=25)
+        which = ("left", "right")[dist.get_rank()]
+        for step in range(2):
+            model.set_requires_gradient_sync(False)
+            model(batch(2 * step), which).backward()
+            model.set_requires_gradient_sync(True)
+            model(batch(2 * step + 1)).backward()
+            reference(batch(2 * step), which).backward()
+            reference(batch(2 * step + 1)).backward()
+            for param in reference.parameters():
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            average_gradients(reference)
+            for left, right in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(local(left.grad), right.grad)
+            model.zero_grad()
+            reference.zero_grad()
