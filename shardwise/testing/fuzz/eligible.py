@@ -189,8 +189,15 @@ def _means_the_same(case: Case, contender: Contender) -> bool:
     )
 
 
+def _has_gradients(case: Case, contender: Contender) -> bool:
+    """DDP refuses a model without a parameter that takes a gradient."""
+    is_wrapped = contender.door in ("ddp", "zero1", "torch_zero", *OVERLAP_DOORS)
+    return not is_wrapped or _trains(case.model.root)
+
+
 RULES: tuple[Callable[[Case, Contender], bool], ...] = (
     _has_mesh,
+    _has_gradients,
     _has_policies,
     _has_whole_matrices,
     _averages,
@@ -313,6 +320,14 @@ def _rows_of_codes(node: Node) -> list[int]:
     """Return the rows of parameters of a tensor subclass, which DDP and ZeRO would have to send whole."""
     own = [node.size] if node.kind == "Quant" else []
     return own + [rows for child in node.children for rows in _rows_of_codes(child)]
+
+
+def _trains(node: Node) -> bool:
+    if node.frozen or node.kind == "Quant":
+        return False
+    if node.children:
+        return any(_trains(child) for child in node.children)
+    return node.kind not in ("Oddments", "Stack") or any(part != "frozen" for part in node.form.split())
 
 
 def calls_twice(node: Node) -> bool:
