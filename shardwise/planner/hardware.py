@@ -33,6 +33,7 @@ class Hardware:
             of transformers reach.
         memory_bytes_per_s: of the device.
         host_s_per_op: for launching one operation.  host_s_per_unit: for one unit, forward and backward.
+        host_s_per_update: of the optimizer for one parameter of a unit, beside its elements.
         inside, between: links within a host and between hosts.  host_memory: to the memory of the host (offload).
         shared: between ranks of one host through shared memory: a rank copies from the others' memory by itself, and
             nothing else runs meanwhile; None: they use ``inside``.
@@ -58,6 +59,7 @@ class Hardware:
     efficiency: float = 0.6
     host_s_per_op: float = 8e-6
     host_s_per_unit: float = 2.5e-4
+    host_s_per_update: float = 1e-5
     overlaps: bool = True
     op_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     cast_elements_per_s: float = 0.0
@@ -111,6 +113,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
             efficiency=0.7,
             host_s_per_op=5e-6,
             host_s_per_unit=4e-4,
+            host_s_per_update=5e-5,
             overlaps=False,
         ),
     }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
 
@@ -14,7 +17,7 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.planner.dry_run import DryRun, dry_run
 from shardwise.planner.hardware import Hardware, Wire
-from shardwise.planner.measure_shared import measured_shared
+from shardwise.planner.measure_shared import OnOneHost, measured_shared
 from shardwise.planner.op_watch import OpCall, TensorSpec, num_bytes_of, numel_of
 
 _LEAST_S, _MOST_CALLS, _LEAST_CALLS = 0.02, 50, 3
@@ -30,6 +33,27 @@ def measured(hardware: Hardware, runs: Iterable[DryRun], ranks: int = 1) -> Hard
     Operations run on random tensors of their shapes, on the CPU or the GPU that ``hardware`` names; one that cannot be
     repeated by itself keeps its estimate.  Cost: some hundredths of a second for each distinct operation.
     """
+    near = min(ranks, hardware.ranks_per_host)
+    shares_host = hardware.device == "cpu" and near > 1
+    if shares_host:
+        hardware = with_ranks(hardware, measured_shared(near))
+    with _threads_of_a_rank(shares_host):
+        return _with_own(hardware, runs)
+
+
+@contextmanager
+def _threads_of_a_rank(shares_host: bool) -> Generator[None, None, None]:
+    """Compute with the threads that ``shardwise train`` and torchrun give a rank that shares its host: one, if nobody asks."""
+    before = torch.get_num_threads()
+    if shares_host and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _with_own(hardware: Hardware, runs: Iterable[DryRun]) -> Hardware:
     device = torch.device(hardware.device)
     seconds = dict(hardware.op_seconds)
     for run in runs:
@@ -40,7 +64,6 @@ def measured(hardware: Hardware, runs: Iterable[DryRun], ranks: int = 1) -> Hard
                     seconds[name] = found
     rate = _copy_rate(device)
     is_host = device.type == "cpu"
-    near = min(ranks, hardware.ranks_per_host)
     return replace(
         hardware,
         name=f"{hardware.name} (measured)",
@@ -50,7 +73,16 @@ def measured(hardware: Hardware, runs: Iterable[DryRun], ranks: int = 1) -> Hard
         host_s_per_op=_host_s_per_op(device, hardware.host_s_per_op),
         cast_elements_per_s=_cast_rate(device),
         update_elements_per_s=_update_rate(device),
-        shared=measured_shared(near) if is_host and near > 1 else hardware.shared,
+    )
+
+
+def with_ranks(hardware: Hardware, found: OnOneHost) -> Hardware:
+    """Return ``hardware`` with what ranks of this host have found together."""
+    return replace(
+        hardware,
+        shared=found.wire,
+        host_s_per_unit=found.host_s_per_unit,
+        host_s_per_update=found.host_s_per_update,
     )
 
 
@@ -58,14 +90,17 @@ def op_seconds(call: OpCall, device: torch.device) -> float | None:
     """Return the median seconds of an operation on tensors like those it was called with; None if it cannot run so."""
     try:
         # In turns over as much memory as caches hold: in a step an operation does not find its own operands there.
+        # Nor does it write where it has just written: what it returns is kept as long.
         sets = [_made((call.args, call.kwargs), device) for _ in range(_num_sets(call))]
-        for args, kwargs in sets:
-            call.function(*args, **kwargs)
         turns = cycle(sets)
+        results = deque[object](maxlen=len(sets))
 
         def run() -> None:
             args, kwargs = next(turns)
-            call.function(*args, **kwargs)
+            results.append(call.function(*args, **kwargs))
+
+        for _ in range(len(sets) + 1):
+            run()
 
         return _median_s(run, device)
     except (RuntimeError, TypeError, ValueError, IndexError):

@@ -1,4 +1,6 @@
-"""How fast ranks of this host read each other's memory: forwards of a model without work, in processes of their own."""
+"""How fast ranks of this host read each other's memory, and what the host takes for a unit: models without work, in
+processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
@@ -21,6 +24,7 @@ from shardwise.errors import ConfigError
 from shardwise.planner.hardware import Wire
 
 _SMALL, _LARGE = 1 << 10, 1 << 21  # elements
+_UNITS, _LAYERS = 4, 2  # of a model that has nothing but host time; a layer has two parameters
 _TIMES, _WARM = 12, 3
 _PATIENCE_S = 120
 _PROGRAM = (  # not multiprocessing, which would run the program that plans once more in every rank
@@ -29,11 +33,42 @@ _PROGRAM = (  # not multiprocessing, which would run the program that plans once
 )
 
 
-def measured_shared(ranks: int) -> Wire:
-    """Return the link of ``ranks`` processes, started here for some seconds: the slowest of them counts.
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one of the ranks has found.
 
-    Bytes are those of all sections that a rank copies; with one thread the rank's own time counts, as for operations.
-    Raises: ConfigError with the last words of a process that ended without a figure.
+    Attributes:
+        small_s, large_s: by which a gather makes a forward longer, of few elements and of many.
+        unit_s: by which a unit makes forward and backward longer, with few elements.
+        update_s: of AdamW, fused, for one parameter with few elements.
+    """
+
+    small_s: float
+    large_s: float
+    unit_s: float
+    update_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OnOneHost:
+    """What ranks of this host take to run units.
+
+    Attributes:
+        wire: bytes are those of all sections that a rank copies; the seconds of a collective of few.
+        host_s_per_unit: forward and backward of a unit, beside the latency of its collectives.
+        host_s_per_update: of the optimizer for one sharded parameter.
+    """
+
+    wire: Wire
+    host_s_per_unit: float
+    host_s_per_update: float
+
+
+def measured_shared(ranks: int) -> OnOneHost:
+    """Return the figures of ``ranks`` processes, started here for some seconds: the slowest of them counts.
+
+    With one thread the rank's own time counts, as for operations.
+    Raises: ConfigError with the last words of a process that ended without figures.
     """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -46,17 +81,23 @@ def measured_shared(ranks: int) -> Wire:
         for rank in range(ranks)
     ]
     try:
-        seconds = [_seconds_of(process) for process in started]
+        return _slowest([_figures_of(process) for process in started])
     finally:
         for process in started:
             process.kill()
             process.wait()
-    small, large = (max(each[place] for each in seconds) for place in (0, 1))
+
+
+def _slowest(found: list[Figures]) -> OnOneHost:
+    small, large = max(each.small_s for each in found), max(each.large_s for each in found)
     rate = 4 * (_LARGE - _SMALL) / max(large - small, 1e-9)
-    return Wire(rate, max(small - 4 * _SMALL / rate, 0.0))
+    latency = max(small - 4 * _SMALL / rate, 0.0)
+    # Two gathers and a reduction, each of which takes the latency wherever it is planned.
+    unit = max(max(each.unit_s for each in found) - 3 * latency, 0.0)
+    return OnOneHost(Wire(rate, latency), unit, max(each.update_s for each in found))
 
 
-def _seconds_of(process: subprocess.Popen[str]) -> list[float]:
+def _figures_of(process: subprocess.Popen[str]) -> Figures:
     try:
         said, complained = process.communicate(timeout=_PATIENCE_S)
     except subprocess.TimeoutExpired:
@@ -67,21 +108,40 @@ def _seconds_of(process: subprocess.Popen[str]) -> list[float]:
             f"shared memory between ranks of this host cannot be measured: {last}; give 'shared' in a hardware file, or plan "
             "without measuring"
         )
-    return [float(each) for each in json.loads(said.strip().splitlines()[-1])]
+    return Figures(**json.loads(said.strip().splitlines()[-1]))
 
 
 def run_rank(rank: int, ranks: int, port: int) -> None:
-    """Be one of the processes: print the median seconds by which an all-gather makes a forward longer, for both sizes."""
+    """Be one of the processes: print what it finds, as JSON."""
     torch.set_num_threads(1)
     address, patience = f"tcp://127.0.0.1:{port}", timedelta(seconds=_PATIENCE_S)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=patience)
-    seconds: list[float] = []
-    for numel in (_SMALL, _LARGE):
-        plain, sharded = _Idle(numel), fully_shard(_Idle(numel))
-        alone, together = _forward_s(plain), _forward_s(sharded)
-        seconds.append(max(together - alone, 0.0))
-    print(json.dumps(seconds), flush=True)
+    found = Figures(_gather_s(_SMALL), _gather_s(_LARGE), *_unit_and_update_s())
+    print(json.dumps(asdict(found)), flush=True)
     dist.destroy_process_group()
+
+
+def _gather_s(numel: int) -> float:
+    """Return the seconds for one of several units, so that what a forward takes for itself is spread."""
+    x = torch.zeros(1)
+    with torch.no_grad():
+        plain, sharded = ([_Idle(numel) for _ in range(_UNITS)] for _ in range(2))
+        alone, together = nn.Sequential(*plain), fully_shard(nn.Sequential(*(fully_shard(each) for each in sharded)))
+        return max(_own_s(lambda: together(x)) - _own_s(lambda: alone(x)), 0.0) / _UNITS
+
+
+def _unit_and_update_s() -> tuple[float, float]:
+    def build() -> nn.Sequential:
+        return nn.Sequential(*(nn.Sequential(*(nn.Linear(8, 8) for _ in range(_LAYERS))) for _ in range(_UNITS)))
+
+    plain, sharded = build(), build()
+    for unit in sharded:
+        fully_shard(unit)
+    fully_shard(sharded)
+    x = torch.zeros(1, 8)
+    alone, together = _own_s(lambda: plain(x).sum().backward()), _own_s(lambda: sharded(x).sum().backward())
+    optimizer = torch.optim.AdamW(sharded.parameters(), fused=True)
+    return max(together - alone, 0.0) / _UNITS, _own_s(optimizer.step) / (2 * _LAYERS * _UNITS)
 
 
 class _Idle(nn.Module):
@@ -93,14 +153,13 @@ class _Idle(nn.Module):
         return x + self.weight[0]
 
 
-@torch.no_grad()
-def _forward_s(model: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    x, world = torch.zeros(1), dist.group.WORLD
+def _own_s(call: Callable[[], object]) -> float:
+    world = dist.group.WORLD
     assert world is not None
     seconds: list[float] = []
     for _ in range(_TIMES):
         all_have_come(world)
         begin = time.thread_time()
-        model(x)
+        call()
         seconds.append(time.thread_time() - begin)
     return statistics.median(seconds[_WARM:])

@@ -233,8 +233,11 @@ def _exchange_matrices(clock: _Clock, profile: Profile) -> None:
 
 
 def _update_s(profile: Profile, units: Sequence[RankUnit], setting: Setting, hardware: Hardware) -> float:
+    host = 0.0
     if setting.door in UNIT_DOORS:
         numel = sum(unit.state_numel for unit in units)
+        if not hardware.overlaps:
+            host = sum(param.is_trainable for param in profile.params) * hardware.host_s_per_update
     else:
         shared = setting.ranks if setting.door != "none" else 1
         numel = -(-sum(param.numel for param in profile.params if param.is_trainable) // shared)
@@ -242,5 +245,5 @@ def _update_s(profile: Profile, units: Sequence[RankUnit], setting: Setting, har
     if setting.offload and hardware.device != "cpu":
         rate = hardware.host_memory.bytes_per_s
     if hardware.update_elements_per_s and not setting.offload and setting.state_bytes == OPTIMIZERS["adamw"]:
-        return numel / hardware.update_elements_per_s
-    return numel * (setting.state_bytes * 2 + 3 * 4) / rate
+        return host + numel / hardware.update_elements_per_s
+    return host + numel * (setting.state_bytes * 2 + 3 * 4) / rate

@@ -145,6 +145,14 @@ def test_a_step_takes_as_long_as_its_computation_and_what_nothing_hides() -> Non
     assert waiting.step_s > time.step_s
 
 
+def test_each_parameter_costs_the_host_of_a_cpu_rank_something_in_the_update() -> None:
+    profile, setting = a_profile(), Setting(ranks=2)
+    dear = replace(HARDWARE["cpu"], host_s_per_update=0.5)
+    free = replace(dear, host_s_per_update=0.0)
+    seconds = [evaluate(profile, setting, each).time.optimizer_s for each in (dear, free)]
+    assert seconds[0] - seconds[1] == pytest.approx(0.5 * len(profile.params))
+
+
 def test_bytes_of_a_link_are_those_of_two_gathers_and_a_scatter() -> None:
     profile, setting = a_profile(), Setting(ranks=8)
     candidate = evaluate(profile, setting, HARDWARE["h100"])
