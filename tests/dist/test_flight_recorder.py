@@ -108,7 +108,7 @@ def saves_alone(folder: str) -> None:
     with shardwise.record(folder):
         tell("waiting")
         if dist.get_rank() == 0:
-            save(Path(folder) / "checkpoint", model, step=1)
+            save(Path(folder) / "checkpoint", {"model": model}, step=1)
         time.sleep(60)
 
 
