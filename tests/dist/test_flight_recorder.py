@@ -19,7 +19,7 @@ from torch.distributed.flight_recorder.components.types import Collective
 
 import shardwise
 from shardwise.checkpoint import save
-from shardwise.cli.diagnose import ANALYZER, write_dumps
+from shardwise.cli.diagnose import ANALYZER, find_records, write_dumps
 from shardwise.cli.main import main
 from shardwise.doctor.rank_record import Event, Record, to_lines
 from shardwise.testing import WorkerPool, faults
@@ -74,6 +74,8 @@ def test_the_collectives_of_a_run_that_goes_well_match(
     pool: WorkerPool, tmp_path: Path, door: Door, num_ranks: int, kinds: set[str]
 ) -> None:
     pool.run(recorded, num_ranks=num_ranks, folder=str(tmp_path), door=door)
+    for record in find_records(tmp_path)[0]:
+        assert set(record.groups) == {event.track for event in record.events if event.track}
     text, collectives = analyzed(tmp_path)
     assert "missing ranks" not in text
     assert "error msg" not in text

@@ -79,11 +79,15 @@ def test_what_moves_nothing_is_no_collective_and_sums_of_whole_gradients_are_all
     ]
 
 
-def test_sums_over_replicas_beside_scatters_do_not_change_the_name_on_some_ranks_alone() -> None:
-    scatters = (("", 0, "reduction", "a.weight"), (ENGINE, 1, "reduce", "a"))
-    both = (("", 0, "reduction", "replicas"), *scatters)
+SCATTERS = (("", 0, "reduction", "a.weight"), (ENGINE, 1, "reduce", "a"))
+
+
+@pytest.mark.parametrize("other", [(("", 0, "reduction", "replicas"), *SCATTERS), SCATTERS[1:]])
+def test_a_collective_has_one_name_on_all_ranks_whatever_they_remember_of_what_was_launched(
+    other: tuple[tuple[str, int, str, str], ...],
+) -> None:
     for rank in range(2):
-        (entry,) = entries_of(record_of(0, *scatters), record_of(1, *both), rank=rank)
+        (entry,) = entries_of(record_of(0, *SCATTERS), record_of(1, *other), rank=rank)
         assert entry["profiling_name"] == "gloo:reduce_scatter_v"
 
 
