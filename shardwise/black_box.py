@@ -11,9 +11,11 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
+
+_T = TypeVar("_T")
 
 NUM_EVENTS = 4096
 WAITS = "waits for "  # begins the place of an event after which its thread waits: "waits for rank 3", "waits for process 88"
@@ -31,6 +33,9 @@ witnesses: list[Callable[[str], None]] = []  # hear every error of ours, where i
 # Told of an error, not ours, that leaves the program; what they return is added to it as a note.
 explainers: list[Callable[[BaseException], str]] = []
 _numbers: dict[str, itertools.count[int]] = {}
+_groups: deque[tuple[str, tuple[int, ...]]] = deque(
+    maxlen=NUM_EVENTS
+)  # of tracks, beside the ring: told once, not per event
 # What is crossed at every call of a step writes its entry itself, without a call in Python: an Entry into ``remember``, and
 # :func:`tell` only if there are ``hearers``.  Everybody else calls :func:`note`.
 remember, now, thread = _ring.append, time.monotonic, threading.get_ident
@@ -83,11 +88,32 @@ def next_track(topic: str) -> Track:
     return Track(f"{topic} {next(_numbers.setdefault(topic, itertools.count(1)))}")
 
 
+def note_group(track: str, ranks: tuple[int, ...]) -> None:
+    """Say that the track of this name, and those whose names go on from it behind a slash, are of global ``ranks``."""
+    _groups.append((track, ranks))
+
+
+def groups_of(tracks: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Return the global ranks of those of ``tracks`` whose group is known: of the last ``NUM_EVENTS`` that were told."""
+    known, found = dict(_all_of(_groups)), dict[str, tuple[int, ...]]()
+    for track in tracks:
+        name = track
+        while name and name not in known:
+            name = name.rpartition("/")[0]
+        if name:
+            found[track] = known[name]
+    return found
+
+
 def entries() -> list[Entry]:
     """Return the last ``NUM_EVENTS`` events, oldest first."""
+    return _all_of(_ring)
+
+
+def _all_of(ring: deque[_T]) -> list[_T]:
     while True:
         try:
-            return list(_ring)
+            return list(ring)
         except RuntimeError:  # another thread has added one meanwhile
             continue
 

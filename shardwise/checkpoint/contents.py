@@ -39,20 +39,28 @@ def parts_of(name: str, tensor: torch.Tensor, windows: Windows | None = None) ->
     ``windows``: of DTensors that were found before, by mesh, placements and shape; it is added to.
     Raises: ConfigError for partial sums, tensors without memory, and tensors in a form of their own.
     """
-    if isinstance(tensor, StateSlice):
-        chunks = tensor.__create_chunk_list__()
-        views = [tensor.__get_tensor_shard__(MetadataIndex(name, torch.Size(chunk.offsets))) for chunk in chunks]
-        found = [LocalPart(Window(tuple(c.offsets), tuple(c.sizes)), v) for c, v in zip(chunks, views, strict=True)]
-    elif isinstance(tensor, DTensor):
-        found = [LocalPart(_window_of(name, tensor, {} if windows is None else windows), _own_memory(tensor))]
-    else:
-        found = [
-            LocalPart(Window(piece.box.offsets, piece.box.sizes), local_of(piece).detach())
-            for piece in pieces_of(name, tensor)
-        ]
+    found = _parts(name, tensor, {} if windows is None else windows)
     for part in found:
         _check_plain(name, part.tensor)
     return found
+
+
+def windows_of(name: str, tensor: torch.Tensor) -> list[Window]:
+    """Return which windows of ``tensor`` this rank holds, in whatever form: state beside it may be plain."""
+    return [part.window for part in _parts(name, tensor, {})]
+
+
+def _parts(name: str, tensor: torch.Tensor, windows: Windows) -> list[LocalPart]:
+    if isinstance(tensor, StateSlice):
+        chunks = tensor.__create_chunk_list__()
+        views = [tensor.__get_tensor_shard__(MetadataIndex(name, torch.Size(chunk.offsets))) for chunk in chunks]
+        return [LocalPart(Window(tuple(c.offsets), tuple(c.sizes)), v) for c, v in zip(chunks, views, strict=True)]
+    if isinstance(tensor, DTensor):
+        return [LocalPart(_window_of(name, tensor, windows), _own_memory(tensor))]
+    return [
+        LocalPart(Window(piece.box.offsets, piece.box.sizes), local_of(piece).detach())
+        for piece in pieces_of(name, tensor)
+    ]
 
 
 def _window_of(name: str, tensor: DTensor, windows: Windows) -> Window:

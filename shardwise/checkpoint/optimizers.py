@@ -14,7 +14,7 @@ from shardwise import torch_private
 from shardwise.api.sharded_optimizer import ShardedOptimizer, room_for_state, whole_state_names
 from shardwise.api.zero import ZeroRedundancyOptimizer, share_stepper
 from shardwise.checkpoint.carriers import Apply
-from shardwise.checkpoint.contents import Contents, device_of, like, parts_of
+from shardwise.checkpoint.contents import Contents, device_of, like, parts_of, windows_of
 from shardwise.checkpoint.dtypes import dtype_of
 from shardwise.checkpoint.names import join, split
 from shardwise.checkpoint.order import Order
@@ -157,7 +157,7 @@ class OptimizerCarrier:
             if record is None:
                 found[key] = partial(_as_it_is, order.value(full))
             elif param.dim() and record.shape == tuple(param.shape):
-                windows = [part.window for part in parts_of(full, param)]
+                windows = windows_of(full, param)
                 staged = rooms.get(full)
                 if staged is None:
                     staged = order.windows(full, record.shape, windows) or []

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import pickle
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.doctor.diagnosis import diagnose
+from shardwise.doctor.flight_recorder import PREFIX, to_dumps
 from shardwise.doctor.rank_record import Record, read_record
 from shardwise.doctor.recorder import BEFORE, BLACK_BOX, PATTERN
 from shardwise.doctor.words import in_words
 from shardwise.errors import ConfigError
+
+ANALYZER = "torch.distributed.flight_recorder.fr_trace"
 
 
 def add_diagnose_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -22,16 +28,37 @@ def add_diagnose_arguments(commands: argparse._SubParsersAction[argparse.Argumen
         "Of a job that hangs, ask first: kill -USR1 PID, on every rank.",
     )
     parser.add_argument("folder", metavar="FOLDER", help="a run folder, or the folder given to shardwise.record")
+    parser.add_argument(
+        "--flight-recorder",
+        metavar="OUT",
+        help="also write the collectives of all ranks as dumps of torch's FlightRecorder into the folder OUT, for its analyzer",
+    )
 
 
 def run_diagnose(arguments: argparse.Namespace) -> int:
-    """Print the diagnosis; return 0.  Raises: ConfigError for a folder without records."""
+    """Print the diagnosis; return 0.  Raises: ConfigError for a folder without records; OSError of writing dumps."""
     records, is_before = find_records(Path(arguments.folder))
     if is_before:
         print("nothing has failed since the last start; this is what ended the start before\n")
     for line in in_words(diagnose(records)):
         print(line)
+    if arguments.flight_recorder is not None:
+        out = Path(arguments.flight_recorder)
+        count = write_dumps(records, out)
+        print(f"\n{count} dump{'s' * (count != 1)} of FlightRecorder; read them with:")
+        print(f"  {shlex.join(['python', '-m', ANALYZER, str(out)])}")
     return 0
+
+
+def write_dumps(records: Sequence[Record], out: Path) -> int:
+    """Write the dumps of ``records`` into the folder ``out``, in place of those of an earlier call; return how many."""
+    dumps = {f"{PREFIX}{rank}": pickle.dumps(dump) for rank, dump in to_dumps(records).items()}
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob(f"{PREFIX}*"):  # the analyzer reads all that it finds
+        old.unlink()
+    for name, dump in dumps.items():
+        (out / name).write_bytes(dump)
+    return len(dumps)
 
 
 def find_records(folder: Path) -> tuple[list[Record], bool]:

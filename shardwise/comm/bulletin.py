@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from shardwise.black_box import note_group
 from shardwise.comm.alive import LOOK_S
 from shardwise.comm.last_words import ASKS, in_short, leave
 from shardwise.comm.mending import break_off
@@ -51,6 +52,7 @@ class Bulletin:
         self._rank = posts.members[posts.rank]  # as errors name it
         number = posts.prefix.rsplit("/", 1)[-1]
         self.topic = f"engine {number} of ranks {min(posts.members)} to {max(posts.members)}"  # the same on all of them
+        note_group(self.topic, posts.members)
         self._counts: Counter[str] = Counter()
         self._agreed: set[str] = set()
         self.groups: list[dist.ProcessGroup] = []  # by which the engine talks

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from shardwise.black_box import EVERYBODY, WAITS, note
+from shardwise.black_box import EVERYBODY, WAITS, note, note_group
 from shardwise.comm import alarm
 from shardwise.comm.alive import LOOK_S, announce, is_gone, ranks_in_words
 from shardwise.comm.cables import watch_cables
@@ -159,6 +159,7 @@ def number_posts(store: dist.Store, topic: str, members: tuple[int, ...], rank: 
     if era:
         place = f"{place}/era {era}"
     number = job.add(f"{place}/opened/{rank}", 1)
+    note_group(f"{place}/{number}", members)
     return Posts(job, f"{place}/{number}", members, rank, timeout_s, notes)
 
 

@@ -105,7 +105,7 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
 
     Of several records of one rank the newest counts.
     """
-    by_rank = _newest(records)
+    by_rank = newest(records)
     num_ranks = max([0, *(each.num_ranks for each in by_rank.values()), *(rank + 1 for rank in by_rank)])
     missing = tuple(rank for rank in range(num_ranks) if rank not in by_rank)
     tracks = _tracks(by_rank)
@@ -158,7 +158,8 @@ def first_parting(track: str, events: Mapping[int, Sequence[Event]]) -> Parting 
     return None
 
 
-def _newest(records: Sequence[Record]) -> dict[int, Record]:
+def newest(records: Sequence[Record]) -> dict[int, Record]:
+    """Return the newest of ``records`` of every rank that has one."""
     found: dict[int, Record] = {}
     for record in sorted(records, key=lambda each: each.written_s):
         if record.rank is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -81,6 +81,7 @@ class Record:
         rank: global; None if it was not known yet.  num_ranks: of the job; 0 if not known.
         host, pid: of the process.  main_thread: which of its threads runs the program.
         written_s: when it was written last.
+        groups: of tracks among the events, as far as they are known: the global ranks that make these events.
         is_cut: a line could not be read.
     """
 
@@ -93,11 +94,12 @@ class Record:
     reasons: tuple[Reason, ...] = ()
     stacks: tuple[Stack, ...] = ()
     events: tuple[Event, ...] = field(default=(), repr=False)
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]], repr=False)
     is_cut: bool = False
 
 
 def to_lines(record: Record) -> Iterator[str]:
-    """Yield ``record`` as JSON lines: the rank, its reasons, its stacks, its events."""
+    """Yield ``record`` as JSON lines: the rank, its reasons, its stacks, groups of tracks, its events."""
     head = {
         "version": VERSION,
         "rank": record.rank,
@@ -112,6 +114,11 @@ def to_lines(record: Record) -> Iterator[str]:
         yield json.dumps({"reason": reason.text[:MOST_TEXT], "time_s": reason.time_s})
     for stack in record.stacks:
         yield json.dumps({"stack": asdict(stack)})
+    tracks: dict[tuple[int, ...], list[str]] = {}
+    for track, ranks in record.groups.items():
+        tracks.setdefault(ranks, []).append(track)
+    for ranks, names in tracks.items():
+        yield json.dumps({"ranks": ranks, "tracks": names})
     for event in record.events:
         what = event.what[:MOST_TEXT]
         yield json.dumps([round(event.time_s, 6), event.thread, event.track, event.count, event.place, what])
@@ -132,6 +139,7 @@ def from_lines(lines: Iterable[str]) -> Record | None:
     reasons: list[Reason] = []
     stacks: list[Stack] = []
     events: list[Event] = []
+    groups: dict[str, tuple[int, ...]] = {}
     is_cut = False
     for line in lines:
         try:
@@ -144,13 +152,17 @@ def from_lines(lines: Iterable[str]) -> Record | None:
                 reasons.append(Reason(float(found["time_s"]), str(found["reason"])))
             elif "stack" in found:
                 stacks.append(_stack(found["stack"]))
+            elif "tracks" in found:
+                groups |= dict.fromkeys(map(str, found["tracks"]), tuple(map(int, found["ranks"])))
         except (ValueError, TypeError, KeyError, AttributeError):
             is_cut = True
             if head is None:
                 return None
     if head is None:
         return None
-    return Record(**head, reasons=tuple(reasons), stacks=tuple(stacks), events=tuple(events), is_cut=is_cut)
+    return Record(
+        **head, reasons=tuple(reasons), stacks=tuple(stacks), events=tuple(events), groups=groups, is_cut=is_cut
+    )
 
 
 def _checked_head(found: Any) -> dict[str, Any]:

@@ -145,6 +145,7 @@ class Recorder:
             tuple(self._reasons),
             tuple(self._stacks),
             tuple(events),
+            black_box.groups_of(dict.fromkeys(event.track for event in events if event.track)),
         )
 
     def _entries(self) -> list[black_box.Entry]:

@@ -126,7 +126,7 @@ class ExtensionParams:
                 shape = torch.Size(param.shard.shape)
                 stride = torch.empty(shape, device="meta").stride()
                 tensors, extra = function(shard_mesh, shape, stride, param.module(), self._precision)
-        return [self._on.fetch(tensor, tensor.dtype) for tensor in tensors], extra
+        return [_filled_up(self._on.fetch(tensor, tensor.dtype), param) for tensor in tensors], extra
 
     def complete(self, entry: _Extended, gathered: list[torch.Tensor], metadata: Any) -> None:
         """Build (first time) or refill the full parameter of ``entry`` from the gathered tensors."""
@@ -252,6 +252,19 @@ class _MixedPieces:
             align(t.numel() * t.element_size(), _ALIGNMENT) for tensors in self._inputs for t in tensors
         )
         return packed.numel() // section
+
+
+def _filled_up(tensor: torch.Tensor, param: UnitParam) -> torch.Tensor:
+    """Return ``tensor`` with as many rows as on the rank with most, if it has one for each of this rank's: all send alike.
+
+    A class that is told the mesh alone cannot do so itself; what comes out is cut to the shape of the parameter.
+    """
+    shard, shape = param.shard, tensor.shape
+    if not shard.has_padding or shard.dim != 0 or shape[:1] != param.shard_shape[:1] or shape[0] == shard.chunk:
+        return tensor
+    whole = tensor.new_zeros((shard.chunk, *shape[1:]))
+    whole[: shape[0]].copy_(tensor)
+    return whole
 
 
 def _padded(raw: torch.Tensor) -> torch.Tensor:

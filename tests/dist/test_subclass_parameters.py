@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients
+from helpers.folders import folder_of_all
 from helpers.ranks import on_ranks
 from helpers.trains_alike import batch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import ConfigError, fully_shard, replicate
+from shardwise import ConfigError, checkpoint, fully_shard, replicate
 
 
 class Padding(torch.Tensor):
@@ -54,13 +55,23 @@ class Padding(torch.Tensor):
         return gathered, outputs
 
 
+class Bare(Padding):
+    """Gathers shards as they are: what is told the mesh alone does not know how long the largest is."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:  # type: ignore[override]
+        return (self.inner,), None
+
+
 @on_ranks(4)
+@pytest.mark.parametrize("kind", [Padding, Bare])
 @pytest.mark.parametrize(("rows", "door"), [(3, fully_shard), (5, fully_shard), (8, fully_shard), (5, replicate)])
-def test_extensions_may_pad_uneven_shards(rows: int, door: Callable[[nn.Module], Any]) -> None:
+def test_extensions_may_pad_uneven_shards_or_leave_that_to_the_gather(
+    kind: type[Padding], rows: int, door: Callable[[nn.Module], Any]
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, rows), nn.Linear(rows, 6))
     plain = copy.deepcopy(model)
-    model[0].weight = nn.Parameter(Padding(model[0].weight.detach().clone()), requires_grad=False)
+    model[0].weight = nn.Parameter(kind(model[0].weight.detach().clone()), requires_grad=False)
     plain[0].weight.requires_grad_(False)
     for layer in model:
         door(layer)
@@ -74,6 +85,38 @@ def test_extensions_may_pad_uneven_shards(rows: int, door: Callable[[nn.Module],
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+class Kept(Padding):
+    """Is of its form where torch moves it; what is computed with it is plain, so an optimizer's state is."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        moves = ("detach", "split", "slice", "view", "as_strided", "new_zeros", "copy_", "add_", "mul_")
+        if func.overloadpacket.__name__ in moves:
+            return found
+        return torch.utils._pytree.tree_map_only(cls, lambda tensor: tensor.inner, found)
+
+
+@on_ranks(2)
+def test_plain_state_of_a_parameter_in_a_form_of_its_own_is_saved_and_loaded() -> None:
+    optimizers: list[torch.optim.SGD] = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 5))
+        model[0].weight = nn.Parameter(Kept(model[0].weight.detach().clone()))
+        fully_shard(model)
+        optimizers.append(torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9))
+        model(batch(seed)).square().mean().backward()
+        optimizers[-1].step()
+    saved, loaded = optimizers
+    with folder_of_all() as folder:
+        checkpoint.save(folder / "saved", {"optimizer": saved}, step=1)
+        checkpoint.load(folder / "saved", {"optimizer": loaded})
+    for mine, other in zip(loaded.state.values(), saved.state.values(), strict=True):
+        assert type(mine["momentum_buffer"].to_local()) is torch.Tensor
+        assert torch.equal(mine["momentum_buffer"].full_tensor(), other["momentum_buffer"].full_tensor())
 
 
 class Paired(torch.Tensor):
