@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -99,6 +100,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         accumulate=arguments.accumulate,
         optimizer=arguments.optimizer,
         measures=arguments.measure,
+        threads=torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1,  # as train gives a rank
         tensor=tuple(arguments.tp),
         tensor_plan=_tensor_plan_of(arguments),
     )

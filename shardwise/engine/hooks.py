@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise import black_box, torch_private
 from shardwise.comm.sync import broadcast_from_first
-from shardwise.engine.attachment import Attachment, Pass
+from shardwise.engine.attachment import Attachment, Pass, attachment_of
 from shardwise.engine.engine import Engine, live_engines
 from shardwise.engine.nested import cast_floating, map_tensors, tensors_behind, tensors_in
 from shardwise.engine.notes import logger, note
@@ -293,11 +293,21 @@ def has_nested_backward(outputs: Iterable[torch.Tensor]) -> bool:
 
 
 def keep_buffers_equal(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Before every forward in training, overwrite the buffers of ``module`` with those of the group's first rank."""
+    """Before a forward, overwrite the buffers of ``module`` with those of the group's first rank, as DDP does.
+
+    Not after one without gradients or without sync, whatever the mode of this one is: the first forward of an evaluation sees
+    the first rank's, those after it wait for nobody.
+    """
+    calm = weakref.WeakSet[nn.Module]()  # modules, copies too, whose last forward was none of training
 
     def before_forward(module: nn.Module, _: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+        if module not in calm:
             broadcast_from_first(list(module.buffers()), group)
+        attachment = attachment_of(module)
+        if torch.is_grad_enabled() and (attachment is None or attachment.unit.policy.sync):
+            calm.discard(module)
+        else:
+            calm.add(module)
 
     module.register_forward_pre_hook(before_forward)
 

@@ -221,7 +221,7 @@ def plan(
     if choices.measures:
         from shardwise.planner.measure import measured
 
-        machine = measured(machine, list(runs.all_of(choices)), ranks)
+        machine = measured(machine, list(runs.all_of(choices)), ranks, choices.threads)
     found = Search(runs.profile, ranks, machine, choices).run()
     if not runs.done:  # no door that goes with so many ranks
         runs.all_of(replace(choices, tensor=(1,)))

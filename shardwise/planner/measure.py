@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import deque
@@ -25,10 +24,11 @@ _COPIED_BYTES = 32 << 20
 _CACHE_BYTES, _MOST_SETS = 32 << 20, 8
 
 
-def measured(hardware: Hardware, runs: Iterable[DryRun], ranks: int = 1) -> Hardware:
+def measured(hardware: Hardware, runs: Iterable[DryRun], ranks: int = 1, threads: int = 1) -> Hardware:
     """Return ``hardware`` with the seconds of the operations of ``runs``, memory and a host's links, measured here.
 
-    ``ranks``: of the plan; as many of them as a CPU host has are started to see how they read each other's memory.
+    ``ranks``: of the plan; as many of them as a CPU host has are started to see how they read each other's memory, and
+    operations are timed with the ``threads`` that each of them will have.
 
     Operations run on random tensors of their shapes, on the CPU or the GPU that ``hardware`` names; one that cannot be
     repeated by itself keeps its estimate.  Cost: some hundredths of a second for each distinct operation.
@@ -37,16 +37,14 @@ def measured(hardware: Hardware, runs: Iterable[DryRun], ranks: int = 1) -> Hard
     shares_host = hardware.device == "cpu" and near > 1
     if shares_host:
         hardware = with_ranks(hardware, measured_shared(near))
-    with _threads_of_a_rank(shares_host):
+    with _computing_with(threads if shares_host else torch.get_num_threads()):
         return _with_own(hardware, runs)
 
 
 @contextmanager
-def _threads_of_a_rank(shares_host: bool) -> Generator[None, None, None]:
-    """Compute with the threads that ``shardwise train`` and torchrun give a rank that shares its host: one, if nobody asks."""
+def _computing_with(threads: int) -> Generator[None, None, None]:
     before = torch.get_num_threads()
-    if shares_host and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     try:
         yield
     finally:

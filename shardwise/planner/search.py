@@ -36,7 +36,8 @@ class Choices:
         precision: "fp32" or "bf16".
         accumulate: microbatches of a step.
         optimizer: one of ``adamw``, ``adam``, ``adagrad``, ``momentum``, ``sgd``, ``muon`` (matrices whole, the rest AdamW).
-        measures: time this machine's operations and links first.
+        measures: time this machine's operations and links first.  threads: of a rank that shares a CPU host with others, as
+            ``shardwise train`` and torchrun give it one.
         tensor: ranks that may split every block (tensor parallelism); 1: none.
         tensor_plan: how they split it, as ``parallelize_module`` takes it for one block.
         compression: in how many bits parameters and gradients travel, of the doors that take such a policy.
@@ -50,6 +51,7 @@ class Choices:
     accumulate: int = 1
     optimizer: str = "adamw"
     measures: bool = False
+    threads: int = 1
     tensor: tuple[int, ...] = (1,)
     tensor_plan: Mapping[str, ParallelStyle] = field(default_factory=dict[str, ParallelStyle])
     compression: CompressionPolicy | None = None
@@ -59,6 +61,8 @@ class Choices:
             raise ConfigError(f"optimizer is {self.optimizer!r}, expected one of {', '.join(OPTIMIZERS)}")
         if self.precision not in ("fp32", "bf16"):
             raise ConfigError(f"precision is {self.precision!r}, expected fp32 or bf16")
+        if self.threads < 1:
+            raise ConfigError(f"threads is {self.threads}, expected 1 or more")
         if not self.tensor or min(self.tensor) < 1:
             raise ConfigError(f"tensor is {self.tensor}, expected numbers of ranks, 1 or more")
         if max(self.tensor) > 1 and not self.tensor_plan:

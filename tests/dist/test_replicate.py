@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from helpers.sharded import batch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import ReplicateModule, StateError, fully_shard, replicate
 from shardwise.testing.models import Block
@@ -171,3 +173,45 @@ def test_ranks_that_have_held_gradients_of_other_parameters_sum_the_same_ones(is
                 torch.testing.assert_close(local(left.grad), right.grad)
             model.zero_grad()
             reference.zero_grad()
+
+
+@on_ranks(2)
+def test_the_older_way_keeps_buffers_equal_when_ddp_does() -> None:
+    """The first forward of an evaluation has the first rank's statistics, too; a copy goes on by the same rule."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.BatchNorm1d(7), nn.Linear(7, 3))
+    ddp = DistributedDataParallel(copy.deepcopy(plain))
+    model = replicate(copy.deepcopy(plain), device_ids=None)
+
+    def compare(number: int, what: str) -> None:
+        with torch.no_grad() if what == "no_grad" else nullcontext():
+            outputs = [each(batch(number)) for each in (model, ddp)]
+        assert torch.equal(*outputs), (number, what)
+        for mine, theirs in zip(model.buffers(), ddp.module.buffers(), strict=True):
+            assert torch.equal(mine, theirs), (number, what)
+        if what == "backward":
+            for output in outputs:
+                output.sum().backward()
+
+    for number in range(2):
+        for is_training, what in (
+            (True, "backward"),
+            (False, "no_grad"),
+            (False, "no_grad"),
+            (True, "no_grad"),
+            (True, ""),
+        ):
+            model.train(is_training)
+            ddp.train(is_training)
+            compare(number, what)
+        for syncs in (False, True, True):
+            model.set_requires_gradient_sync(syncs)
+            ddp.require_backward_grad_sync = syncs
+            compare(number, "backward")
+        if not number:
+            model, ddp = copy.deepcopy(model), DistributedDataParallel(copy.deepcopy(ddp.module))
+    model.eval()
+    model(batch())
+    same = model(torch.ones(2, 7))
+    dist.broadcast(first := same.detach().clone(), 0)
+    assert torch.equal(same, first)

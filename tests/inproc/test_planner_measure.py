@@ -17,22 +17,18 @@ from shardwise.planner.op_watch import OpCall, TensorSpec
 FOUND = OnOneHost(Wire(3e9, 1e-4), 2e-4, 3e-5)
 
 
-@pytest.mark.parametrize(("ranks", "asked", "expected"), [(2, None, 1), (1, None, 3), (2, "3", 3)])
+@pytest.mark.parametrize(("ranks", "expected"), [(2, 2), (1, 3)])
 def test_operations_of_ranks_that_share_a_host_are_timed_with_their_threads(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, asked: str | None, expected: int
+    monkeypatch: pytest.MonkeyPatch, ranks: int, expected: int
 ) -> None:
-    """``shardwise train`` and torchrun give such a rank one thread, unless the user says otherwise."""
     seen: set[int] = set()
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if asked is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", asked)
     monkeypatch.setattr(measure, "measured_shared", lambda ranks: FOUND)
     monkeypatch.setattr(measure, "op_seconds", lambda *_: seen.add(torch.get_num_threads()) or 1e-6)
     run = dry_run(nn.Linear(4, 4), [torch.zeros(2, 4)], lambda model, x: model(x).sum())
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        found = measure.measured(HARDWARE["cpu"], [run], ranks)
+        found = measure.measured(HARDWARE["cpu"], [run], ranks, threads=2)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

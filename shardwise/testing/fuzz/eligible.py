@@ -113,7 +113,12 @@ def _syncs_buffers(case: Case, contender: Contender) -> bool:
     if not case.settings.sync_buffers:
         return True
     if contender.door == "replicate_older":
-        return not calls_twice(case.model.root)
+        held = [
+            action
+            for action in case.actions
+            if isinstance(action, do.Set) and action.method == "requires_gradient_sync"
+        ]
+        return not calls_twice(case.model.root) and all(each.recurse and each.unit == -1 for each in held)
     return contender.door in ("ddp", "zero1", "torch_zero")
 
 

@@ -93,12 +93,18 @@ class ReferenceSide(Side):
         self._unit_of = self._find_units()
         self._hooks: list[tuple[nn.Parameter, float, bool]] = []
         self.hooked(model)
+        self._buffers_differ = True  # as DDP takes it: the last forward was one of training
         if self.settings.sync_buffers:
             model.register_forward_pre_hook(self._take_first_buffers)
         self.remake_optimizer()
 
-    @torch.no_grad()
     def _take_first_buffers(self, module: nn.Module, _: Any) -> None:
+        if self._buffers_differ:
+            self._share_buffers(module)
+        self._buffers_differ = torch.is_grad_enabled() and all(rules.sync for rules in self._rules)
+
+    @torch.no_grad()
+    def _share_buffers(self, module: nn.Module) -> None:
         mine = {name: buffer.clone() for name, buffer in module.named_buffers()}
         everybody = self._exchange.all_gather(self.seat.rank, mine)
         for name, buffer in module.named_buffers():
