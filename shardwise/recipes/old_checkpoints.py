@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from shardwise import ZeroRedundancyOptimizer
 from shardwise.checkpoint.dcp import TorchDcpReader
-from shardwise.errors import ConfigError
+from shardwise.errors import CheckpointError, ConfigError
 
 STATE = "state.json"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -64,9 +64,11 @@ def load_old_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer
     Raises: ConfigError if the checkpoint is damaged or holds other parameters; maybe on this rank alone.
     """
     state = _collect_state(model, optimizer)
+    reader = TorchDcpReader(checkpoint)
     try:
-        dcp.load(state, storage_reader=TorchDcpReader(checkpoint), no_dist=True)
-    except CheckpointException as error:
+        reader.read_metadata()  # DCP of torch 2.11 keeps the reason to itself if this fails inside of it
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    except (CheckpointException, CheckpointError, OSError) as error:
         raise ConfigError(
             f"{checkpoint} is damaged or of another model: {_first_reason(error)}. "
             f"Delete it to resume from the one before, if there is one."
@@ -87,7 +89,9 @@ def load_old_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer
     torch.set_rng_state(random_state)
 
 
-def _first_reason(error: CheckpointException) -> str:
+def _first_reason(error: BaseException) -> str:
+    if not isinstance(error, CheckpointException):
+        return str(error)
     for failure, _stack in error.failures.values():
         if isinstance(failure, KeyboardInterrupt | SystemExit):
             raise failure  # DCP has wrapped it as a failure of this rank
