@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 import torch.distributed as dist
@@ -60,7 +61,9 @@ def shard_model(
             ``ignored_params``; a tied parameter counts in its first block.  0 never merges.  The default, 1.5 MiB, is where
             merging stopped paying: for 64 blocks of 0.2 MB (two CPU ranks) eight in a unit were best, while blocks of 12.6
             MB hide the start of a collective by themselves.  Raise it for slow links; about two units are whole at once.
-        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy: as for :func:`fully_shard`.
+        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy: as for :func:`fully_shard`; the
+            ``output_dtype`` of ``mp_policy`` is that of the model's outputs alone: what blocks hand to each other, and to
+            modules between them, stays in the dtype that is computed in.
         ignored_params, dp_mesh_dims, compression: as for :func:`fully_shard`; like the others they hold for all units.
 
     Returns: ``model``, its class mixed with :class:`FSDPModule`.
@@ -79,7 +82,7 @@ def shard_model(
     mesh = mesh if mesh is not None else default_mesh()
     name = type(model).__name__
 
-    def shard(module: nn.Module | list[nn.Module]) -> None:
+    def shard(module: nn.Module | list[nn.Module], mp_policy: MixedPrecisionPolicy) -> None:
         door: Callable[..., object] = fully_shard
         door(
             module,
@@ -93,12 +96,14 @@ def shard_model(
             compression=compression,
         )
 
+    # A policy of torch's own class has the field, too.
+    within = replace(mp_policy, output_dtype=None) if mp_policy.output_dtype is not None else mp_policy
     ignored = frozenset(id(param) for param in ignored_params or ())
     for children in list(families_of(model, ignored)):
         for paths in group_blocks(children, min_unit_bytes):
             modules = [model.get_submodule(path) for path in paths]
-            shard(modules[0] if len(modules) == 1 else modules)
-    shard(model)
+            shard(modules[0] if len(modules) == 1 else modules, within)
+    shard(model, mp_policy)
     if dist.get_rank() == 0:
         say(f"shard_model(min_unit_bytes={min_unit_bytes:,}) made of {name}:\n{describe_units(model)}")
     return cast("FSDPModule", model)

@@ -263,3 +263,22 @@ def test_a_model_that_is_sharded_is_refused() -> None:
 def test_a_model_without_units_has_no_table() -> None:
     with pytest.raises(ConfigError, match="Linear contains no unit"):
         describe_units(nn.Linear(2, 2))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("least", [0, HUGE])
+def test_the_output_dtype_is_that_of_the_model_and_not_of_the_units_it_has_chosen(least: int) -> None:
+    """Which units there are is no affair of the user: what lies between them computes on."""
+    torch.manual_seed(0)
+    # The head is in the unit of the model, which casts what comes into the model alone.
+    plain = nn.Sequential(Block(8, 16), Block(8, 16), nn.Linear(8, 3))
+    model = copy.deepcopy(plain)
+    shard_model(model, min_unit_bytes=least, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32))
+    assert units(model)[0] == ""
+    assert len(units(model)) > 1
+    x = torch.randn(4, 8)
+    found = model(x)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, plain.bfloat16()(x.bfloat16()).float())
+    found.sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
