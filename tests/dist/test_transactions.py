@@ -289,11 +289,11 @@ def test_without_copies_a_fault_in_the_optimizer_ends_all_ranks_by_name(transpor
     set_default_transport("auto")
 
 
-def killed_in_a_step(transport: str) -> str:
+def killed_in_a_step(transport: str, at: str) -> str:
     program = build("fully_shard", transport)
     train(program, 1)
     try:
-        with faults.kill_at("backward", rank=1):
+        with faults.kill_at(at, rank=1):
             tell(None)
             train(program, 1, retry=Exception)
     except TransportError as error:
@@ -301,9 +301,9 @@ def killed_in_a_step(transport: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("transport", ["auto", "collective"])
-def test_a_rank_that_is_gone_is_named_and_nothing_is_made_again(transport: str) -> None:
-    with Job(killed_in_a_step, transport, num_ranks=3, group_timeout_s=300.0) as job:
+@pytest.mark.parametrize(("transport", "at"), [("auto", "backward"), ("collective", "backward"), ("auto", "agreement")])
+def test_a_rank_that_is_gone_is_named_and_nothing_is_made_again(transport: str, at: str) -> None:
+    with Job(killed_in_a_step, transport, at, num_ranks=3, group_timeout_s=300.0) as job:
         for rank in (0, 2):
             outcome = job.message(rank)
             while not hasattr(outcome, "value"):
