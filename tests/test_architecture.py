@@ -170,6 +170,12 @@ def test_the_package_does_not_use_what_it_replaces() -> None:
             assert not replaced.search(name), f"{path.name} imports {name}"
 
 
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Workers of pools import a test's body by the name of its file alone."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_hooks_are_registered_in_one_file_of_the_engine() -> None:
     for path in (*(ROOT / "engine").glob("*.py"), *(ROOT / "units").glob("*.py")):
         if path.name != "hooks.py":
