@@ -42,8 +42,11 @@ class RollCall:
         if posts.rank:
             posts.post(f"{number}", said)
             # Who waits for the answer waits longer: rank 0 knows who is missing.
-            answer = posts.collect(f"{number}/all", [0], posts.timeout_s + GRACE_S)
-            verdict = json.loads(answer[0]) if answer else _absence(posts, [0])
+            answer = posts.collect(f"{number}/all", [0], posts.timeout_s + GRACE_S, needs=posts.peers())
+            gone = [] if answer else posts.gone(posts.peers())
+            if gone and 0 not in gone:  # rank 0, on another host, has not seen it; now it is told, and answers
+                answer = posts.collect(f"{number}/all", [0], GRACE_S)
+            verdict = json.loads(answer[0]) if answer else _absence(posts, gone or [0])
         else:
             others = posts.peers()
             found = posts.collect(f"{number}", others)

@@ -29,6 +29,8 @@ JOBS = [
     faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "kill", "between steps", rank=1),
     faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "raise", "backward", rank=2),
     faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "late", "forward", rank=3),
+    # Those of the other host wait in a meeting for rank 0, which cannot see rank 2.
+    faulty(Program("zero1", "auto", ranks_per_host=2), 4, "kill", "evaluation", rank=2),
     diverging(Program("fully_shard", "auto"), 2, "width"),
     diverging(Program("zero2", "auto"), 2, "frozen"),
     diverging(Program("whole_matrix", "auto"), 2, "extra block"),
