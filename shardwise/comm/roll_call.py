@@ -14,6 +14,10 @@ from shardwise.black_box import Track
 from shardwise.comm.posts import GRACE_S, Posts, open_posts
 from shardwise.errors import StateError, TransportError
 
+_NEAR = (
+    8  # ranks of a host are neighbours: that many on each side are looked after, so that a look costs the store little
+)
+
 
 class RollCall:
     """Calls in one order on all ranks; without posts this process meets nobody."""
@@ -42,8 +46,9 @@ class RollCall:
         if posts.rank:
             posts.post(f"{number}", said)
             # Who waits for the answer waits longer: rank 0 knows who is missing.
-            answer = posts.collect(f"{number}/all", [0], posts.timeout_s + GRACE_S, needs=posts.peers())
-            gone = [] if answer else posts.gone(posts.peers())
+            near = [rank for rank in posts.peers() if abs(rank - posts.rank) <= _NEAR]
+            answer = posts.collect(f"{number}/all", [0], posts.timeout_s + GRACE_S, needs=near)
+            gone = [] if answer else posts.gone(near)
             if gone and 0 not in gone:  # rank 0, on another host, has not seen it; now it is told, and answers
                 answer = posts.collect(f"{number}/all", [0], GRACE_S)
             verdict = json.loads(answer[0]) if answer else _absence(posts, gone or [0])
