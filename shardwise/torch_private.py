@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import operator
@@ -83,7 +84,7 @@ def can_refuse_reads() -> bool:
     """Return True where this torch can be told that a storage has no memory, and :data:`swap_storage` takes that along."""
     if swap_storage is _swap_fields:
         return False
-    bare, other = (torch.empty(0, dtype=torch.uint8).untyped_storage() for _ in range(2))
+    bare, other = (torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage() for _ in range(2))
     _refuse_reads(bare, "")
     if not _is_refused(bare):
         return False
@@ -452,6 +453,20 @@ def is_only_gloo(group: dist.ProcessGroup) -> bool:
     """Return True if gloo serves every device of ``group``."""
     names = {type(group._get_backend(device)).__name__ for device in group._device_types}  # pyright: ignore
     return names == {"ProcessGroupGloo"}
+
+
+def abort_groups() -> None:
+    """End the collectives of all groups of this process, also those that wait on a device; the groups are of no use after."""
+    groups = [group for group in all_groups() if hasattr(group, "abort")]
+    found = [group._get_backend(device) for group in groups for device in group._device_types]  # pyright: ignore
+    starters: list[Any] = [backend for backend in found if hasattr(backend, "_group_start")][:1]
+    for backend in starters:  # one by one, kernels of other communicators would be waited for
+        backend._group_start()
+    for group in groups:
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+    for backend in starters:
+        backend._group_end()
 
 
 def accelerator_type() -> str:

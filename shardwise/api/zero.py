@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from shardwise.black_box import note
 from shardwise.comm.board import open_board
+from shardwise.comm.device_watch import watch_device
 from shardwise.comm.owned import broadcast_object as _broadcast_object
 from shardwise.errors import StateError
 from shardwise.optim.checkpointed import Checkpoint
@@ -128,6 +129,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return [kind, *describe_params(self._groups)]
 
         agree_on(self._board, "ZeroRedundancyOptimizer(...)", build)
+        watch_device(self._groups[0]["params"][0].device)
         self._stepper.lay_out()
         self.initialized = True
 

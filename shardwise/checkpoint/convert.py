@@ -171,6 +171,6 @@ def _on_disk(path: Path, shape: Iterable[int], dtype: torch.dtype) -> torch.Tens
     sizes = tuple(shape)
     empty = torch.empty(sizes, dtype=dtype, device="meta")
     if not empty.numel():
-        return torch.empty(sizes, dtype=dtype)
+        return torch.empty(sizes, dtype=dtype, device="cpu")
     flat = torch.from_file(str(path), shared=True, size=empty.numel() * empty.element_size(), dtype=torch.uint8)
     return flat.view(dtype).view(sizes)

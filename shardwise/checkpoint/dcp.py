@@ -357,5 +357,5 @@ def _request(item: ReadItem, manifest: Manifest) -> Request:
     if not parts:
         raise CheckpointError(f"{index.fqn}: no part begins at {offset}")
     starts = tuple(o + s for o, s in zip(offset, item.storage_offsets, strict=True))
-    target = torch.empty(item.lengths, dtype=dtype_of(record.dtype, index.fqn))
+    target = torch.empty(item.lengths, dtype=dtype_of(record.dtype, index.fqn), device="cpu")
     return Request(index.fqn, replace(record, parts=tuple(parts)), Window(starts, tuple(item.lengths)), target)

@@ -115,7 +115,7 @@ def _write_file(
     try:
         file.write(header)
         for _, name, record in tensors:
-            tensor = torch.empty(record.shape, dtype=dtype_of(record.dtype, name))
+            tensor = torch.empty(record.shape, dtype=dtype_of(record.dtype, name), device="cpu")
             source.read(name, record, tensor)
             file.write(bytes_of(tensor))
             if progress is not None:
@@ -167,7 +167,7 @@ def export_torch(
 def _on_disk(path: Path, record: TensorRecord) -> torch.Tensor:
     dtype = dtype_of(record.dtype, str(path))
     if not record.num_bytes:
-        return torch.empty(record.shape, dtype=dtype)
+        return torch.empty(record.shape, dtype=dtype, device="cpu")
     flat = torch.from_file(str(path), shared=True, size=record.num_bytes, dtype=torch.uint8)
     return flat.view(dtype).view(record.shape)
 

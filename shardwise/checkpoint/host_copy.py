@@ -46,14 +46,14 @@ class HostCopy:
         buffer, self._writes, self._places, self._bytes = self.buffer, None, [], []
         if buffer is None or buffer.numel() < sum(sizes):
             self.buffer = buffer = None  # never two
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_pinned)
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
             self.buffer = buffer
         offset = 0
         for write, size in zip(writes, sizes, strict=True):
             place = buffer[offset : offset + write.num_bytes]
             dtype = dtype_of(write.dtype, write.name)
             # Of no bytes at all, a view of another dtype may not begin where the buffer ends.
-            sized = place.view(dtype) if write.num_bytes else torch.empty(0, dtype=dtype)
+            sized = place.view(dtype) if write.num_bytes else torch.empty(0, dtype=dtype, device="cpu")
             self._places.append(sized.view(write.window.sizes))
             self._bytes.append(bytes_of(place))
             offset += size

@@ -199,7 +199,7 @@ class OptimizerCarrier:
         param, start = place
         record = order.manifest.record_of(full)
         assert record is not None
-        found = StateSlice.make(torch.empty(numel, dtype=dtype_of(record.dtype, full)), param, start)
+        found = StateSlice.make(torch.empty(numel, dtype=dtype_of(record.dtype, full), device="cpu"), param, start)
         parts = parts_of(full, found)
         order.into(full, record, [part.window for part in parts], [part.tensor for part in parts])
         return found

@@ -50,7 +50,7 @@ class Order:
             self.missing.append(f"{name}: has shape {list(record.shape)} there, {list(shape)} here")
             return None
         dtype = dtype_of(record.dtype, name)
-        targets = [torch.empty(window.sizes, dtype=dtype) for window in windows]
+        targets = [torch.empty(window.sizes, dtype=dtype, device="cpu") for window in windows]
         self.into(name, record, windows, targets)
         return targets
 

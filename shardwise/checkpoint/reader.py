@@ -162,7 +162,7 @@ def _carry_out(step: _Step, file: VerifiedFile) -> None:
     if run.is_exact and place.is_contiguous():
         file.read_into(step.begin, bytes_of(place), request.name)
         return
-    rows = torch.empty(run.hull.sizes, dtype=request.target.dtype)
+    rows = torch.empty(run.hull.sizes, dtype=request.target.dtype, device="cpu")
     file.read_into(step.begin, bytes_of(rows), request.name)
     place.copy_(_cut(rows, run.wanted, run.hull))
 

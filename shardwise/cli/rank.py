@@ -27,6 +27,7 @@ from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, LAUNCHER_V
 from shardwise.cli.signals import stop_on_signals
 from shardwise.cli.starts import name_start
 from shardwise.cli.train_args import TrainRequest
+from shardwise.comm.device_watch import watch_device
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError
 from shardwise.one_host import stay_on_loopback
 from shardwise.recipes.ranks import RunRanks
@@ -67,9 +68,12 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
         place = _meet(request, environment)
         claim = lambda: place.store.add(_CLAIM, 1) == 1  # noqa: E731
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        if device_type == "cuda":  # our watch raises, and names; torch's would end the process by SIGABRT
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
             backend, store=place.store, rank=place.rank, world_size=place.num_ranks, timeout=TIMEOUT
         )
+        watch_device(device)
         is_alone = request.launched_ranks is None
         listening = partial(stop_on_signals, second_ends=is_alone)
         number = train(request.start, request.config, RunRanks(place.rank, place.num_ranks, device), listening)

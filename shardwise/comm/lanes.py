@@ -44,6 +44,7 @@ class Device(Protocol):
     Attributes:
         has_lanes: work can run beside the current stream, and memory belongs to the stream it was allocated on.
         can_pin: the host has page-locked memory for it.
+        has_values: its tensors have any; those of the fake one have only shapes.
     """
 
     @property
@@ -51,6 +52,9 @@ class Device(Protocol):
 
     @property
     def can_pin(self) -> bool: ...
+
+    @property
+    def has_values(self) -> bool: ...
 
     def new_stream(self, name: str, priority: int) -> Stream:
         """Return a stream; ``name`` is what messages call it, a lower ``priority`` runs first."""
@@ -77,6 +81,7 @@ class Host:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.has_values = device.type != "meta"
 
     def new_stream(self, name: str, priority: int) -> Stream:
         raise RuntimeError(f"the host has no stream to be lane '{name}'; ask for one only if has_lanes")
@@ -85,7 +90,7 @@ class Host:
         raise RuntimeError("the host has no streams; ask for one only if has_lanes")
 
     def host_memory(self, numel: int, dtype: torch.dtype, pins: bool) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, pin_memory=pins)
+        return torch.empty(numel, dtype=dtype, pin_memory=pins, device="cpu")
 
     def fetch(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return source.to(self._device, dtype)
@@ -94,7 +99,7 @@ class Host:
 class Accelerator:
     """The accelerator of this process, whatever torch.accelerator finds."""
 
-    has_lanes = can_pin = True
+    has_lanes = can_pin = has_values = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -107,7 +112,7 @@ class Accelerator:
         return cast(Stream, torch.accelerator.current_stream(self._device.index))
 
     def host_memory(self, numel: int, dtype: torch.dtype, pins: bool) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, pin_memory=pins)
+        return torch.empty(numel, dtype=dtype, pin_memory=pins, device="cpu")
 
     def fetch(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # Two steps: in one, torch casts on the host, into memory that is not page-locked, and the host waits for both.

@@ -115,7 +115,7 @@ def exchange_objects(sends: Sequence[Any], ranks: Ranks, device: torch.device) -
     if ranks.group is None or ranks.size == 1:
         return list(sends)
     payloads = [torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8) for item in sends]
-    sizes = [torch.tensor([payload.numel()]) for payload in payloads]
+    sizes = [torch.tensor([payload.numel()], device="cpu") for payload in payloads]
     counts = exchange([[size] for size in sizes], [[Expected((1,), torch.int64)]] * ranks.size, ranks, device)
     expected = [[Expected((int(count[0].item()),), torch.uint8)] for count in counts]
     arrived = exchange([[payload] for payload in payloads], expected, ranks, device)

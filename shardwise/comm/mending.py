@@ -46,7 +46,9 @@ def break_off(group: dist.ProcessGroup) -> None:
     for step in range(1, group.size()):
         # Of a message that does not come gloo closes all pairs that are open; asked of each, since one may be closed before.
         with contextlib.suppress(RuntimeError):
-            backend.recv([torch.empty(1)], (group.rank() + step) % group.size(), _TAG).wait(timedelta(milliseconds=1))
+            backend.recv([torch.empty(1, device="cpu")], (group.rank() + step) % group.size(), _TAG).wait(
+                timedelta(milliseconds=1)
+            )
 
 
 def break_off_all(members: Collection[int]) -> None:

@@ -65,4 +65,6 @@ def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 def all_have_come(group: dist.ProcessGroup) -> None:
     """Return once all ranks of ``group`` have called this: one all-reduce of one number."""
     if group.size() > 1:
-        await_collective(dist.all_reduce(torch.ones((), dtype=torch.int32), group=group, async_op=True), group)
+        await_collective(
+            dist.all_reduce(torch.ones((), dtype=torch.int32, device="cpu"), group=group, async_op=True), group
+        )

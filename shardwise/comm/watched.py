@@ -163,7 +163,7 @@ def _wait(tasks: SimpleQueue[_Task | None]) -> None:
 
 def _leads_to(group: dist.ProcessGroup, rank: int) -> bool:
     try:
-        group.recv([torch.empty(1)], rank, _TAG)
+        group.recv([torch.empty(1, device="cpu")], rank, _TAG)
     except RuntimeError:
         return False
     return True

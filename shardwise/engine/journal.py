@@ -126,8 +126,7 @@ class Journal:
         """
         if self.bulletin is not None and any(not group.compares_reductions for group in unit.groups):
             if not self.agreed:
-                facts = [_fact_of(param) for each in self._units for param in each.params]
-                self.bulletin.check_facts("parameters", facts, self.position())
+                self.compare_parameters()
                 for each in self._units:
                     self.agreed.add(frozenset([param for param in each.params if param.sharded.requires_grad]))
             if params not in self.agreed:
@@ -135,6 +134,15 @@ class Journal:
                 facts = [_fact_of(param) for param in unit.params if param in params]
                 self.bulletin.check_facts(what, facts, self.position())
         self.agreed.add(params)
+
+    def compare_parameters(self) -> None:
+        """Let the ranks compare what they have to train.
+
+        Raises: DesyncError on every rank if ranks differ.
+        """
+        if self.bulletin is not None:
+            facts = [_fact_of(param) for each in self._units for param in each.params]
+            self.bulletin.check_facts("parameters", facts, self.position())
 
     def buckets(self) -> tuple[UnitBucket, ...]:
         """Return which units' gradients are reduced together in this backward: as planned, or after the forward that has run.

@@ -12,6 +12,7 @@ from shardwise import torch_private
 from shardwise.comm.bulletin import Bulletin, Position
 from shardwise.comm.c10d import C10dCommunicator
 from shardwise.comm.coding_state import Compression
+from shardwise.comm.device_watch import watch_device
 from shardwise.comm.groups import patience_s
 from shardwise.comm.lanes import Lane
 from shardwise.comm.links.compressed import CompressedCommunicator
@@ -39,6 +40,9 @@ def new_engine(units: list[Unit]) -> Engine:
         engine.journal.log.track.name = bulletin.topic  # a count of this process alone may be another on other ranks
     limit_reductions(engine)
     bind_units(engine)
+    if bulletin is not None and device.type != "cpu":
+        watch_device(device)
+        engine.journal.compare_parameters()  # a kernel that gathers other sizes than its peers never ends
     policies = _policies(units)
     if bulletin is not None and policies:
         bulletin.check_facts("compression policies", policies, engine.journal.position())

@@ -131,7 +131,7 @@ def clip_parts(parts: Sequence[Part], owned: Sequence[OwnedGradient], limit: Lim
     """Do what :func:`clip_grad_norm_` does for gradients in parts and gradients with owners."""
     tensors = [part.local for part in parts] + [part for gradient in owned for part in gradient.usable_parts()]
     if not parts and not owned:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device=torch.get_default_device())
     power = _power_over_ranks(parts, limit, (parts[0].local if parts else owned[0]).device)
     for owner, gradients in _by_owner(owned):
         mine = limit.power([part for g in gradients for part in g.usable_parts()], power.device)

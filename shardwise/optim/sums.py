@@ -108,7 +108,7 @@ class _Turns:
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2, timeout=60.0)
-        self._brought = [torch.zeros(()), torch.zeros(())]
+        self._brought = [torch.zeros((), device="cpu"), torch.zeros((), device="cpu")]
 
     def add_up(self, number: int, value: torch.Tensor) -> torch.Tensor:
         self._brought[number] = value

@@ -29,8 +29,8 @@ def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.d
     Raises: what the optimizer raises.
     """
     for shape, scale in zip(_SHAPES, _SCALES, strict=True):
-        noise = torch.Generator().manual_seed(0)
-        start, *gradients = (scale * torch.randn(shape, generator=noise) for _ in range(3))
+        noise = torch.Generator("cpu").manual_seed(0)
+        start, *gradients = (scale * torch.randn(shape, generator=noise, device="cpu") for _ in range(3))
         numel = start.numel()
         sizes = [numel * 20 // 48 // 2 * 2, numel - numel * 20 // 48 // 2 * 2]
         whole, states = _stepped(make, options, device, [start], [[gradient] for gradient in gradients])
@@ -45,9 +45,9 @@ def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.d
         if not error <= 1e-4 * change.abs().max() + 1e-6 * scale:
             return "updates a tensor that is cut in two in another way than the whole"
         if takes_sums(make, options, device):
-            halves = stepped_by_halves(
-                partial(_made, make), options, [part.to(device) for part in start.flatten().split(sizes)], cut
-            )
+            there = [part.to(device) for part in start.flatten().split(sizes)]
+            brought = [[part.to(device) for part in parts] for parts in cut]
+            halves = stepped_by_halves(partial(_made, make), options, there, brought)
             error = (whole[0].cpu().flatten() - torch.cat([part.cpu() for part in halves])).abs().max()
             if not error <= 1e-4 * change.abs().max() + 1e-6 * scale:
                 return "takes sums over all elements of a tensor, and more than those"

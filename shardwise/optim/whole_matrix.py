@@ -164,7 +164,7 @@ class WholeMatrixStep:
                 for piece, gradient in zip(matrix.pieces, gradients, strict=True):
                     local = local_of(piece)
                     tensors += [local, torch.zeros_like(local) if gradient is None else gradient]
-            sends.append([torch.tensor(flags, dtype=torch.uint8), *tensors])
+            sends.append([torch.tensor(flags, dtype=torch.uint8, device="cpu"), *tensors])
         expected = [
             [
                 Expected((len(meeting.mine),), torch.uint8),
@@ -193,7 +193,7 @@ class WholeMatrixStep:
     def _scatter(self, meeting: Meeting, status: int) -> _Scattered:
         ranks = meeting.ranks
         sends = [
-            [torch.tensor([status]), *(box.cut(leaf_of(m)) for m, box in all_boxes(meeting.mine, rank))]
+            [torch.tensor([status], device="cpu"), *(box.cut(leaf_of(m)) for m, box in all_boxes(meeting.mine, rank))]
             for rank in range(ranks.size)
         ]
         held = [[(m, piece) for m in meeting.owned_by(owner) for piece in m.pieces] for owner in range(ranks.size)]

@@ -123,7 +123,7 @@ def run_rank(rank: int, ranks: int, port: int) -> None:
 
 def _gather_s(numel: int) -> float:
     """Return the seconds for one of several units, so that what a forward takes for itself is spread."""
-    x = torch.zeros(1)
+    x = torch.zeros(1, device="cpu")
     with torch.no_grad():
         plain, sharded = ([_Idle(numel) for _ in range(_UNITS)] for _ in range(2))
         alone, together = nn.Sequential(*plain), fully_shard(nn.Sequential(*(fully_shard(each) for each in sharded)))
@@ -138,7 +138,7 @@ def _unit_and_update_s() -> tuple[float, float]:
     for unit in sharded:
         fully_shard(unit)
     fully_shard(sharded)
-    x = torch.zeros(1, 8)
+    x = torch.zeros(1, 8, device="cpu")
     alone, together = _own_s(lambda: plain(x).sum().backward()), _own_s(lambda: sharded(x).sum().backward())
     optimizer = torch.optim.AdamW(sharded.parameters(), fused=True)
     return max(together - alone, 0.0) / _UNITS, _own_s(optimizer.step) / (2 * _LAYERS * _UNITS)
@@ -147,7 +147,7 @@ def _unit_and_update_s() -> tuple[float, float]:
 class _Idle(nn.Module):
     def __init__(self, numel: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(numel))
+        self.weight = nn.Parameter(torch.zeros(numel, device="cpu"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.weight[0]

@@ -104,10 +104,23 @@ def _run_task(task: _Task) -> Answer:
             forget_meshes()
 
 
+def share_gpus(rank: int, num_ranks: int) -> Any:
+    """Choose the GPU of ``rank`` of ``num_ranks`` on this host, before it has a group; return it.  Ranks may share one."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    torch.cuda.set_device(rank % num_gpus)
+    if num_ranks > num_gpus:  # NCCL refuses ranks of one host that share a GPU, not those of several hosts
+        os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+    return torch.device("cuda", rank % num_gpus)
+
+
 def _make_group(task: _Task) -> None:
     import torch
     import torch.distributed as dist
 
+    if "nccl" in task.backend:
+        share_gpus(task.rank, task.num_ranks)
     dist.init_process_group(
         task.backend,
         store=dist.FileStore(task.store_path, task.num_ranks),
@@ -121,7 +134,7 @@ def _make_group(task: _Task) -> None:
 
 
 class WorkerPool:
-    """Run functions on ``num_ranks`` processes that are joined by a fresh gloo group per call.
+    """Run functions on ``num_ranks`` processes that are joined by a fresh group per call: gloo's, or as asked.
 
     Args:
         max_ranks: the largest ``num_ranks`` that :meth:`run` will be asked for.
@@ -176,7 +189,7 @@ class WorkerPool:
 
         Args:
             function: importable (module-level); it and its arguments picklable.
-            backend: of the group; "none" makes no process group.
+            backend: of the group; "none" makes no process group.  With NCCL every rank has a GPU, or shares one.
             timeout_s: after how many seconds the pool gives up.  group_timeout_s: after how many a collective does.
             fresh: call it in new processes: DTensor caches meshes with the names of their groups, and a later group of the
                 same shape may have other names.

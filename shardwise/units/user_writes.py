@@ -1,7 +1,7 @@
 """What users write to full parameters while those are registered: found, brought to the shards, or refused.
 
 What torch counts is found by version counters and addresses.  What it does not count (``.data``) shows in this rank's own
-rows, beside the shard that they were gathered from; on an accelerator the host would have to wait for that, so nobody looks.
+rows, beside the shard that they were gathered from; on an accelerator the host waits for that, in the first forwards alone.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _add_written(group: ShardGroup, found: Written) -> None:
 
 def _look_for_touched(group: ShardGroup, looks_at_all: bool) -> None:
     packing = group.packing
-    if packing is None or group.place.on.has_lanes or not group.is_collective:
+    if packing is None or not group.is_collective or not group.place.on.has_values:
         return
     for param in (param for bucket in packing.buckets for param in bucket.params):
         full = param.full

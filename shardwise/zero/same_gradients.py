@@ -80,13 +80,13 @@ def _gradient(param: torch.Tensor) -> torch.Tensor | None:
 
 def _sketch(gradient: torch.Tensor | None) -> Sketch:
     assert gradient is not None
-    noise = torch.Generator().manual_seed(0)
-    total = torch.zeros(NUM_PROJECTIONS, dtype=torch.float64)
+    noise = torch.Generator("cpu").manual_seed(0)
+    total = torch.zeros(NUM_PROJECTIONS, dtype=torch.float64, device="cpu")
     square = 0.0
     for chunk in gradient.split(CHUNK_NUMEL // NUM_PROJECTIONS):
         values = torch.view_as_real(chunk).reshape(-1) if chunk.is_complex() else chunk
         values = values.to("cpu", torch.float64)
-        signs = torch.randint(0, 2, (NUM_PROJECTIONS, values.numel()), generator=noise, dtype=torch.int8)
+        signs = torch.randint(0, 2, (NUM_PROJECTIONS, values.numel()), generator=noise, dtype=torch.int8, device="cpu")
         total += (signs.double() * 2 - 1) @ values
         square += float(values.square().sum())
     return Sketch(math.sqrt(square), total.tolist(), min(256 * torch.finfo(gradient.dtype).eps, 0.02))

@@ -1,4 +1,4 @@
-"""What only a GPU shows: streams, buffer lifetimes, inputs moved to the device.  NCCL groups of one or two ranks."""
+"""What only a GPU shows: streams, buffer lifetimes, inputs moved to the device.  One or two ranks, who may share a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from shardwise.plan.memory import peak_bytes
 from shardwise.testing.models import Block
 
 pytestmark = pytest.mark.gpu
-NUM_RANKS = max(1, min(torch.cuda.device_count(), 2))
 
 
 def on_gpu() -> torch.device:
@@ -50,7 +49,7 @@ def test_root_moves_inputs_to_the_device() -> None:
     model(torch.randn(3), (torch.randn(3), torch.randn(3)), z={"w": torch.randn(1)}).sum().backward()
 
 
-@on_ranks(NUM_RANKS, backend="nccl", fresh=True)
+@on_ranks(1, 2, backend="nccl", fresh=True)
 @pytest.mark.parametrize("offload", [OffloadPolicy(), CPUOffloadPolicy()])
 @pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)])
 def test_equals_torch_fsdp2(offload: OffloadPolicy, precision: MixedPrecisionPolicy) -> None:
@@ -80,7 +79,7 @@ def test_equals_torch_fsdp2(offload: OffloadPolicy, precision: MixedPrecisionPol
         assert torch.equal(losses[0], losses[1]), step
 
 
-@on_ranks(NUM_RANKS, backend="nccl", fresh=True)
+@on_ranks(1, 2, backend="nccl", fresh=True)
 def test_buffers_outlive_slow_streams() -> None:
     device = on_gpu()
     model, reference = build(), build()
@@ -117,7 +116,7 @@ def build_behind(door: str, device: torch.device, **kwargs: object) -> nn.Module
     return replicate(nn.Sequential(*(Block(256, 512) for _ in range(4))).to(device), **kwargs)
 
 
-@on_ranks(NUM_RANKS, backend="nccl", fresh=True)
+@on_ranks(1, 2, backend="nccl", fresh=True)
 @pytest.mark.parametrize("door", ["fully_shard", "replicate"])
 def test_the_host_waits_for_nothing_in_a_step(door: str) -> None:
     device = on_gpu()
@@ -132,7 +131,7 @@ def test_the_host_waits_for_nothing_in_a_step(door: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@on_ranks(NUM_RANKS, backend="nccl", fresh=True)
+@on_ranks(1, 2, backend="nccl", fresh=True)
 @pytest.mark.parametrize("door", ["fully_shard", "replicate"])
 @pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)])
 def test_a_step_leaves_no_memory_behind(door: str, precision: MixedPrecisionPolicy) -> None:
@@ -148,7 +147,7 @@ def test_a_step_leaves_no_memory_behind(door: str, precision: MixedPrecisionPoli
     assert held[-1] == held[-2] == held[-3]
 
 
-@on_ranks(NUM_RANKS, backend="nccl", fresh=True)
+@on_ranks(1, 2, backend="nccl", fresh=True)
 def test_replicas_reduce_what_has_been_packed() -> None:
     device = on_gpu()
     model, reference = build_behind("replicate", device), build_behind("replicate", device)

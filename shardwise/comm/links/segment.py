@@ -111,7 +111,7 @@ class Segment:
         The mapping lives as long as the storage.
         """
         if not numel:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
 

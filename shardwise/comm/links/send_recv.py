@@ -99,7 +99,7 @@ class PeerLink:
 
     def _exchange(self, words: list[int]) -> _Exchange:
         self._span += 1
-        mine = torch.tensor([self._span, *words], dtype=torch.int64)
+        mine = torch.tensor([self._span, *words], dtype=torch.int64, device="cpu")
         theirs = {peer: torch.empty_like(mine) for peer in self.peers}
         works = [self.send(mine, peer, _TAG_SPAN) for peer in self.peers]
         works += [self.recv(theirs[peer], peer, _TAG_SPAN) for peer in self.peers]

@@ -279,7 +279,9 @@ class _Gather:
             # Somebody sends it: a message that nobody takes would be taken for the next one.
             sizes = [(bucket.layout.section_numel, bucket.full_dtype) for bucket in pieces.buckets()]
             with contextlib.suppress(RuntimeError):  # of a closed connection nothing is taken
-                self._receive([{p: torch.empty(n, dtype=d) for p in link.between.peers} for n, d in sizes])
+                self._receive(
+                    [{p: torch.empty(n, dtype=d, device="cpu") for p in link.between.peers} for n, d in sizes]
+                )
         link.keep_strays(self.recvs)
         unfinished.keep(link.between.group, self._sends, self._sections)
         self._sends = []

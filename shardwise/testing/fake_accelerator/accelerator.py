@@ -35,6 +35,7 @@ class FakeAccelerator:
     """
 
     has_lanes = can_pin = True
+    has_values = False
 
     def __init__(self, keeps_works: bool = False) -> None:
         self._doing = "nothing"

@@ -25,6 +25,7 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=4, help="the largest world size (default 4)")
     parser.add_argument("--seed", type=int, default=0, help="of the campaign; the same seed gives the same cases")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks; they may share a GPU")
     parser.add_argument("--area", default="", help=f"one or several of {','.join(AREAS)} (default: all)")
     parser.add_argument("--avoid", default="", help="leave out cases that use one of these, e.g. Follower,convert")
     parser.add_argument("--found", type=Path, default=Path("found"), help="folder for the scripts of failures")
@@ -47,7 +48,7 @@ def main() -> None:
         if args.table is not None:
             put_table(args.table, table_of(found, max_cases, args.seed))
         sys.exit(not all(found.values()))
-    with Runner() as runner:
+    with Runner(device=args.device) as runner:
         campaign = Campaign(runner, args.found, lambda line: print(line, flush=True), _names(args.avoid))
         if args.replay is not None:
             outcome = campaign.take(from_json(_json_in(args.replay.read_text())))

@@ -64,13 +64,13 @@ MAKERS: dict[str, Maker] = {
 }
 
 
-def mesh_of(meshes: Meshes, num_ranks: int, kind: str) -> DeviceMesh | None:
+def mesh_of(meshes: Meshes, num_ranks: int, kind: str, device: str) -> DeviceMesh | None:
     """Return the mesh that settings name; made once, for groups are not given back."""
     if kind == "flat":
         return None
     if (num_ranks, kind) not in meshes:
         names = ("replica", "shard") if kind == "hybrid" else ("data", "heads")
-        meshes[num_ranks, kind] = init_device_mesh("cpu", (num_ranks // 2, 2), mesh_dim_names=names)
+        meshes[num_ranks, kind] = init_device_mesh(device, (num_ranks // 2, 2), mesh_dim_names=names)
     return meshes[num_ranks, kind]
 
 
@@ -81,23 +81,24 @@ class EngineSide(Side):
         watch: counts full parameters, behind doors that shard.
     """
 
-    def __init__(self, play: Play, seat: Seat, contender: Contender, meshes: Meshes) -> None:
-        super().__init__(play, seat)
+    def __init__(self, play: Play, seat: Seat, contender: Contender, meshes: Meshes, device: str = "cpu") -> None:
+        super().__init__(play, seat, device)
         self.contender = contender
         self._maker = MAKERS[contender.door]
         self._meshes = meshes
-        self.model = self.net = self._sharded(self.hooked(play.build()))
+        self.model = self.net = self._sharded(self.hooked(play.build().to(device)))
         if self._maker.is_ours and contender.door in ("fully_shard", "shard_model"):
             cast(Any, self.model).set_transport(contender.transport)
         shards = self.settings.mesh != "tensor" and seat.num_ranks > 1  # else full parameters may be DTensors too
-        self._is_counted = self._maker.is_ours and self._maker.reshards and shards
+        # On an accelerator units are padded for its kernels: more is planned than modules have registered.
+        self._is_counted = self._maker.is_ours and self._maker.reshards and shards and device == "cpu"
         self.watch = Watch(self.net) if self._is_counted else None
         # Of parameters that stay what they are every rank's own gradients show until they are averaged, as under DDP.
         self._shows_unsynced = contender.door == "replicate_older"
         self.remake_optimizer()
 
     def _sharded(self, model: nn.Module) -> nn.Module:
-        mesh = mesh_of(self._meshes, self.seat.num_ranks, self.settings.mesh)
+        mesh = mesh_of(self._meshes, self.seat.num_ranks, self.settings.mesh, self.device)
         if mesh is not None and self.settings.mesh == "tensor":
             plan = {
                 f"{path}.{name}".removeprefix("."): how

@@ -44,45 +44,46 @@ class Told:
         return any(tale.raised is not None for tale in self.tales)
 
 
-def make_side(play: Play, seat: Seat, contender: Contender) -> Side:
+def make_side(play: Play, seat: Seat, contender: Contender, device: str) -> Side:
     """Return the ``s`` of a program for ``contender``.  Collective."""
     if contender.door in MAKERS:
-        return EngineSide(play, seat, contender, _meshes)
-    return ZeroSide(play, seat, contender)
+        return EngineSide(play, seat, contender, _meshes, device)
+    return ZeroSide(play, seat, contender, device)
 
 
-def run_rank(text: str, contenders: Sequence[Contender], phase: int = 0, folder: str = "") -> Told:
+def run_rank(text: str, contenders: Sequence[Contender], phase: int = 0, folder: str = "", device: str = "cpu") -> Told:
     """Carry out a phase of the text as each of ``contenders``, on this rank; checkpoints between phases go to ``folder``."""
     play = Play.load(text)
     tales: list[Tale] = []
     for contender in contenders:
-        tales.append(_run(play, contender, phase, folder))
+        tales.append(_run(play, contender, phase, folder, device))
         if tales[-1].raised is not None:
             break
     gc.collect(1)
     return Told(tuple(tales))
 
 
-def warm_up(fault: str = "") -> None:
+def warm_up(fault: str = "", device: str = "cpu") -> None:
     """Import and build what is made on first use; plant ``fault``, for the fuzzer's own test."""
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     if fault:
         plant(fault)
-    model = nn.Linear(4, 4)
+    torch.backends.cudnn.enabled = device == "cpu"  # its convolutions round even whole numbers
+    model = nn.Linear(4, 4, device=device)
     shardwise.fully_shard(model)
-    model(torch.ones(1, 4)).sum().backward()
+    model(torch.ones(1, 4, device=device)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def _run(play: Play, contender: Contender, number: int, folder: str) -> Tale:
+def _run(play: Play, contender: Contender, number: int, folder: str, device: str) -> Tale:
     tale = Tale()
     start = time.perf_counter()
     phase = play.phases[number]
     seat = Seat.of(dist.get_rank(), dist.get_world_size(), play.settings.mesh)
     try:
         with _parts_from(play.settings.large_numel), faults_at_work(is_ours(contender)):
-            side = make_side(play, seat, phase.contender(contender))
+            side = make_side(play, seat, phase.contender(contender), device)
             if phase.then is not None:
                 read(side.net, side.optimizer, f"{folder}/{number}", phase.then[0])
                 tale.records.append(side.record("loaded"))

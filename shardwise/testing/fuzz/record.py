@@ -156,7 +156,7 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
 
 def _values(tensor: Tensor) -> Array:
     whole = tensor.detach()
-    return (whole.dequantize() if isinstance(whole, Codes) else whole).to(torch.float64, copy=True).numpy()
+    return (whole.dequantize() if isinstance(whole, Codes) else whole).to("cpu", torch.float64, copy=True).numpy()
 
 
 def parts_in(value: Any, prefix: str) -> dict[str, Part | None]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwise.testing.fuzz import peers
 from shardwise.testing.fuzz.case import Case, Contender
@@ -42,14 +43,17 @@ class Runner:
 
     Args:
         limit_s: how long one contender may take before it counts as hanging.
+        device: "cpu" or "cuda", of the ranks; one process alone computes on the host.
         fault: a name of :data:`shardwise.testing.fuzz.faults.FAULTS` to plant in the ranks, for the test of the fuzzer.
 
     Attributes:
         is_careful: replace the processes after every error that is not ours.
     """
 
-    def __init__(self, limit_s: float = LIMIT_S, fault: str = "") -> None:
+    def __init__(self, limit_s: float = LIMIT_S, fault: str = "", device: str = "cpu") -> None:
         self._limit_s = limit_s
+        self._device = device
+        self._backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
         self._fault = fault
         self._pools: dict[int, WorkerPool] = {}
         self._warm: set[int] = set()
@@ -148,6 +152,7 @@ class Runner:
         answers = pool.attempt(
             run_rank,
             num_ranks=num_ranks,
+            backend=self._backend,
             timeout_s=self._limit_s * (1 + len(contenders) / 4),
             group_timeout_s=4 * self._limit_s,
             is_failure=_is_broken,
@@ -155,6 +160,7 @@ class Runner:
             contenders=list(contenders),
             phase=phase,
             folder=folder,
+            device=self._device,
         )
         if not any(answer.error for answer in answers):
             return [answer.value for answer in answers]
@@ -168,9 +174,9 @@ class Runner:
             self._pools[num_ranks] = WorkerPool(num_ranks, 120.0, keeps_group=True, preload=PRELOAD)
         pool = self._pools[num_ranks]
         if num_ranks not in self._warm:
-            pool.attempt(
-                warm_up, num_ranks=num_ranks, timeout_s=120.0, group_timeout_s=4 * self._limit_s, fault=self._fault
-            )
+            times: dict[str, Any] = {"timeout_s": 120.0, "group_timeout_s": 4 * self._limit_s}
+            asked: dict[str, Any] = {"fault": self._fault, "device": self._device}
+            pool.attempt(warm_up, num_ranks=num_ranks, backend=self._backend, **times, **asked)
             self._warm.add(num_ranks)
         return pool
 

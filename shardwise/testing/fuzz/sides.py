@@ -101,16 +101,18 @@ class Side:
         model: what is called.  net: the module itself, whose parameters have the names of the plain model's.
         kept: tensors that the program keeps, by name; compared at every moment.
         hidden: kinds of values that cannot be seen now.
+        device: of parameters and batches.
     """
 
     model: nn.Module
     net: nn.Module
     optimizer: Optimizer
 
-    def __init__(self, play: Play, seat: Seat) -> None:
+    def __init__(self, play: Play, seat: Seat, device: str = "cpu") -> None:
         self.play = play
         self.seat = seat
         self.settings = play.settings
+        self.device = device
         self.rank = seat.data_rank
         self.dtype: torch.dtype = getattr(torch, play.settings.dtype)
         self.exact = play.settings.arithmetic == "integers"
@@ -128,7 +130,7 @@ class Side:
             whole = torch.randint(-4, 4, (rows, WIDTH), generator=generator).to(self.dtype)
         else:
             whole = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64).to(self.dtype)
-        mine = whole.chunk(self.seat.num_data_ranks)[self.seat.data_rank].clone()
+        mine = whole.chunk(self.seat.num_data_ranks)[self.seat.data_rank].clone().to(self.device)
         if watched:
             mine.requires_grad_()
             self._watched.append((number, mine))
@@ -140,7 +142,7 @@ class Side:
         if not self.exact:
             return y.square().mean()
         generator = torch.Generator().manual_seed(self.play.seed)
-        coefficients = torch.randint(-2, 3, y.shape, generator=generator).to(y.dtype)
+        coefficients = torch.randint(-2, 3, y.shape, generator=generator).to(y)
         return (y * coefficients).sum() * self.seat.num_data_ranks
 
     # ---- what a program does ----
@@ -183,7 +185,7 @@ class Side:
 
     def hook_reductions(self, path: str, factor: float, streamed: bool) -> None:
         """Let a hook multiply what has been reduced of the unit of the module at ``path``."""
-        stream = torch.Stream("cpu") if streamed else None
+        stream = torch.Stream(self.device) if streamed else None
         self.unit(path).set_all_reduce_hook(lambda flat: flat.mul_(factor), stream=stream)
 
     def hook_gradient(self, name: str, factor: float, follows: bool) -> None:

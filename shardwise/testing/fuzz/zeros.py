@@ -34,10 +34,10 @@ class ZeroSide(Side):
     backward).
     """
 
-    def __init__(self, play: Play, seat: Seat, contender: Contender) -> None:
-        super().__init__(play, seat)
+    def __init__(self, play: Play, seat: Seat, contender: Contender, device: str) -> None:
+        super().__init__(play, seat, device)
         self.contender = contender
-        self.net = self.model = play.build()
+        self.net = self.model = play.build().to(device)
         self._is_reduced = False
         self.held = ExitStack()  # no_sync(), while gradients are held back
         self._hooked: DistributedDataParallel | None = None

@@ -23,7 +23,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "empty": (
         "values = {name: tensor.clone() for name, tensor in s.net.state_dict().items()}",
         "s.zero_grad()",
-        "s.net.to_empty(device='cpu')",
+        "s.net.to_empty(device=s.device)",
         "s.net.load_state_dict(values)",
     ),
 }

@@ -1,0 +1,106 @@
+"""A rank that will not come, where the others wait for it in a kernel: named on all of them, and nobody hangs or is aborted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import ShardwiseError, ZeroRedundancyOptimizer, fully_shard, replicate
+from shardwise.testing import WorkerPool
+from shardwise.testing.models import Block
+from shardwise.testing.pool import share_gpus
+
+pytestmark = pytest.mark.gpu
+DOORS = ("fully_shard", "replicate", "zero")
+
+
+def build(door: str, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(Block(256, 512) for _ in range(3))).to(device)
+    if door == "zero":
+        ddp = nn.parallel.DistributedDataParallel(model)
+        return ddp, ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    if door == "fully_shard":
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+    else:
+        replicate(model)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def lose_one(door: str, how: str, store: str, limit_s: float) -> tuple[str, str, float]:
+    """Train two steps; in the third rank 1 does ``how``.  Returns what this rank raises, its text, and after how long."""
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else torch ends the process, if NCCL finds it out first
+    rank = int(os.environ["RANK"])
+    device = share_gpus(rank, 2)
+    limit = timedelta(seconds=limit_s)
+    dist.init_process_group("nccl", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=limit)
+    model, optimizer = build(door, device)
+    x = torch.ones(4, 256, device=device)
+    begin = time.monotonic()
+    try:
+        for step in range(20):
+            loss = model(x).square().mean()
+            if step == 2:
+                begin = time.monotonic()
+                if rank == 1 and how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if rank == 1 and how == "raise":
+                    raise KeyError("planted")
+                if rank == 1:  # it goes away for longer than others wait
+                    time.sleep(2 * limit_s)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(("how", "timeout_s", "most_s"), [("kill", 300.0, 15.0), ("late", 20.0, 30.0)])
+def test_who_waits_for_it_says_its_name(
+    door: str, how: str, timeout_s: float, most_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.testing.pool.GRACE_S", most_s)  # for what is tested
+    with WorkerPool(2, 90.0) as pool:
+        asked = {"door": door, "how": how, "store": f"{tmp_path}/store"}
+        answers = pool.attempt(lose_one, num_ranks=2, backend="none", limit_s=timeout_s, **asked)
+    kind, text, seconds = answers[0].value
+    assert kind == "TransportError", answers[0]
+    assert "rank 1" in text
+    assert ("is gone" in text) == (how == "kill"), text
+    assert seconds < most_s
+
+
+def differing(kind: str) -> str:
+    device = torch.device("cuda", torch.cuda.current_device())
+    width = 8 + dist.get_rank() * (kind == "width")
+    model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), *[nn.Linear(width, 8)] * (kind != "block" or dist.get_rank()))
+    if kind == "dtype" and dist.get_rank():
+        model.bfloat16()
+    if kind == "frozen" and dist.get_rank():
+        model[0].requires_grad_(False)
+    try:
+        fully_shard(model.to(device))
+        model(torch.ones(2, 8, device=device, dtype=next(model.parameters()).dtype)).sum().backward()
+        torch.cuda.synchronize()
+    except ShardwiseError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["width", "block", "dtype", "frozen"])
+def test_ranks_that_differ_are_told_before_the_first_kernel(kind: str, pool: WorkerPool) -> None:
+    found = pool.run(differing, num_ranks=2, backend="nccl", fresh=True, kind=kind)
+    assert all(text.startswith("DesyncError") for text in found), found

@@ -1,0 +1,124 @@
+"""What waits in a kernel is told who will not come: by a thread beside, which asks nobody while anything moves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from shardwise import TransportError, black_box
+from shardwise.comm import device_watch
+from shardwise.comm.alive import announce, say_left
+from shardwise.comm.device_watch import DeviceWatch, raise_in
+from shardwise.comm.last_words import put
+
+
+class Child:
+    """A process that stands for a rank."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        announce(store, rank)
+        key = f"shardwise/process/{rank}"
+        note = json.loads(store.get(key))
+        store.set(key, json.dumps([*note[:-1], self._process.pid]))
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def child(store: dist.Store) -> Iterator[Child]:
+    found = Child(store, 1)
+    yield found
+    found.kill()
+
+
+def watch_of(store: dist.Store, limit_s: float = 60.0, rank: int = 0, size: int = 2) -> DeviceWatch:
+    return DeviceWatch(store, rank, range(size), limit_s, lambda: True, lambda: None)
+
+
+def test_a_process_that_has_ended_is_named(store: dist.Store, child: Child) -> None:
+    watch = watch_of(store)
+    assert watch.reason(store, 3.0) == ""
+    child.kill()
+    assert watch.reason(store, 3.0).startswith(
+        "rank 1 is gone (it has left no word: killed, or ended by its own program); rank 0 waits for it in a kernel"
+    )
+
+
+def test_its_last_error_is_cited(store: dist.Store, child: Child) -> None:
+    put(store, 1, "KeyError: 7")
+    child.kill()
+    assert "rank 1 is gone; the last error of rank 1: KeyError: 7; rank 0 waits" in watch_of(store).reason(store, 3.0)
+
+
+def test_ranks_that_cannot_see_it_hear_of_it(store: dist.Store) -> None:
+    far = watch_of(store, rank=100, size=200)
+    say_left(store, 1)
+    assert far.reason(store, 3.0) == ""  # no neighbour
+    assert watch_of(store, size=200).reason(store, 3.0)
+    assert "rank 1 is gone" in far.reason(store, 3.0)
+
+
+def test_a_rank_that_is_there_has_the_timeout_of_the_group(store: dist.Store, child: Child) -> None:
+    watch = watch_of(store, limit_s=9.0)
+    assert watch.reason(store, 8.9) == ""
+    found = watch.reason(store, 9.0)
+    assert "rank 0 has waited in a kernel for 9 s: rank 1 said nothing" in found
+
+
+def test_who_waits_raises_before_it_sees_what_it_has_waited_for() -> None:
+    is_over, seen = threading.Lock(), list[bool]()
+    is_over.acquire()
+    main = threading.get_ident()
+
+    def end() -> None:
+        time.sleep(0.2)
+        raise_in(main, "rank 1 is gone")
+        is_over.release()
+
+    threading.Thread(target=end).start()
+    with pytest.raises(TransportError, match="rank 1 is gone"):
+        seen.append(is_over.acquire())
+    assert not seen
+
+
+@pytest.mark.parametrize(("is_busy", "moves"), [(True, False), (False, False), (True, True)])
+def test_nobody_is_asked_while_anything_moves(
+    is_busy: bool, moves: bool, store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, told = list[float](), threading.Event()
+    job: list[dist.Store | None] = [store]
+    monkeypatch.setattr(device_watch, "store_of_job", lambda: job[0])
+    monkeypatch.setattr(device_watch, "_LOOK_S", 0.02)
+    monkeypatch.setattr(device_watch, "_STILL_S", 0.1)
+
+    class Listening(DeviceWatch):
+        def reason(self, store: dist.Store, waited_s: float) -> str:
+            asked.append(waited_s)
+            return "somebody is gone"
+
+        def tell(self, reason: str) -> None:
+            told.set()
+
+    Listening(store, 0, range(2), 60.0, lambda: is_busy, lambda: None).start()
+    end = time.monotonic() + 0.6
+    while time.monotonic() < end and not told.is_set():
+        if moves:
+            black_box.note("all-gather")
+        time.sleep(0.01)
+    job[0] = None  # ends the thread
+    assert told.is_set() == (is_busy and not moves) == bool(asked)
