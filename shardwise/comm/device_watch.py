@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ _LOOK_S = 0.5
 _STILL_S = 2.0  # for which nothing has moved on the host
 _NEAR = 8  # ranks of a host are neighbours: that many on each side are looked after, and what one finds all are told
 _COMES_BACK_S = 30.0  # once the collectives are ended
+_ASKING_S = 8.0  # for the others to say why
 _PART_OF_TIMEOUT = 0.9  # torch ends the process when all of it is over
 _TOLD = "shardwise/lost in a kernel"
 
@@ -48,10 +50,12 @@ def watch_device(device: torch.device) -> None:
     if device.type == "cpu" or store is None or world is None or world.size() == 1 or store in _watches:
         return
     stream = torch.accelerator.current_stream(device)
-    limit_s = _PART_OF_TIMEOUT * patience_s(world, device)
+    timeout_s = patience_s(world, device)
+    limit_s = max(min(_PART_OF_TIMEOUT * timeout_s, timeout_s - _ASKING_S), timeout_s / 2)
     watch = DeviceWatch(store, dist.get_rank(), range(world.size()), limit_s, lambda: not stream.query(), abort_groups)
     _watches[store] = watch
     watch.start()
+    Finalize(None, watch.end_process, exitpriority=-1000)
 
 
 class DeviceWatch:
@@ -81,6 +85,7 @@ class DeviceWatch:
         self._waiter = threading.get_ident()
         self._began = time.monotonic()
         self._pid = os.getpid()
+        self._has_told = False
 
     def start(self) -> None:
         """Begin; it ends with the default process group."""
@@ -125,17 +130,32 @@ class DeviceWatch:
         leave(reason)
         # torch may end the process first: its own watch finds connections that were closed.
         print(f"shardwise: {reason}", file=sys.stderr, flush=True)
-        heard = raise_in(self._waiter, reason)
-        threading.Thread(target=self._abort, daemon=True).start()  # it may itself wait for the device
+        self._has_told = True
+        aborting = threading.Thread(
+            target=self._abort, name="shardwise-abort", daemon=True
+        )  # it may wait for the device
+        heard = raise_in(self._waiter, reason, lambda: aborting.join(_COMES_BACK_S))
+        aborting.start()
         if not heard.wait(_COMES_BACK_S) and self._store() is not None:
             print("shardwise: the kernel does not end; this process does", file=sys.stderr, flush=True)
             os._exit(1)
 
+    def end_process(self) -> None:
+        """At the end of this process: end it without torch's destructors if an error has ended it, or its groups are ended.
 
-def raise_in(thread: int, reason: str) -> threading.Event:
+        They would wait for the rank that is lost, and then abort.
+        """
+        is_lost = self._has_told or getattr(sys, "last_value", None) is not None
+        if os.getpid() == self._pid and is_lost and self._store() is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def raise_in(thread: int, reason: str, first: Callable[[], None] = lambda: None) -> threading.Event:
     """Let a TransportError be raised in ``thread`` as soon as it runs Python again: before it sees what it has waited for.
 
-    Returns: what is set then.
+    Returns: what is set then.  ``first``: what ``thread`` calls before it goes on.
     """
     heard = threading.Event()
 
@@ -143,6 +163,7 @@ def raise_in(thread: int, reason: str) -> threading.Event:
         def __init__(self) -> None:
             super().__init__(reason)
             heard.set()
+            first()
 
     Found.__name__, Found.__qualname__, Found.__module__ = "TransportError", "TransportError", TransportError.__module__
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Found))
