@@ -153,7 +153,9 @@ class Plan:
     def memory(self, candidate: Candidate | None = None) -> RankMemory:
         """Return what a rank holds over the step of ``candidate``, by default that of :meth:`code`."""
         chosen = candidate or self._chosen()
-        return memory_over_step(self._profile(chosen), chosen.setting, self.hardware.device)
+        return memory_over_step(
+            self._profile(chosen), chosen.setting, self.hardware.device, self.hardware.library_bytes
+        )
 
     def to_json(self) -> str:
         """Return everything as JSON: bytes, seconds."""

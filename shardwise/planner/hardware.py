@@ -32,6 +32,7 @@ class Hardware:
         flops_per_s: dense, by precision ("fp32", "bf16"), of the data sheet.  efficiency: the part that matrix products
             of transformers reach.
         memory_bytes_per_s: of the device.
+        library_bytes: of ``memory_bytes``, that libraries of the device work in.
         host_s_per_op: for launching one operation.  host_s_per_unit: for one unit, forward and backward.
         host_s_per_update: of the optimizer for one parameter of a unit, beside its elements.
         inside, between: links within a host and between hosts.  host_memory: to the memory of the host (offload).
@@ -64,10 +65,22 @@ class Hardware:
     op_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     cast_elements_per_s: float = 0.0
     update_elements_per_s: float = 0.0
+    library_bytes: int = 0
 
 
 GB = 1e9
 GIB = 2**30
+
+
+def cublas_bytes(capability: int) -> int:
+    """Return the bytes that torch gives to cuBLAS on a GPU of this major compute capability.
+
+    A workspace for the thread of forward and one for that of backward.  Source: ``CUBLAS_WORKSPACE_CONFIG`` in torch's notes
+    on reproducibility, and what an H100 showed.
+    """
+    return 2 * (32 * 2**20 if capability >= 9 else 2 * 4096 * 2**10 + 8 * 16 * 2**10)
+
+
 _H100 = Hardware(
     name="H100 80 GB, NVLink 4, 8 in a host, 400 Gbit/s each between hosts",
     device="cuda",
@@ -78,6 +91,7 @@ _H100 = Hardware(
     between=Wire(45 * GB, 8e-6),
     host_memory=Wire(50 * GB, 1e-5),
     efficiency=0.55,
+    library_bytes=cublas_bytes(9),
 )
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {
@@ -90,6 +104,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
             inside=Wire(235 * GB, 3e-6),
             between=Wire(22 * GB, 8e-6),
             host_memory=Wire(24 * GB, 1e-5),
+            library_bytes=cublas_bytes(8),
         ),
         "h100": _H100,
         "h200": replace(

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.errors import ConfigError
 from shardwise.planner.rank_memory import KINDS, RankMemory
 
-COLOURS = ("#4c72b0", "#8172b3", "#937860", "#55a868", "#c44e52", "#dd8452", "#64b5cd", "#cccccc")
+COLOURS = ("#4c72b0", "#8172b3", "#937860", "#55a868", "#c44e52", "#dd8452", "#64b5cd", "#cccccc", "#8c8c8c")
 
 
 def draw_memory(memory: RankMemory, title: str, room: float, path: Path) -> None:

@@ -23,6 +23,7 @@ KINDS = (
     "staging",  # of collectives
     "activations",  # and temporaries of operations
     "idle buffers",  # of the pool, on CPU; elsewhere the device's allocator has them
+    "libraries",  # what those of an accelerator work in
 )
 UPDATE = "optimizer step"  # the last edge of a step
 _CLASSES_PER_DOUBLING_BITS = 4
@@ -97,12 +98,15 @@ class _Pool:
 class _Rank:
     """What is held now."""
 
-    def __init__(self, profile: Profile, units: Sequence[RankUnit], setting: Setting, device: str) -> None:
+    def __init__(
+        self, profile: Profile, units: Sequence[RankUnit], setting: Setting, device: str, library_bytes: int
+    ) -> None:
         self.units = units
         self.setting = setting
         self.on_cpu = device == "cpu"
         self.pool = _Pool(self.on_cpu)
         self.held = dict.fromkeys(KINDS, 0)
+        self.held["libraries"] = library_bytes
         self.moments: list[Moment] = []
         self.edge = ""
         self.is_on_host = setting.offload and not self.on_cpu
@@ -248,15 +252,18 @@ class _Rank:
         self.held["gradients"] = sum(self.kept)
 
 
-def memory_of(profile: Profile, units: Sequence[RankUnit], steps: Steps, setting: Setting, device: str) -> RankMemory:
+def memory_of(
+    profile: Profile, units: Sequence[RankUnit], steps: Steps, setting: Setting, device: str, library_bytes: int = 0
+) -> RankMemory:
     """Return what one rank holds over a step, once warm.
 
     Args:
         profile: of the precision and recomputation of ``setting``.
         units, steps: of ``setting``.
         device: "cpu" or an accelerator: on CPU our own pool keeps buffers, there the device's allocator does.
+        library_bytes: of that allocator, that libraries keep.
     """
-    rank = _Rank(profile, units, setting, device)
+    rank = _Rank(profile, units, setting, device, library_bytes)
     if setting.door not in UNIT_DOORS:
         return _under_ddp(rank, profile, units, steps)
     for _ in range(2 if rank.on_cpu else 1):  # the second time the pool is warm

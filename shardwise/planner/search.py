@@ -127,7 +127,7 @@ def evaluate(profile: Profile, setting: Setting, hardware: Hardware) -> Candidat
         setting = _routed(setting, max(hardware.ranks_per_host // setting.tensor, 1))
     units = rank_units(profile, setting, hardware.device)
     steps = steps_of(profile, units, setting.depth)
-    memory = memory_of(profile, units, steps, setting, hardware.device)
+    memory = memory_of(profile, units, steps, setting, hardware.device, hardware.library_bytes)
     numel = profile.numel
     padded = sum(unit.padding_ratio * sum(profile.params[p].numel for p in unit.params) for unit in units)
     return Candidate(
@@ -151,10 +151,10 @@ def _routed(setting: Setting, ranks_per_host: int) -> Setting:
     return replace(setting, transport=SEND_RECV if ranks_per_host == 1 else TIERS, hosts=shards // ranks_per_host)
 
 
-def memory_over_step(profile: Profile, setting: Setting, device: str) -> RankMemory:
+def memory_over_step(profile: Profile, setting: Setting, device: str, library_bytes: int = 0) -> RankMemory:
     """Return the moments of the step of ``setting``."""
     units = rank_units(profile, setting, device)
-    return memory_of(profile, units, steps_of(profile, units, setting.depth), setting, device)
+    return memory_of(profile, units, steps_of(profile, units, setting.depth), setting, device, library_bytes)
 
 
 @dataclass(slots=True)

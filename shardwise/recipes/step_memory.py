@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shardwise import describe_units, torch_private
 from shardwise.plan.visits import Edge
 from shardwise.planner.dry_run import dry_run
+from shardwise.planner.hardware import cublas_bytes
 from shardwise.planner.rank_memory import UPDATE, RankMemory
 from shardwise.planner.search import memory_over_step
 from shardwise.planner.setting import ROUTES, Setting
@@ -205,7 +206,9 @@ def planned_memory(config: TrainConfig, vocabulary: int, ranks: RunRanks, model:
         if config.model_from is None:
             raise
         return None
-    return memory_over_step(run.profile, setting, ranks.device.type)
+    capability = torch.cuda.get_device_capability(ranks.device)[0] if ranks.device.type == "cuda" else 0
+    library_bytes = cublas_bytes(capability) if capability else 0
+    return memory_over_step(run.profile, setting, ranks.device.type, library_bytes)
 
 
 def planned_model(config: TrainConfig, vocabulary: int) -> nn.Module:

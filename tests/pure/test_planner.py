@@ -173,7 +173,7 @@ def test_a_thousand_ranks_cost_no_more_planning_than_two() -> None:
 def test_what_fits_nowhere_gets_the_smallest_change_that_makes_it_fit() -> None:
     profiles = {False: a_profile(8), True: a_profile(8, recompute=True)}
     choices = Choices(doors=("full",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
-    tight = replace(HARDWARE["h100"], memory_bytes=50 * MB, usable=1.0)
+    tight = replace(HARDWARE["h100"], memory_bytes=50 * MB, library_bytes=0, usable=1.0)
     found = Search(lambda _, recompute, __: profiles[recompute], 8, tight, choices).run()
     assert not any(candidate.fits for candidate in found.candidates)
     assert found.changes[0].words == "recompute blocks in backward"
@@ -184,7 +184,7 @@ def test_what_fits_nowhere_gets_the_smallest_change_that_makes_it_fit() -> None:
 def test_state_that_is_too_large_needs_more_ranks() -> None:
     profile = a_profile(8, recompute=True)
     choices = Choices(doors=("full",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
-    tight = replace(HARDWARE["h100"], memory_bytes=60 * MB, usable=1.0)
+    tight = replace(HARDWARE["h100"], memory_bytes=60 * MB, library_bytes=0, usable=1.0)
     found = Search(lambda *_: profile, 2, tight, choices).run()
     more = next(change for change in found.changes if "ranks in place of 2" in change.words)
     assert more.best.fits
@@ -304,3 +304,15 @@ def test_what_is_read_from_shared_memory_takes_the_rank_that_reads_it() -> None:
     copied = 3 * 3 * BLOCK + 2 * NORM
     assert slow.step_s - fast.step_s == pytest.approx(copied * (1 / 1e9 - 1 / 4e9))
     assert slow.compute_s == fast.compute_s
+
+
+def test_what_libraries_of_a_gpu_work_in_counts_at_every_moment() -> None:
+    profile, setting = a_profile(), Setting(ranks=8, min_unit_bytes=0)
+    units = rank_units(profile, setting, "cuda")
+    steps = steps_of(profile, units, setting.depth)
+    without, found = (memory_of(profile, units, steps, setting, "cuda", num_bytes) for num_bytes in (0, 64 * MB))
+    assert [each.total - plain.total for each, plain in zip(found.moments, without.moments, strict=True)] == [
+        64 * MB
+    ] * len(without.moments)
+    assert HARDWARE["h100"].library_bytes == 64 * 2**20
+    assert HARDWARE["cpu"].library_bytes == 0

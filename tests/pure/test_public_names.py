@@ -35,7 +35,7 @@ FOR_USERS = {
     "GradientReductionHandle": "wait",
     "HSDPMeshInfo": _MESH,
     "Hardware": """between cast_elements_per_s device efficiency flops_per_s host_memory host_s_per_op host_s_per_unit
-        host_s_per_update inside memory_bytes memory_bytes_per_s name op_seconds overlaps ranks_per_host
+        host_s_per_update inside library_bytes memory_bytes memory_bytes_per_s name op_seconds overlaps ranks_per_host
         shared update_elements_per_s usable""",
     "Loaded": "missing num_bytes_read path skipped step unexpected",
     "MixedPrecisionPolicy": "cast_forward_inputs output_dtype param_dtype param_dtype_override_fn reduce_dtype",
