@@ -29,7 +29,7 @@ from shardwise.testing import WorkerPool
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = Path("benchmarks/results/gpu.md")
 NOTHING = "no GPU on this host: nothing to run (`make gpu` needs at least one; everything else is in `make test`)"
-TEST_LIMIT_S, CASE_LIMIT_S = 180, 90
+TEST_LIMIT_S, CASE_LIMIT_S = 300, 90
 LARGE = ModelShape(layers=24, width=1024, heads=16, context=512)
 NONE = ModelShape(layers=2, width=32, heads=2, context=16)
 CASES = ("fp32", "bf16", "bf16, parameters on the host")

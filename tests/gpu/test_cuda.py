@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +12,15 @@ from helpers.inside import engine_of
 from helpers.ranks import on_ranks
 from torch import nn
 
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, replicate
+from shardwise import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardedOptimizer,
+    checkpoint,
+    fully_shard,
+    replicate,
+)
 from shardwise.plan.memory import peak_bytes
 from shardwise.testing.models import Block
 
@@ -163,3 +174,83 @@ def test_replicas_reduce_what_has_been_packed() -> None:
         torch.cuda.synchronize()
     for left, right in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(left.grad.to_local(), right.grad.to_local())
+
+
+class Normed(torch.optim.Optimizer):
+    """Divides by a sum over all elements of all parameters."""
+
+    def __init__(self, params: object, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            total = torch.zeros((), device=group["params"][0].device)
+            for param in group["params"]:
+                total.add_(param.grad.square().sum())
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"] / (1 + total.item()))
+
+
+@on_ranks(1, 2, backend="nccl", fresh=True)
+@pytest.mark.parametrize("default", ["cpu", "cuda"])
+def test_an_optimizer_that_takes_sums_is_tried_where_parameters_are(default: str) -> None:
+    device = on_gpu()
+    model = build()
+    with torch.device(default):  # as torch.set_default_device has it
+        ours = ShardedOptimizer(dict(model.named_parameters()), Normed, update="elementwise", lr=0.1)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Block(256, 512) for _ in range(4))).to(device)
+    theirs = Normed(plain.parameters(), lr=0.1)
+    x = torch.ones(4, 256, device=device)
+    for _ in range(3):
+        for each, optimizer in ((model, ours), (plain, theirs)):
+            each(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), other, rtol=1e-4, atol=1e-6)
+
+
+class Codebook(nn.Module):
+    """Changes its frozen parameter in forward, past torch's count of writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.ones(5, 256), requires_grad=False)
+        self.block = Block(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.codes.data.mul_(0.9)
+        return self.block(x + self.codes.sum(0))
+
+
+@on_ranks(1, 2, backend="nccl", fresh=True)
+@pytest.mark.parametrize("door", [fully_shard, replicate])
+def test_what_forward_writes_reaches_the_shards(door: Callable[[nn.Module], object]) -> None:
+    device = on_gpu()
+    model = nn.Sequential(Codebook(), nn.Linear(256, 8)).to(device)
+    door(model)
+    for _ in range(4):
+        model(torch.ones(2, 256, device=device)).sum().backward()
+    codes = model.state_dict()["0.codes"].full_tensor()
+    torch.testing.assert_close(codes, torch.full_like(codes, 0.9**4))
+
+
+@on_ranks(1, 2, backend="cpu:gloo,cuda:nccl", fresh=True)
+def test_checkpoints_are_of_the_step_they_were_begun_after_whatever_the_default_device(tmp_path: Path) -> None:
+    device = on_gpu()
+    torch.set_default_device(device)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    wanted: list[torch.Tensor] = []
+    for step in range(3):
+        model(torch.ones(4, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            wanted = [param.to_local().clone() for param in model.parameters()]
+            checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer}, step=2, wait=False)
+    checkpoint.finish(tmp_path)
+    assert checkpoint.load(tmp_path, {"model": model, "optimizer": optimizer}).step == 2
+    assert all(torch.equal(param.to_local(), old) for param, old in zip(model.parameters(), wanted, strict=True))
