@@ -260,3 +260,28 @@ def test_no_file_name_stands_for_two_ideas() -> None:
             rooms.setdefault(path.stem, []).append(path.relative_to(ROOT).parent.as_posix())
     repeated = {name: places for name, places in rooms.items() if len(places) > 1}
     assert set(repeated) == SAME_IDEA, f"name what is in the file, not what kind of thing it is: {repeated}"
+
+
+FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"),
+    *("randn", "randperm", "scalar_tensor", "tensor", "zeros", "Generator"),
+}
+OF_USERS = ("testing", "recipes")  # models there are made where their users say, by torch's default device
+
+
+def test_tensors_and_generators_are_made_on_a_device_that_is_named() -> None:
+    """A user's ``torch.set_default_device("cuda")`` is none of the package's business."""
+    found: list[str] = []
+    for path in FILES:
+        if owner(path) in OF_USERS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
+                continue
+            name = ast.unparse(node.func).removeprefix("torch.")
+            is_named = any(each.arg in ("device", "out") for each in node.keywords) or (
+                name == "Generator" and node.args
+            )
+            if name in FACTORIES and not is_named:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not found, "\n".join(found)

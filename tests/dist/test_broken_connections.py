@@ -31,6 +31,7 @@ def patient_group(timeout_s: float = 600.0) -> Iterator[Group]:
     """Give a group whose timeout is longer than a test may take."""
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     assert isinstance(group, Group)
+    dist.barrier(group)  # who breaks off at once would take those along that are still connecting
     yield group
     dist.destroy_process_group(group)
 
