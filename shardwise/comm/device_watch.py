@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.util import Finalize
 
 import torch
@@ -52,10 +53,17 @@ def watch_device(device: torch.device) -> None:
     stream = torch.accelerator.current_stream(device)
     timeout_s = patience_s(world, device)
     limit_s = max(min(_PART_OF_TIMEOUT * timeout_s, timeout_s - _ASKING_S), timeout_s / 2)
-    watch = DeviceWatch(store, dist.get_rank(), range(world.size()), limit_s, lambda: not stream.query(), abort_groups)
+    watch = DeviceWatch(store, dist.get_rank(), range(world.size()), limit_s, partial(_is_busy, stream), abort_groups)
     _watches[store] = watch
     watch.start()
     Finalize(None, watch.end_process, exitpriority=-1000)
+
+
+def _is_busy(stream: torch.Stream) -> bool:
+    try:
+        return not stream.query()
+    except RuntimeError:  # the device has failed, which is said where it is used
+        return False
 
 
 class DeviceWatch:
@@ -119,7 +127,7 @@ class DeviceWatch:
         except TransportError as silence:  # who keeps the store is gone
             return f"{silence}; rank {self._rank} waits for a kernel"
         if lost:
-            return f"{gone_in_words(store, lost)}; rank {self._rank} waits for it in a kernel. {LOOK_NEXT}"
+            return f"{gone_in_words(store, lost)}; rank {self._rank} waits in a kernel. {LOOK_NEXT}"
         if waited_s < self._limit_s:
             return ""
         who = found_among(self._others, store)

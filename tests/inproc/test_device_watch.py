@@ -55,7 +55,7 @@ def test_a_process_that_has_ended_is_named(store: dist.Store, child: Child) -> N
     assert watch.reason(store, 3.0) == ""
     child.kill()
     assert watch.reason(store, 3.0).startswith(
-        "rank 1 is gone (it has left no word: killed, or ended by its own program); rank 0 waits for it in a kernel"
+        "rank 1 is gone (it has left no word: killed, or ended by its own program); rank 0 waits in a kernel"
     )
 
 

@@ -172,7 +172,7 @@ def test_the_picture_shows_what_a_rank_held_over_a_step_beside_the_plan(tmp_path
     metrics: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
     edges = ("enter forward (root)", "enter backward (root)", UPDATE)
     peaks = tuple((edge, 10**6 * number) for number, edge in enumerate(edges, 2))
-    moments = tuple(Moment(edge, (10**6, *[0] * 5, 10**6, 0), edge) for edge in edges)
+    moments = tuple(Moment(edge, (10**6, *[0] * 5, 10**6, 0, 0), edge) for edge in edges)
     for name, step in (("measured", StepMemory(3, 1, peaks)), ("both", StepMemory(3, 1, peaks, RankMemory(moments)))):
         draw_report(tmp_path / "r.png", "title", metrics, Baseline(2.9), replace(HELD, step=step))
         pixels = np.round(matplotlib.image.imread(tmp_path / "r.png")[..., :3] * 255).astype(int)
