@@ -122,3 +122,46 @@ def test_nobody_is_asked_while_anything_moves(
         time.sleep(0.01)
     job[0] = None  # ends the thread
     assert told.is_set() == (is_busy and not moves) == bool(asked)
+
+
+def test_who_has_waited_goes_on_once_the_collectives_have_ended(store: dist.Store) -> None:
+    is_over, ended = threading.Lock(), list[bool]()
+    is_over.acquire()
+
+    def abort() -> None:
+        is_over.release()
+        time.sleep(0.2)  # a kernel ends before its communicator does, which would be torn down twice
+        ended.append(True)
+
+    watch = DeviceWatch(store, 0, range(2), 60.0, lambda: True, abort)
+    threading.Timer(0.1, watch.tell, ["rank 1 is gone"]).start()
+    with pytest.raises(TransportError, match="rank 1 is gone"):
+        is_over.acquire()
+    assert ended
+
+
+ENDING = """
+import sys, threading
+import torch.distributed as dist
+from multiprocessing.util import Finalize
+from shardwise.comm.device_watch import DeviceWatch
+store = dist.HashStore()
+watch = DeviceWatch(store, 0, range(2), 60.0, lambda: True, lambda: None)
+Finalize(None, lambda: print("torn down"), exitpriority=-2000)
+Finalize(None, watch.end_process, exitpriority=-1000)
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "is_torn_down"),
+    [("pass", 0, True), ("raise KeyError(7)", 1, False), ("watch._has_told = True", 1, False)],
+)
+def test_a_process_that_has_lost_a_rank_ends_without_the_destructors_that_wait_for_it(
+    program: str, status: int, is_torn_down: bool
+) -> None:
+    words = [sys.executable, "-c", ENDING.format(program)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status, done.stderr
+    assert ("torn down" in done.stdout) == is_torn_down
+    assert ("KeyError: 7" in done.stderr) == ("KeyError" in program)
