@@ -19,7 +19,7 @@ from shardwise.black_box import Track
 from shardwise.comm.alive import ranks_in_words
 from shardwise.comm.last_words import cited, gone_in_words, in_short
 from shardwise.comm.mending import break_off
-from shardwise.comm.posts import GRACE_S, Posts, open_posts
+from shardwise.comm.posts import ANSWER_S, GRACE_S, Posts, open_posts
 from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
 from shardwise.torch_private import is_gloo
 
@@ -142,7 +142,7 @@ class Board:
         self.posts.post(place, json.dumps([what, _digest(facts), text, said]))
         if self.rank == 0:
             self._judge(place, what)
-        verdict = self._collect(f"{place}/verdict", self.posts.timeout_s + GRACE_S, [0]).get(0)
+        verdict = self._collect(f"{place}/verdict", self.posts.timeout_s + ANSWER_S, [0]).get(0)
         texts: list[str] = []
         if verdict is None:
             self._explain_absence(what, self._collect(place, 0.0))

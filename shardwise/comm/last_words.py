@@ -21,7 +21,7 @@ from shardwise.torch_private import default_store
 
 _MOST_TEXT = 600
 _CITATION = re.compile(r"; the last error of ranks? (\d+(?:, \d+)*): ")
-_ASKING_S = 4.0
+ASKING_S = 4.0
 ASKS = " (asks the others)"  # at the end of words that may change
 _busy = threading.local()  # an error that is made while words are left has none of its own
 LOOK_NEXT = "Look at the end of its log; with shardwise.record(folder), ask: shardwise diagnose folder"
@@ -80,7 +80,7 @@ def words_of(store: dist.Store | None, rank: int, patience_s: float = 0.0) -> st
     return ""
 
 
-def cited(store: dist.Store | None, ranks: Sequence[int], patience_s: float = _ASKING_S) -> str:
+def cited(store: dist.Store | None, ranks: Sequence[int], patience_s: float = ASKING_S) -> str:
     """Return the words of global ``ranks`` as a message goes on with them: "; the last error of rank 3: ..."."""
     end = time.monotonic() + patience_s
     found = {rank: words_of(store, rank, end - time.monotonic()) for rank in ranks[:8]}

@@ -20,13 +20,16 @@ from shardwise.comm import alarm
 from shardwise.comm.alive import LOOK_S, announce, is_gone, ranks_in_words
 from shardwise.comm.cables import watch_cables
 from shardwise.comm.groups import patience_s
-from shardwise.comm.last_words import LOOK_NEXT, cited, gone_in_words, leave, words_of
+from shardwise.comm.last_words import ASKING_S, LOOK_NEXT, cited, gone_in_words, leave, words_of
 from shardwise.comm.leaving import watch_end
 from shardwise.comm.store import JobStore
 from shardwise.torch_private import default_store, process_group_store
 
 GRACE_S = 3.0  # after a rank's own deadline: what others may take to reach theirs and report
 _HEED_S = 2.0  # for a rank that is late to say why
+ANSWER_S = (
+    GRACE_S + _HEED_S + ASKING_S
+)  # until the rank that waits for all has asked who is late for the reason, and says so
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1e-4, 2e-2  # between two questions to the store
 
 # How often ranks have gone back to the state before a step, by the ranks that did: what they open then is numbered from one

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from shardwise.black_box import Track
-from shardwise.comm.posts import GRACE_S, Posts, open_posts
+from shardwise.comm.posts import ANSWER_S, GRACE_S, Posts, open_posts
 from shardwise.errors import StateError, TransportError
 
 _NEAR = (
@@ -47,7 +47,7 @@ class RollCall:
             posts.post(f"{number}", said)
             # Who waits for the answer waits longer: rank 0 knows who is missing.
             near = [rank for rank in posts.peers() if abs(rank - posts.rank) <= _NEAR]
-            answer = posts.collect(f"{number}/all", [0], posts.timeout_s + GRACE_S, needs=near)
+            answer = posts.collect(f"{number}/all", [0], posts.timeout_s + ANSWER_S, needs=near)
             gone = [] if answer else posts.gone(near)
             if gone and 0 not in gone:  # rank 0, on another host, has not seen it; now it is told, and answers
                 answer = posts.collect(f"{number}/all", [0], GRACE_S)

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
-from helpers.posts import make_posts, on_threads
+from helpers.posts import MEMBERS, make_posts, on_threads
 
 from shardwise.comm import roll_call
+from shardwise.comm.last_words import ASKS, put
 from shardwise.comm.roll_call import RollCall
 from shardwise.errors import TransportError
 
@@ -42,7 +43,7 @@ def test_what_all_have_said_comes_in_rank_order_and_the_store_keeps_one_answer()
 
 
 def test_every_rank_names_the_one_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "GRACE_S", 5.0)
+    monkeypatch.setattr(roll_call, "ANSWER_S", 5.0)
 
     def body(roll: RollCall) -> object:
         if roll.rank == 1:
@@ -68,3 +69,19 @@ def test_ranks_that_come_late_one_after_another_do_not_add_up() -> None:
             return str(error)
 
     assert _on_threads(body, timeout_s=1.0)[0] == ["rank 9 did not come within 1 s"] * SIZE
+
+
+def test_all_wait_until_the_first_has_asked_who_is_late_for_the_reason() -> None:
+    def body(roll: RollCall) -> object:
+        if roll.rank == 1:
+            return ""
+        try:
+            roll.call("here")
+        except TransportError as error:
+            return str(error)
+
+    store = dist.HashStore()
+    put(store, MEMBERS[1], "Timed out: rank 7 said nothing" + ASKS)  # it may know more in a moment
+    found = on_threads(lambda posts: body(RollCall(posts)), make_posts(store, 0.3))
+    assert found[0] == "rank 5 did not come within 0.3 s; the last error of rank 5: Timed out: rank 7 said nothing"
+    assert found[2] == found[0]
