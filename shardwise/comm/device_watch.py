@@ -4,7 +4,8 @@ Over gloo the host itself waits for other ranks, and looks around meanwhile.  A 
 all ranks have come, or never: over NVLink and shared memory NCCL does not see that a process has ended.  torch ends this one
 by SIGABRT then, after the timeout of the group, and without a name.
 
-So a thread looks beside.  While the host moves, or the device has nothing to do, it asks nobody.
+So a thread looks beside.  While the host moves, or the device does, it asks nobody: a long evaluation on one rank, after the
+others have ended, is no fault.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from multiprocessing.util import Finalize
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from shardwise.black_box import last_time
 from shardwise.comm.alive import is_gone
 from shardwise.comm.groups import patience_s
+from shardwise.comm.lanes import Stream
 from shardwise.comm.last_words import LOOK_NEXT, gone_in_words, leave, store_of_job
 from shardwise.comm.lost_peers import found_among
 from shardwise.comm.store import BRIEF_S, JobStore
@@ -32,7 +34,7 @@ from shardwise.errors import TransportError
 from shardwise.torch_private import abort_groups
 
 _LOOK_S = 0.5
-_STILL_S = 2.0  # for which nothing has moved on the host
+_STILL_S = 10.0  # for which nothing has moved, on the host or on the device
 _NEAR = 8  # ranks of a host are neighbours: that many on each side are looked after, and what one finds all are told
 _COMES_BACK_S = 30.0  # once the collectives are ended
 _ASKING_S = 8.0  # for the others to say why
@@ -50,20 +52,31 @@ def watch_device(device: torch.device) -> None:
     store, world = store_of_job(), dist.group.WORLD
     if device.type == "cpu" or store is None or world is None or world.size() == 1 or store in _watches:
         return
-    stream = torch.accelerator.current_stream(device)
+    stream = cast(Stream, torch.accelerator.current_stream(device))
     timeout_s = patience_s(world, device)
     limit_s = max(min(_PART_OF_TIMEOUT * timeout_s, timeout_s - _ASKING_S), timeout_s / 2)
-    watch = DeviceWatch(store, dist.get_rank(), range(world.size()), limit_s, partial(_is_busy, stream), abort_groups)
+    watch = DeviceWatch(store, dist.get_rank(), range(world.size()), limit_s, Progress(stream), abort_groups)
     _watches[store] = watch
     watch.start()
     Finalize(None, watch.end_process, exitpriority=-1000)
 
 
-def _is_busy(stream: torch.Stream) -> bool:
-    try:
-        return not stream.query()
-    except RuntimeError:  # the device has failed, which is said where it is used
-        return False
+class Progress:
+    """Says for how many seconds a stream has not come to the end of what it had been given before."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._event: Any = None
+        self._since = 0.0
+
+    def __call__(self) -> float:
+        now = time.monotonic()
+        try:
+            if self._event is None or self._event.query():
+                self._event, self._since = self._stream.record_event(), now
+        except RuntimeError:  # the device has failed, which is said where it is used
+            self._event, self._since = None, now
+        return now - self._since
 
 
 class DeviceWatch:
@@ -72,7 +85,7 @@ class DeviceWatch:
     Args:
         rank: this one, of ``ranks``, all global.
         limit_s: how long a rank that is there may take.
-        is_busy: whether the device has work that is not done.  abort: makes what waits there come back.
+        stuck_s: for how long the device has not gone on.  abort: makes what waits there come back.
     """
 
     def __init__(
@@ -81,7 +94,7 @@ class DeviceWatch:
         rank: int,
         ranks: Sequence[int],
         limit_s: float,
-        is_busy: Callable[[], bool],
+        stuck_s: Callable[[], float],
         abort: Callable[[], None],
     ) -> None:
         self._store = weakref.ref(store)
@@ -89,7 +102,7 @@ class DeviceWatch:
         self._others = [other for other in ranks if other != rank]
         self._near = [other for other in self._others if abs(other - rank) <= _NEAR]
         self._limit_s = limit_s
-        self._is_busy, self._abort = is_busy, abort
+        self._stuck_s, self._abort = stuck_s, abort
         self._waiter = threading.get_ident()
         self._began = time.monotonic()
         self._pid = os.getpid()
@@ -100,15 +113,12 @@ class DeviceWatch:
         threading.Thread(target=self._run, name="shardwise-device", daemon=True).start()
 
     def _run(self) -> None:
-        busy_s, looked = 0.0, time.monotonic()
         while True:
             time.sleep(_LOOK_S)
             store = self._store()
             if store is None or store_of_job() is not store:
                 return
-            now = time.monotonic()
-            busy_s, looked = (busy_s + now - looked if self._is_busy() else 0.0), now
-            waited_s = min(busy_s, now - max(last_time(), self._began))
+            waited_s = min(self._stuck_s(), time.monotonic() - max(last_time(), self._began))
             if waited_s < _STILL_S:
                 continue
             reason = self.reason(store, waited_s)

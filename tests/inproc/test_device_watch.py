@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from shardwise import TransportError, black_box
 from shardwise.comm import device_watch
 from shardwise.comm.alive import announce, say_left
-from shardwise.comm.device_watch import DeviceWatch, raise_in
+from shardwise.comm.device_watch import DeviceWatch, Progress, raise_in
 from shardwise.comm.last_words import put
 
 
@@ -47,7 +49,7 @@ def child(store: dist.Store) -> Iterator[Child]:
 
 
 def watch_of(store: dist.Store, limit_s: float = 60.0, rank: int = 0, size: int = 2) -> DeviceWatch:
-    return DeviceWatch(store, rank, range(size), limit_s, lambda: True, lambda: None)
+    return DeviceWatch(store, rank, range(size), limit_s, lambda: 100.0, lambda: None)
 
 
 def test_a_process_that_has_ended_is_named(store: dist.Store, child: Child) -> None:
@@ -96,9 +98,36 @@ def test_who_waits_raises_before_it_sees_what_it_has_waited_for() -> None:
     assert not seen
 
 
-@pytest.mark.parametrize(("is_busy", "moves"), [(True, False), (False, False), (True, True)])
+class FakeStream:
+    """A stream whose events are over when all that was given before them is."""
+
+    def __init__(self) -> None:
+        self.given = self.done = 0
+
+    def record_event(self) -> Any:
+        number = self.given
+        return SimpleNamespace(query=lambda: self.done >= number)
+
+
+def test_a_stream_that_goes_on_is_not_stuck_however_much_it_is_given() -> None:
+    stream = FakeStream()
+    stuck_s = Progress(cast(Any, stream))
+    for _ in range(6):
+        stream.given += 2
+        assert stuck_s() < 0.1
+        time.sleep(0.05)
+        stream.done += 1  # it never catches up
+        stuck_s()
+        stream.done = max(stream.done, stream.given - 1)
+    stream.given += 1
+    before = stuck_s()
+    time.sleep(0.2)
+    assert stuck_s() >= before + 0.2
+
+
+@pytest.mark.parametrize(("is_stuck", "moves"), [(True, False), (False, False), (True, True)])
 def test_nobody_is_asked_while_anything_moves(
-    is_busy: bool, moves: bool, store: dist.Store, monkeypatch: pytest.MonkeyPatch
+    is_stuck: bool, moves: bool, store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, told = list[float](), threading.Event()
     job: list[dist.Store | None] = [store]
@@ -114,14 +143,14 @@ def test_nobody_is_asked_while_anything_moves(
         def tell(self, reason: str) -> None:
             told.set()
 
-    Listening(store, 0, range(2), 60.0, lambda: is_busy, lambda: None).start()
+    Listening(store, 0, range(2), 60.0, lambda: 100.0 * is_stuck, lambda: None).start()
     end = time.monotonic() + 0.6
     while time.monotonic() < end and not told.is_set():
         if moves:
             black_box.note("all-gather")
         time.sleep(0.01)
     job[0] = None  # ends the thread
-    assert told.is_set() == (is_busy and not moves) == bool(asked)
+    assert told.is_set() == (is_stuck and not moves) == bool(asked)
 
 
 def test_who_has_waited_goes_on_once_the_collectives_have_ended(store: dist.Store) -> None:
@@ -133,7 +162,7 @@ def test_who_has_waited_goes_on_once_the_collectives_have_ended(store: dist.Stor
         time.sleep(0.2)  # a kernel ends before its communicator does, which would be torn down twice
         ended.append(True)
 
-    watch = DeviceWatch(store, 0, range(2), 60.0, lambda: True, abort)
+    watch = DeviceWatch(store, 0, range(2), 60.0, lambda: 100.0, abort)
     threading.Timer(0.1, watch.tell, ["rank 1 is gone"]).start()
     with pytest.raises(TransportError, match="rank 1 is gone"):
         is_over.acquire()
@@ -146,7 +175,7 @@ import torch.distributed as dist
 from multiprocessing.util import Finalize
 from shardwise.comm.device_watch import DeviceWatch
 store = dist.HashStore()
-watch = DeviceWatch(store, 0, range(2), 60.0, lambda: True, lambda: None)
+watch = DeviceWatch(store, 0, range(2), 60.0, lambda: 100.0, lambda: None)
 Finalize(None, lambda: print("torn down"), exitpriority=-2000)
 Finalize(None, watch.end_process, exitpriority=-1000)
 {}
