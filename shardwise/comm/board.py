@@ -142,7 +142,9 @@ class Board:
         self.posts.post(place, json.dumps([what, _digest(facts), text, said]))
         if self.rank == 0:
             self._judge(place, what)
-        verdict = self._collect(f"{place}/verdict", self.posts.timeout_s + ANSWER_S, [0]).get(0)
+        verdict = self._collect(f"{place}/verdict", self.posts.timeout_s + GRACE_S, [0]).get(0)
+        if verdict is None and self.failure() is None and self._collect(place, 0.0, [0]):
+            verdict = self._collect(f"{place}/verdict", ANSWER_S, [0]).get(0)  # it asks who is late for the reason
         texts: list[str] = []
         if verdict is None:
             self._explain_absence(what, self._collect(place, 0.0))

@@ -27,9 +27,7 @@ from shardwise.torch_private import default_store, process_group_store
 
 GRACE_S = 3.0  # after a rank's own deadline: what others may take to reach theirs and report
 _HEED_S = 2.0  # for a rank that is late to say why
-ANSWER_S = (
-    GRACE_S + _HEED_S + ASKING_S
-)  # until the rank that waits for all has asked who is late for the reason, and says so
+ANSWER_S = _HEED_S + ASKING_S  # in which the rank that waits for all asks who is late for the reason
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1e-4, 2e-2  # between two questions to the store
 
 # How often ranks have gone back to the state before a step, by the ranks that did: what they open then is numbered from one

@@ -43,14 +43,15 @@ class RollCall:
             return [said]
         number, self._number = self._number, self._number + 1
         self._track.note("meeting")
+        posts.post(f"{number}", said)
         if posts.rank:
-            posts.post(f"{number}", said)
             # Who waits for the answer waits longer: rank 0 knows who is missing.
             near = [rank for rank in posts.peers() if abs(rank - posts.rank) <= _NEAR]
-            answer = posts.collect(f"{number}/all", [0], posts.timeout_s + ANSWER_S, needs=near)
+            answer = posts.collect(f"{number}/all", [0], posts.timeout_s + GRACE_S, needs=near)
             gone = [] if answer else posts.gone(near)
-            if gone and 0 not in gone:  # rank 0, on another host, has not seen it; now it is told, and answers
-                answer = posts.collect(f"{number}/all", [0], GRACE_S)
+            if not answer and 0 not in gone and posts.collect(f"{number}", [0], 0.0):
+                # It is there: on another host, where it has not seen who is gone, or asking who is late for the reason.
+                answer = posts.collect(f"{number}/all", [0], GRACE_S if gone else ANSWER_S)
             verdict = json.loads(answer[0]) if answer else _absence(posts, gone or [0])
         else:
             others = posts.peers()
@@ -60,7 +61,8 @@ class RollCall:
             posts.post(f"{number}/all", json.dumps(verdict))
             posts.forget(f"{number}", others)
             if number:  # whoever has called again has read the last answer
-                posts.forget(f"{number - 1}/all", [0])
+                for what in (f"{number - 1}", f"{number - 1}/all"):
+                    posts.forget(what, [0])
         if isinstance(verdict, str):
             raise TransportError(verdict)
         return verdict
