@@ -39,6 +39,8 @@ def _draw_stack(random: Random, weights: Weights, reals: bool, depth: int, sizes
             children.append(_draw_stack(random, weights, reals, depth - 1, sizes))
         else:
             children.append(_draw_leaf(random, weights, reals, sizes))
+            if children[-1].kind in SIZED and random.random() < weights.tie / 2:  # of which ties need a second
+                children.append(Node(children[-1].kind, size=children[-1].size))
     return Node("Stack", children=tuple(children), segments=_draw_segments(random, weights, len(children)))
 
 
@@ -46,8 +48,10 @@ def _draw_leaf(random: Random, weights: Weights, reals: bool, sizes: Sequence[in
     kind = pick(random, {**weights.kinds, **(weights.real_kinds if reals else {})})
     node = Node(kind, size=random.choice(sizes))
     if kind == "Oddments":
-        share = random.choice((0.15, 0.5))  # units of a single odd parameter, too
+        share = random.choice((0.15, 0.5))
         parts = [part for part in weights.oddments if random.random() < share]
+        if random.random() < 0.25:  # units of a single odd parameter: of none that has elements, above all
+            parts = [random.choice((*weights.oddments, *[part for part in weights.oddments if part == "empty"] * 3))]
         node = Node(kind, form=" ".join(parts or ["tiny"]))
     if kind == "Lookup" and random.random() < weights.peek:
         node = Node("Peek", children=(node,))
