@@ -739,3 +739,33 @@ def test_a_group_gives_up_after_the_timeout_that_it_is_given_later() -> None:
     private.set_timeout(group, 7.0)
     assert private.timeout_s_of(group) == 7.0
     dist.destroy_process_group()
+
+
+def test_all_groups_are_aborted_between_the_group_calls_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU: ``tests/gpu/test_lost_ranks.py``."""
+    done: list[str] = []
+
+    class Backend:
+        def _group_start(self) -> None:
+            done.append("start")
+
+        def _group_end(self) -> None:
+            done.append("end")
+
+    class Group:
+        _device_types = (torch.device("cpu"),)
+
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def _get_backend(self, device: torch.device) -> Backend:
+            return Backend()
+
+        def abort(self) -> None:
+            done.append(self._name)
+            raise RuntimeError("it is gone already")
+
+    monkeypatch.setattr(private, "all_groups", lambda: [Group("first"), Group("second")])
+    private.abort_groups()
+    assert done == ["start", "first", "second", "end"]
+    assert hasattr(dist.ProcessGroup, "abort")
