@@ -149,9 +149,8 @@ class DeviceWatch:
         # torch may end the process first: its own watch finds connections that were closed.
         print(f"shardwise: {reason}", file=sys.stderr, flush=True)
         self._has_told = True
-        aborting = threading.Thread(
-            target=self._abort, name="shardwise-abort", daemon=True
-        )  # it may wait for the device
+        # In a thread of its own: it may itself wait for the device.
+        aborting = threading.Thread(target=self._abort, name="shardwise-abort", daemon=True)
         heard = raise_in(self._waiter, reason, lambda: aborting.join(_COMES_BACK_S))
         aborting.start()
         if not heard.wait(_COMES_BACK_S) and self._store() is not None:

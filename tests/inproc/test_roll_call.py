@@ -23,6 +23,15 @@ def _on_threads(body: Callable[[RollCall], object], timeout_s: float = 20.0) -> 
     return on_threads(lambda posts: body(RollCall(posts)), make_posts(store, timeout_s)), store
 
 
+def _without_rank_1(roll: RollCall) -> object:
+    if roll.rank == 1:
+        return ""
+    try:
+        return roll.call("here")
+    except TransportError as error:
+        return str(error)
+
+
 def test_what_all_have_said_comes_in_rank_order_and_the_store_keeps_one_answer() -> None:
     def body(roll: RollCall) -> object:
         other = roll.branch("other")
@@ -45,15 +54,7 @@ def test_what_all_have_said_comes_in_rank_order_and_the_store_keeps_one_answer()
 def test_every_rank_names_the_one_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roll_call, "GRACE_S", 5.0)
 
-    def body(roll: RollCall) -> object:
-        if roll.rank == 1:
-            return ""
-        try:
-            roll.call("here")
-        except TransportError as error:
-            return str(error)
-
-    assert _on_threads(body, timeout_s=0.3)[0] == [
+    assert _on_threads(_without_rank_1, timeout_s=0.3)[0] == [
         "rank 5 did not come within 0.3 s",
         "",
         "rank 5 did not come within 0.3 s",
@@ -72,16 +73,8 @@ def test_ranks_that_come_late_one_after_another_do_not_add_up() -> None:
 
 
 def test_all_wait_until_the_first_has_asked_who_is_late_for_the_reason() -> None:
-    def body(roll: RollCall) -> object:
-        if roll.rank == 1:
-            return ""
-        try:
-            roll.call("here")
-        except TransportError as error:
-            return str(error)
-
     store = dist.HashStore()
     put(store, MEMBERS[1], "Timed out: rank 7 said nothing" + ASKS)  # it may know more in a moment
-    found = on_threads(lambda posts: body(RollCall(posts)), make_posts(store, 0.3))
+    found = on_threads(lambda posts: _without_rank_1(RollCall(posts)), make_posts(store, 0.3))
     assert found[0] == "rank 5 did not come within 0.3 s; the last error of rank 5: Timed out: rank 7 said nothing"
     assert found[2] == found[0]
