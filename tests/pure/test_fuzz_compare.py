@@ -9,8 +9,12 @@ import pytest
 
 from shardwise import StateError
 from shardwise.testing.fuzz.case import Settings
-from shardwise.testing.fuzz.judge import Verdict, bound_of, first_difference, judge
+from shardwise.testing.fuzz.draw import draw
+from shardwise.testing.fuzz.judge import Verdict, bound_of, first_difference, is_chaotic, judge
 from shardwise.testing.fuzz.record import WRITTEN, Part, Raised, Record, Tale
+from shardwise.testing.fuzz.reference import run_reference
+from shardwise.testing.fuzz.render import render
+from shardwise.testing.fuzz.sides import Play
 
 
 def part(
@@ -189,3 +193,25 @@ def test_writes_that_torch_does_not_count_show_after_the_next_forward_or_step() 
     assert judge(reference, never, None, 0.0).what == "full"
     counted = [told(("change copy", 2.0, 2.0)), told(("change copy", 1.0, 2.0))]
     assert judge(*counted, None, 0.0).what == "full"
+
+
+def test_what_one_process_makes_of_its_own_last_bits_is_chaos() -> None:
+    reference, ours = tales(whole(1.0), whole(2.0)), tales(whole(1.0), whole(3.0))
+    assert is_chaotic(reference, tales(whole(1.0), whole(2.5)), ours, 1e-7)
+    assert not is_chaotic(reference, tales(whole(1.0), whole(2.0)), ours, 1e-7)
+    assert not is_chaotic(
+        tales(whole(1.0), whole(2.0), whole(4.0)), tales(whole(1.0), whole(2.0), whole(5.0)), ours, 1e-7
+    )
+    assert not is_chaotic(reference, tales(whole(1.5), whole(2.0)), reference, 1e-7)  # ours is equal
+
+
+def test_a_nudged_process_shows_which_programs_are_chaotic() -> None:
+    """Two batch norms over two rows, one of the other's outputs, found by a campaign; and programs that are not."""
+    for area, seed, drifts in (("structure", 1201000100, True), ("optimizers", 2, False), ("structure", 1, False)):
+        case = draw(seed, area, max_ranks=2)
+        assert case.settings.arithmetic == "reals", case.settings
+        play = Play.load(render(case))
+        found = [
+            first_difference(*pair, 1e-7) for pair in zip(run_reference(play), run_reference(play, True), strict=True)
+        ]
+        assert any(found) == drifts, found

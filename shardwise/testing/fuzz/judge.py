@@ -31,7 +31,8 @@ class Verdict:
     """What became of one contender.
 
     Attributes:
-        kind: "equal"; "refused" by a named error on every rank; "excused": the reference itself raised; "as torch":
+        kind: "equal"; "refused" by a named error on every rank; "excused": the reference itself raised, or makes other
+            numbers of its own last bits; "as torch":
             unlike one process, but like torch's own class; or a failure: other "numbers", an error that is not ours or
             without words ("raw error"), on "some ranks" only, a rank that hung or died ("gone"), more full parameters
             alive than planned ("memory").
@@ -213,6 +214,16 @@ def _differ(found: Array, expected: Array, bound: float) -> str | None:
         f"{int((~same).sum())} of {same.size} elements differ, first at {list(first)}: "
         f"found {float(found[first])!r}, expected {float(expected[first])!r}"
     )
+
+
+def is_chaotic(reference: Sequence[Tale], nudged: Sequence[Tale], ours: Sequence[Tale], bound: float) -> bool:
+    """True if ``ours`` are no further from ``reference`` than it is from itself once its parameters were ``nudged``.
+
+    That is, by their first difference it had shown one already: a batch norm over two rows, or sines of large numbers, make
+    anything of the last bit.
+    """
+    difference, drift = first_difference(reference, ours, bound), first_difference(reference, nudged, bound)
+    return difference is not None and drift is not None and drift.moment <= difference.moment
 
 
 def judge(

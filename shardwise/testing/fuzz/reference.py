@@ -20,6 +20,7 @@ from shardwise.testing.fuzz.record import Raised, Tale
 from shardwise.testing.fuzz.sides import Play, Seat, Side
 
 EXCHANGE_S = 30.0
+_NUDGE = 64  # rounding errors, about what a step of a small model makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,14 +272,17 @@ NOTHING = (
 )
 
 
-def run_reference(play: Play) -> list[list[Tale]]:
-    """Return what each rank that has batches of its own shows in plain torch, phase by phase."""
+def run_reference(play: Play, is_nudged: bool = False) -> list[list[Tale]]:
+    """Return what each rank that has batches of its own shows in plain torch, phase by phase.
+
+    ``is_nudged``: with parameters that begin some rounding errors away, to see what these become.
+    """
     told: list[list[Tale]] = []
     saved: Any = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a program warns is no difference
         for phase in play.phases:
-            sides = _seat_all(play, phase.num_ranks, saved)
+            sides = _seat_all(play, phase.num_ranks, saved, is_nudged)
             told.append(_run_threads(sides, phase.program, is_resumed=saved is not None))
             if any(tale.raised for tale in told[-1]):
                 break
@@ -286,16 +290,28 @@ def run_reference(play: Play) -> list[list[Tale]]:
     return told
 
 
-def _seat_all(play: Play, num_ranks: int, saved: Any) -> list[ReferenceSide]:
+def _seat_all(play: Play, num_ranks: int, saved: Any, is_nudged: bool) -> list[ReferenceSide]:
     num_data_ranks = Seat.of(0, num_ranks, play.settings.mesh).num_data_ranks
     exchange = Exchange(num_data_ranks)
     sides: list[ReferenceSide] = []
     for rank in range(num_data_ranks):
-        side = ReferenceSide(play, Seat(rank, num_data_ranks, rank, num_data_ranks), play.build(), exchange)
+        model = play.build()
+        if is_nudged:
+            _nudge(model)
+        side = ReferenceSide(play, Seat(rank, num_data_ranks, rank, num_data_ranks), model, exchange)
         if saved is not None:
             side.load(copy.deepcopy(saved))
         sides.append(side)
     return sides
+
+
+@torch.no_grad()
+def _nudge(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)  # alike on all ranks
+    for param in model.parameters():
+        if type(param) is nn.Parameter and param.is_floating_point():  # codes stay what they stand for
+            noise = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
+            param.addcmul_(param, noise, value=_NUDGE * torch.finfo(param.dtype).eps)
 
 
 def _run_threads(sides: Sequence[ReferenceSide], program: Callable[[Any], Any], is_resumed: bool) -> list[Tale]:

@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.testing.fuzz import peers
 from shardwise.testing.fuzz.case import Case, Contender
 from shardwise.testing.fuzz.eligible import is_engines, is_ours, peer_of
-from shardwise.testing.fuzz.judge import Verdict, bound_of, judge
+from shardwise.testing.fuzz.judge import Verdict, bound_of, is_chaotic, judge
 from shardwise.testing.fuzz.play import Told, run_rank, warm_up
 from shardwise.testing.fuzz.record import Tale
 from shardwise.testing.fuzz.reference import run_reference
@@ -90,6 +90,12 @@ class Runner:
         for contender in chosen:
             peer = tales.get(peer_of(contender)) if is_ours(contender) else None
             verdicts[contender] = _judge(play, reference, tales[contender], peer, is_engines(contender))
+        if play.settings.arithmetic == "reals" and any(verdict.kind == "numbers" for verdict in verdicts.values()):
+            nudged = self._threads.submit(run_reference, play, is_nudged=True).result()
+            verdicts = {
+                each: _without_chaos(play, reference, nudged, tales[each], verdict)
+                for each, verdict in verdicts.items()
+            }
         return Outcome(
             {each: verdict for each, verdict in verdicts.items() if is_ours(each)},
             {each: verdict for each, verdict in verdicts.items() if not is_ours(each) and verdict.kind != "equal"},
@@ -219,10 +225,24 @@ def _judge(
     for number, tales in enumerate(told):
         if number >= len(reference):
             return verdict
-        num_ranks = play.phases[number].num_ranks
-        bound = bound_of(play.settings, Seat.of(0, num_ranks, play.settings.mesh).num_data_ranks)
+        bound = _bound(play, number)
         theirs = peer[number] if isinstance(peer, list) and number < len(peer) else None
         verdict = judge(reference[number], tales, theirs, bound, is_engine)
         if verdict.kind != "equal":
             return verdict
     return verdict
+
+
+def _without_chaos(play: Play, reference: Tales, nudged: Tales, told: Tales | Verdict, verdict: Verdict) -> Verdict:
+    """Return ``verdict``, or "excused" where its difference is what one process makes of its own rounding errors."""
+    if verdict.kind != "numbers" or isinstance(told, Verdict):
+        return verdict
+    for number, phase in enumerate(zip(reference, nudged, told, strict=False)):
+        if is_chaotic(*phase, _bound(play, number)):
+            return Verdict("excused", f"one process, nudged, is no nearer to itself: {verdict.text}", verdict.what)
+    return verdict
+
+
+def _bound(play: Play, number: int) -> float:
+    seat = Seat.of(0, play.phases[number].num_ranks, play.settings.mesh)
+    return bound_of(play.settings, seat.num_data_ranks)
