@@ -107,6 +107,15 @@ def is_gone(store: dist.Store, rank: int) -> bool:
         return False
 
 
+def is_elsewhere(store: dist.Store, rank: int) -> bool:
+    """Return True if global rank ``rank`` is a process of another host; False if that cannot be known."""
+    try:
+        text = JobStore(store, BRIEF_S).peek(_note_key(rank))
+    except RuntimeError:
+        return False
+    return text is not None and json.loads(text)[0] not in (host_id(), *_LEFT)
+
+
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """Return ``ranks`` as errors name them.
 

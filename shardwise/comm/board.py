@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 
 from shardwise.black_box import Track
-from shardwise.comm.alive import ranks_in_words
-from shardwise.comm.last_words import cited, gone_in_words, in_short
+from shardwise.comm.alive import LOOK_S, ranks_in_words
+from shardwise.comm.last_words import cited, gone_in_words, in_short, out_of_reach_in_words
 from shardwise.comm.mending import break_off
 from shardwise.comm.posts import ANSWER_S, GRACE_S, Posts, open_posts
 from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
@@ -103,14 +103,20 @@ class Board:
         if not isinstance(error, ShardwiseError) and is_gloo(self.group):
             with suppress(RuntimeError):  # a backend's own: nobody may wait for this rank while it asks
                 break_off(self.group)
-        found = self._collect("stuck", GRACE_S)
+        far = self.posts.out_of_reach(self.posts.peers(), str(error))  # they will not say where they are
+        found = self._collect("stuck", LOOK_S if far else GRACE_S)
         failure = self.failure()  # one that was reported meanwhile knows more than this rank
         if failure is not None:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
         absent = [rank for rank in range(self.size) if rank not in found]
         elsewhere = {rank: place for rank, place in found.items() if place != what}
         cause = "; ".join(f"rank {self.posts.members[rank]} was in {place}" for rank, place in elsewhere.items())
-        if absent:
+        lost = [rank for rank in absent if rank in far]
+        if lost:
+            cause = "; ".join(
+                part for part in (out_of_reach_in_words([self.posts.members[rank] for rank in lost]), cause) if part
+            )
+        elif absent:
             others = f"{self._names(absent)} did not take part"
             cause = "; ".join(part for part in (self._lost(absent), others, cause) if part)
         text = (

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardwise.black_box import note_group
 from shardwise.comm.alive import LOOK_S
-from shardwise.comm.last_words import ASKS, in_short, leave
+from shardwise.comm.last_words import ASKS, in_short, leave, out_of_reach_in_words
 from shardwise.comm.mending import break_off
 from shardwise.comm.posts import GRACE_S, Posts
 from shardwise.errors import DesyncError, ShardwiseError, TransportError
@@ -181,10 +181,11 @@ class Bulletin:
     def _reports(self, said: str) -> Iterator[str]:
         """Yield where the other ranks are; of those that are gone what ``said`` does not say already.
 
-        A rank that is gone is reason enough: the others are not waited for.
+        A rank that is gone, or a host that does not answer, is reason enough: the others are not waited for.
         """
         posts, silent = self._posts, list[int]()
-        is_known = bool(posts.gone(posts.peers()))
+        far = posts.out_of_reach(posts.peers(), said)
+        is_known = bool(far or posts.gone(posts.peers()))
         # Who compares with the first rank waits longer than a backend does.
         deadline = time.monotonic() + (LOOK_S if is_known else 2 * GRACE_S)
         for other in posts.peers():  # one by one: others may report while one is gone
@@ -196,6 +197,9 @@ class Bulletin:
                 silent.append(other)
             elif f"rank {rank} is gone" not in said:
                 yield posts.absence([other], "")
+        lost = [other for other in silent if other in far]
+        if lost:
+            yield out_of_reach_in_words([posts.members[other] for other in lost])
         if silent and not is_known:
             yield posts.absence(
                 silent, f"{posts.named(silent)} said nothing: still running, stopped, or on another host"

@@ -9,6 +9,7 @@ five seconds (:func:`set_host_timeout`) without an answer; a process that is lat
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -25,6 +26,9 @@ _limit_s = [5.0]  # one entry, set by set_host_timeout alone
 _ADDRESSES = "shardwise/addresses"
 _SIOCGIFADDR = 0x8915
 _IDLE_S = 2  # before the first probe
+_NO_ANSWER = tuple(
+    os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+)
 
 
 def set_host_timeout(seconds: float) -> None:
@@ -74,6 +78,16 @@ def watch_cables(store: dist.Store) -> int:
                 number += 1
                 _set(each)
     return number
+
+
+def tells_of_lost_host(error: str) -> bool:
+    """Return True if ``error`` has the kernel's words for a host that answers nothing: switched off, or behind a cut cable."""
+    return any(words in error for words in _NO_ANSWER)
+
+
+def host_timeout_s() -> float:
+    """Return after how many seconds without an answer connections break; 0: when the backend has it so."""
+    return _limit_s[0]
 
 
 def own_addresses() -> list[str]:

@@ -14,7 +14,8 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from shardwise.comm.alive import ranks_in_words
+from shardwise.comm.alive import is_elsewhere, ranks_in_words
+from shardwise.comm.cables import host_timeout_s, tells_of_lost_host
 from shardwise.comm.store import BRIEF_S, SILENCE, JobStore
 from shardwise.errors import TransportError
 from shardwise.torch_private import default_store
@@ -115,6 +116,27 @@ def _own_reason(text: str) -> str:
     lines = [line for line in text.split(" | ") if not re.match(r"rank \d+ was at |Ranks must run ", line)]
     short = re.sub(r", after [^()]*(?= \()", "", "; ".join(lines))
     return re.sub(r"; rank \d+ waited for (it|them)\.?", "", short).rstrip(" .;|")
+
+
+def out_of_reach(store: dist.Store | None, ranks: Sequence[int], error: str) -> list[int]:
+    """Return which of global ``ranks`` no word can come from: those on other hosts, once one is known not to answer.
+
+    ``error`` may say so, this rank's own, or what another has left: who follows it has another error.
+    """
+    if store is None:
+        return []
+    heard = tells_of_lost_host(error) or any(tells_of_lost_host(words_of(store, rank)) for rank in ranks)
+    return [rank for rank in ranks if is_elsewhere(store, rank)] if heard else []
+
+
+def out_of_reach_in_words(ranks: Sequence[int]) -> str:
+    """Say of ``ranks`` that their host does not answer."""
+    after = f" for {host_timeout_s():g} s" if host_timeout_s() else ""
+    return (
+        f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} on another host, from which no answer has come{after}: "
+        "it is switched off or stands still, or the cable to it is cut. Look at that host and at the network between; "
+        "shardwise.set_host_timeout says how long is waited"
+    )
 
 
 def gone_in_words(store: dist.Store | None, ranks: Sequence[int]) -> str:

@@ -11,8 +11,18 @@ import torch.distributed as dist
 
 from shardwise.black_box import explainers, witnesses
 from shardwise.comm import alarm
-from shardwise.comm.alive import is_gone, ranks_in_words
-from shardwise.comm.last_words import ASKS, cited, gone_in_words, in_short, leave, store_of_job, words_of
+from shardwise.comm.alive import LOOK_S, is_gone, ranks_in_words
+from shardwise.comm.last_words import (
+    ASKS,
+    cited,
+    gone_in_words,
+    in_short,
+    leave,
+    out_of_reach,
+    out_of_reach_in_words,
+    store_of_job,
+    words_of,
+)
 from shardwise.comm.leaving import will_leave
 from shardwise.comm.mending import break_off_all
 from shardwise.comm.store import BRIEF_S, JobStore
@@ -42,7 +52,7 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
         else:
             leave(f"{what} on rank {mine}: {in_short(error)}{ASKS}")
             break_off_all(members)  # nobody may wait for this rank while it asks
-            who = found_among(others, store)
+            who = found_among(others, store, str(error))
         raise TransportError(
             f"{what}: {who}; rank {mine} waited. Every rank must make the same calls in the same order; first error: "
             f"{in_short(error)}"
@@ -65,15 +75,18 @@ def _explain(error: BaseException) -> str:
         said = f"{type(error).__name__}: {in_short(error)}"
         leave(said)
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-            found = found_among(others, store)
+            found = found_among(others, store, str(error))
             leave(f"{said}; {found}")
     will_leave(store)
     return found
 
 
-def found_among(others: Sequence[int], store: dist.Store) -> str:
-    """Say which of ``others`` are gone, else which say nothing although all whose collective has failed do."""
-    others, end = others[:_MOST_ASKED], time.monotonic() + _SAY_S
+def found_among(others: Sequence[int], store: dist.Store, error: str = "") -> str:
+    """Say which of ``others`` are gone, else which say nothing although all whose collective has failed do.
+
+    ``error``: why this rank asks; a host that does not answer is not waited for.
+    """
+    others, begin = others[:_MOST_ASKED], time.monotonic()
     while True:
         alarm.look()
         try:
@@ -84,9 +97,13 @@ def found_among(others: Sequence[int], store: dist.Store) -> str:
         if gone:
             return gone_in_words(store, gone)
         silent = [rank for rank in others if not words_of(store, rank)]
+        waited = time.monotonic() - begin
+        lost = [rank for rank in out_of_reach(store, others, error) if rank in silent] if waited >= LOOK_S else []
+        if lost:
+            return out_of_reach_in_words(lost)
         if not silent:
             return f"all ranks have failed{cited(store, others, patience_s=0.0)}"  # each would wait for all
-        if time.monotonic() >= end:
+        if waited >= _SAY_S:
             return f"{ranks_in_words(silent)} said nothing: stopped, in another call, or caught what it raised"
         time.sleep(0.05)
 

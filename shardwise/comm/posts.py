@@ -20,7 +20,7 @@ from shardwise.comm import alarm
 from shardwise.comm.alive import LOOK_S, announce, is_gone, ranks_in_words
 from shardwise.comm.cables import watch_cables
 from shardwise.comm.groups import patience_s
-from shardwise.comm.last_words import ASKING_S, LOOK_NEXT, cited, gone_in_words, leave, words_of
+from shardwise.comm.last_words import ASKING_S, LOOK_NEXT, cited, gone_in_words, leave, out_of_reach, words_of
 from shardwise.comm.leaving import watch_end
 from shardwise.comm.store import JobStore
 from shardwise.torch_private import default_store, process_group_store
@@ -120,6 +120,11 @@ class Posts:
     def gone(self, ranks: Iterable[int]) -> list[int]:
         """Return which of ``ranks`` were processes of this host that have ended, as far as it can be known."""
         return [] if self.notes is None else [rank for rank in ranks if is_gone(self.notes, self.members[rank])]
+
+    def out_of_reach(self, ranks: Iterable[int], error: str) -> list[int]:
+        """Return which of ``ranks`` are on hosts that do not answer, as ``error`` or the last words of a rank say."""
+        places = {self.members[rank]: rank for rank in ranks}
+        return [places[name] for name in out_of_reach(self.notes, list(places), error)]
 
     def absence(self, ranks: Sequence[int], late: str) -> str:
         """Return what to say of ``ranks`` that have posted nothing: which are gone, if any is; else ``late``.

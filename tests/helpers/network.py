@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ADDRESS = "10.99.0.1"  # of the first network, as the second one sees it
+_OTHER = "10.99.0.2"
+_NOBODY = "02:00:00:00:00:99"  # no card has this address
 _LISTENS = "0A"
 _MAKE_TWO = f"""
 set -e
@@ -22,7 +24,7 @@ for _ in $(seq 100); do [ "$(readlink /proc/$other/ns/net)" = "$(readlink /proc/
 ip link set outside netns $other
 ip address add {ADDRESS}/24 dev inside
 ip link set inside up
-nsenter --target $other --net sh -c 'ip address add 10.99.0.2/24 dev outside; ip link set outside up'
+nsenter --target $other --net sh -c 'ip address add {_OTHER}/24 dev outside; ip link set outside up; ip link set lo up'
 echo $other
 read end || true
 kill $other
@@ -87,6 +89,12 @@ class Networks:
     def enter(pid: int) -> list[str]:
         """Return the words that start a command in the network of ``pid``."""
         return ["nsenter", "--target", str(pid), "--user", "--preserve-credentials", "--net"]
+
+    def cut_cable(self) -> None:
+        """Let what each network sends to the other go nowhere, as behind a cable that is cut; connections within one last."""
+        for pid, device, other in ((self.inside, "inside", _OTHER), (self.outside, "outside", ADDRESS)):
+            words = ["ip", "neighbour", "replace", other, "lladdr", _NOBODY, "nud", "permanent", "dev", device]
+            subprocess.run([*self.enter(pid), *words], check=True)
 
     def connect(self, port: int) -> str:
         """Return "open" or "refused": what a process of the second network finds at ``port`` of the first."""

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from shardwise.comm.alive import announce
+from shardwise.comm.alive import announce, on_host
 from shardwise.comm.posts import Posts
 from shardwise.comm.store import JobStore
 
@@ -34,6 +34,12 @@ def on_threads(body: Callable[[Posts], _T], posts: list[Posts]) -> list[_T]:
 def announce_as(store: dist.Store, rank: int, pid: int) -> None:
     """Leave the note of global rank ``rank`` as if its process had the number ``pid``."""
     with mock.patch("os.getpid", return_value=pid):
+        announce(store, rank)
+
+
+def announce_elsewhere(store: dist.Store, rank: int) -> None:
+    """Leave the note of global rank ``rank`` as if it were a process of another host."""
+    with on_host("elsewhere"):
         announce(store, rank)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch.distributed as dist
-from helpers.posts import announce_as, gone_process, make_posts, on_threads
+from helpers.posts import announce_as, announce_elsewhere, gone_process, make_posts, on_threads
 
 from shardwise import DesyncError
+from shardwise.comm import bulletin
 from shardwise.comm.bulletin import Bulletin, Position
 from shardwise.comm.last_words import put
 from shardwise.comm.posts import Posts
@@ -41,6 +44,27 @@ def test_a_rank_that_left_without_a_word_is_named_alone() -> None:
     posts[2].post("plan/1", '["y"]')
     announce_as(store, 5, gone_process())
     assert _raises(posts[0], ["y"]).startswith("rank 5 is gone (it has left no word")
+
+
+@pytest.mark.parametrize(
+    ("own", "left"),
+    [
+        ("Read error [10.0.0.2]:47776: Connection timed out", ""),
+        ("Connection closed by peer", "Read error [10.0.0.2]:47776: Connection timed out"),
+    ],
+)
+def test_ranks_on_a_host_that_does_not_answer_are_named_and_not_waited_for(
+    own: str, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulletin, "GRACE_S", 1e6)
+    store = dist.HashStore()
+    posts = make_posts(store)
+    announce_as(store, 5, os.getpid())
+    announce_elsewhere(store, 9)
+    put(store, 5, left)
+    lines = str(Bulletin(posts[0]).explain(RuntimeError(own), Position(3, ("wait of unit 'a'",)))).splitlines()
+    assert lines[1].startswith("rank 9 is on another host, from which no answer has come for 5 s: ")
+    assert lines[2].startswith("Ranks must run")
 
 
 def test_all_ranks_that_are_late_are_named_and_not_the_first_of_them_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers.posts import announce_as, gone_process, make_posts
+from helpers.posts import announce_as, announce_elsewhere, gone_process, make_posts
 
 from shardwise import DesyncError, TransportError, record
 from shardwise.comm import lost_peers
 from shardwise.comm.groups import patience_s
-from shardwise.comm.last_words import ASKS, cited, gone_in_words, put, store_of_job, words_of
+from shardwise.comm.last_words import ASKS, cited, gone_in_words, out_of_reach, put, store_of_job, words_of
 from shardwise.comm.lost_peers import found_among
 from shardwise.comm.posts import begin_era
 from shardwise.comm.store import SILENCE
@@ -115,6 +116,35 @@ def test_of_a_backends_own_error_the_rank_that_is_gone_is_named() -> None:
     store = dist.HashStore()
     announce_as(store, 2, gone_process())
     assert found_among([1, 2], store).startswith("rank 2 is gone")
+
+
+@pytest.mark.parametrize(
+    ("own", "left", "far"),
+    [
+        ("Read error [10.0.0.2]:47776: Connection timed out", "", [2]),
+        ("No route to host", "", [2]),
+        ("Connection closed by peer", "Read error [10.0.0.2]:47776: Connection timed out", [2]),
+        ("Connection closed by peer", "", []),
+        ("Timed out waiting 20000ms for recv operation to complete", "RuntimeError: Timed out waiting", []),
+    ],
+)
+def test_ranks_of_other_hosts_are_out_of_reach_once_the_kernel_says_that_a_host_does_not_answer(
+    own: str, left: str, far: list[int]
+) -> None:
+    store = dist.HashStore()
+    announce_as(store, 1, os.getpid())
+    announce_elsewhere(store, 2)
+    put(store, 1, left)
+    assert out_of_reach(store, [1, 2, 3], own) == far  # of rank 3 nothing is known
+    assert out_of_reach(None, [1, 2], own) == []
+
+
+def test_a_host_that_does_not_answer_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_peers, "_SAY_S", 1e6)
+    store = dist.HashStore()
+    announce_elsewhere(store, 2)
+    found = found_among([2], store, "Connection timed out")
+    assert found.startswith("rank 2 is on another host, from which no answer has come for 5 s")
 
 
 def test_of_a_backends_own_error_the_rank_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

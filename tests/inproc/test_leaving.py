@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from helpers.posts import announce_as
+from helpers.posts import announce_as, announce_elsewhere
 
 from shardwise.black_box import explain_end
 from shardwise.comm import leaving
@@ -92,6 +92,17 @@ def test_who_keeps_the_store_stays_for_ranks_that_live_on_only_until_they_have_s
     monkeypatch.setattr(leaving, "_LINGER_S", 0.1)
     announce_as(job, 1, os.getpid())
     put(job, 1, "DesyncError: rank 0 is gone")
+    leaving.will_leave(job)
+    leave_job()  # ends
+
+
+def test_who_keeps_the_store_does_not_stay_for_ranks_of_a_host_that_does_not_answer(
+    job: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaving, "keeps_store", lambda store: True)
+    monkeypatch.setattr(leaving, "_STAY_S", 1e6)
+    monkeypatch.setattr("sys.last_value", RuntimeError("Read error: Connection timed out"), raising=False)
+    announce_elsewhere(job, 1)
     leaving.will_leave(job)
     leave_job()  # ends
 
