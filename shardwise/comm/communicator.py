@@ -66,10 +66,17 @@ class SumContents(Contents, Protocol):
     """What lies in a section that is summed.
 
     Attributes:
-        mark: by which ranks that sum different things hear of it; None: they do not.
+        number: how many sums of these parameters came before, also those that were left out by choice.
+        mark: by which ranks that sum different things hear of it where the backend sums; None: they do not.
     """
 
+    number: int
     mark: Mark | None
+
+    @property
+    def label(self) -> str:
+        """What is summed, the same on every rank."""
+        ...
 
 
 class BucketEnds(Protocol):

@@ -48,9 +48,13 @@ class Mark:
         mean = float(self.whole[-1]) / scale / len(ranks)
         if abs(mean - self._value) < 0.4 / len(ranks):
             return
-        others = ranks_in_words([rank for rank in ranks if rank != mine])
-        raise RuntimeError(
-            f"rank {mine} sums gradients of {self.label} with its replicas, {others}, as number {self.number + 1}, and one of "
-            "them sums something else: it has left a sum out, or comes with other gradients (set_requires_all_reduce and the "
-            "microbatches must be the same on all replicas)"
-        )
+        raise RuntimeError(sums_something_else(self.label, self.number, mine, [rank for rank in ranks if rank != mine]))
+
+
+def sums_something_else(label: str, number: int, mine: int, others: Sequence[int]) -> str:
+    """Say that one of ``others`` sums something else than what ``label`` names, which rank ``mine`` sums.  Ranks are global."""
+    return (
+        f"rank {mine} sums gradients of {label} with its replicas, {ranks_in_words(others)}, as number {number + 1}, and one "
+        "of them sums something else: it has left a sum out, or comes with other gradients (set_requires_all_reduce and the "
+        "microbatches must be the same on all replicas)"
+    )

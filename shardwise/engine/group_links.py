@@ -6,7 +6,7 @@ import hashlib
 import json
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from shardwise.comm.links.mates import Host
 from shardwise.comm.links.meet import Offer, Outcome, meet, read_posts
 from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
 from shardwise.comm.links.send_recv import MAX_RANKS, PeerLink
+from shardwise.comm.links.sums import sum_slot_bytes, sums_bytes
 from shardwise.comm.links.tiers import TieredLink, column_of
 from shardwise.comm.posts import Posts
 from shardwise.errors import TransportError
@@ -35,18 +36,20 @@ class _Sizes:
     Attributes:
         sections: dtype and elements of each.
         slot_bytes: of the outbox.
+        sum_slot_bytes: of a slot for sums in place.
         gather_bytes: of the largest all-gather's section, with its padding.
         num_ranks: of the group.
     """
 
     sections: tuple[tuple[str, int], ...]
     slot_bytes: int
+    sum_slot_bytes: int
     gather_bytes: int
     num_ranks: int
 
     @property
     def inboxes_start(self) -> int:
-        return HEADER_BYTES + outbox_bytes(self.slot_bytes)
+        return HEADER_BYTES + outbox_bytes(self.slot_bytes) + sums_bytes(self.sum_slot_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -57,12 +60,21 @@ class _Sizes:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Users:
+    """The parameter groups that use a link, in the order of the units: they gather, reduce to shards, or sum in place."""
+
+    gathers: list[ShardGroup] = field(default_factory=list[ShardGroup])
+    reduces: list[ShardGroup] = field(default_factory=list[ShardGroup])
+    sums: list[ShardGroup] = field(default_factory=list[ShardGroup])
+
+
 class GroupLink:
-    """The link of one process group, for the parameter groups that gather and reduce over it.
+    """The link of one process group, for the parameter groups that use it.
 
     Args:
         process_group: whose ranks talk.
-        gathers: the parameter groups that gather over it, in the order of the units.  reduces: those that reduce over it.
+        users: of the link.
         transport: what this rank wants; the ranks agree on what all of them allow.
         pool: memory for staging.
         timeout_s: how long to wait for another rank.
@@ -71,15 +83,15 @@ class GroupLink:
     def __init__(
         self,
         process_group: dist.ProcessGroup,
-        gathers: Sequence[ShardGroup],
-        reduces: Sequence[ShardGroup],
+        users: Users,
         transport: Transport,
         pool: BufferPool,
         timeout_s: float,
     ) -> None:
         self._process_group = process_group
-        self._gathers = [weakref.ref(group) for group in gathers]
-        self._reduces = [weakref.ref(group) for group in reduces]
+        self._gathers = [weakref.ref(group) for group in users.gathers]
+        self._reduces = [weakref.ref(group) for group in users.reduces]
+        self._sums = [weakref.ref(group) for group in users.sums]
         self._transport: Transport = transport
         self._pool = pool
         self._timeout_s = timeout_s
@@ -97,11 +109,11 @@ class GroupLink:
         """
         if self._sizes is not None and self._inside is None:
             return self._link
-        gathers = [group for ref in self._gathers if (group := ref()) is not None]
+        gathers = _alive(self._gathers)
         buckets = [bucket for group in gathers for bucket in group.main_buckets if bucket.travels]
         if self._sizes is None or any(bucket.number is None for bucket in buckets):
-            reduces = [group for ref in self._reduces if (group := ref()) is not None]
-            sizes = _sizes_of(gathers, reduces, self._process_group.size())
+            users = Users(gathers, _alive(self._reduces), _alive(self._sums))
+            sizes = _sizes_of(users, self._process_group.size())
             if sizes != self._sizes:
                 self._sizes = sizes
                 self._link = self._make(sizes)
@@ -146,10 +158,10 @@ class GroupLink:
                 raise TransportError(f"rank {mine} cannot read the shards of rank {its}: {error}") from error
         return found
 
-    def is_for(self, gathers: Sequence[ShardGroup], reduces: Sequence[ShardGroup], transport: Transport) -> bool:
+    def is_for(self, users: Users, transport: Transport) -> bool:
         """True if this link was made for just these."""
-        mine = [ref() for ref in self._gathers], [ref() for ref in self._reduces], self._transport
-        return mine == (list(gathers), list(reduces), transport)
+        mine = [[ref() for ref in refs] for refs in (self._gathers, self._reduces, self._sums)]
+        return mine == [users.gathers, users.reduces, users.sums] and self._transport == transport
 
     def _make(self, sizes: _Sizes) -> Link | None:
         meeting = meet(self._process_group, Offer(self._transport, sizes.num_bytes, sizes.digest()))
@@ -170,7 +182,7 @@ class GroupLink:
             return owner._places_of(rank, number)
 
         host = Host(meeting.segments, meeting.pids, mates.index(rank), mates, meeting.posts.members, places_of)
-        self._inside = inside = HostLink(host, HEADER_BYTES, sizes.slot_bytes, self._timeout_s)
+        self._inside = inside = HostLink(host, HEADER_BYTES, sizes.slot_bytes, self._timeout_s, sizes.sum_slot_bytes)
         if len(mates) == sizes.num_ranks:
             return inside
         column = column_of(rank, len(mates), sizes.num_ranks)
@@ -187,9 +199,15 @@ def can_link(group: ShardGroup, process_group: dist.ProcessGroup) -> bool:
     return torch_private.is_gloo(process_group)
 
 
-def _sizes_of(gathers: Sequence[ShardGroup], reduces: Sequence[ShardGroup], num_ranks: int) -> _Sizes:
-    travelling = [[bucket for bucket in group.main_buckets if bucket.travels] for group in gathers]
+def _alive(refs: Sequence[weakref.ref[ShardGroup]]) -> list[ShardGroup]:
+    return [group for ref in refs if (group := ref()) is not None]
+
+
+def _sizes_of(users: Users, num_ranks: int) -> _Sizes:
+    travelling = [[bucket for bucket in group.main_buckets if bucket.travels] for group in users.gathers]
     sections = tuple((str(each.dtype), each.layout.section_numel) for buckets in travelling for each in buckets)
     gathered = [sum(padded_bytes(b.layout.section_numel * b.full_dtype.itemsize) for b in each) for each in travelling]
-    sizes = [numel * itemsize for group in reduces for numel, itemsize in group.largest_reductions()]
-    return _Sizes(sections, slot_bytes(max(sizes, default=0), num_ranks), max(gathered, default=0), num_ranks)
+    reduced = [numel * itemsize for group in users.reduces for numel, itemsize in group.largest_reductions()]
+    summed = sum(numel * itemsize for group in users.sums for numel, itemsize in group.largest_reductions())
+    slot = slot_bytes(max(reduced, default=0), num_ranks)
+    return _Sizes(sections, slot, sum_slot_bytes(summed), max(gathered, default=0), num_ranks)

@@ -20,7 +20,7 @@ from shardwise.comm.links.link import Transport, default_transport
 from shardwise.comm.links.routes import RoutedCommunicator
 from shardwise.comm.posts import number_posts
 from shardwise.engine.engine import Engine
-from shardwise.engine.group_links import GroupLink, can_link
+from shardwise.engine.group_links import GroupLink, Users, can_link
 from shardwise.engine.means import Means
 from shardwise.plan.prefetch import Room
 from shardwise.units.group import ShardGroup
@@ -130,25 +130,31 @@ def communicators(group: ShardGroup, means: Means) -> GroupComm:
 
 def bind_units(engine: Engine) -> None:
     """Give every group of the engine's units its communicators and its memory (again, after a setting has changed)."""
-    gathers: dict[str, list[ShardGroup]] = {}
-    reduces: dict[str, list[ShardGroup]] = {}
-    process_groups: dict[str, dist.ProcessGroup] = {}
+    users: dict[dist.ProcessGroup, Users] = {}
     means = engine.means
     for group in (group for unit in engine.units for group in unit.groups):
         comm = communicators(group, means)
         group.bind(means.pool, comm)
-        for way, users in ((comm.shards, gathers), (comm.reduce, reduces)):
-            is_linked = way is not None and not isinstance(way, CompressedCommunicator)
-            if way is not None and is_linked and can_link(group, way.packed.group):
-                process_groups[way.packed.group.group_name] = way.packed.group
-                users.setdefault(way.packed.group.group_name, []).append(group)
-    for name, process_group in process_groups.items():
-        wanted = gathers.get(name, []), reduces.get(name, []), means.transport
+        if (found := _linked(group, comm.shards)) is not None:
+            users.setdefault(found, Users()).gathers.append(group)
+        if (found := _linked(group, comm.reduce)) is not None:
+            users.setdefault(found, Users()).reduces.append(group)
+        if (found := _linked(group, comm.replicas)) is not None:
+            users.setdefault(found, Users()).sums.append(group)
+    for process_group, its in users.items():
+        name = process_group.group_name
         link = means.links.get(name)
-        if link is None or not link.is_for(*wanted):
+        if link is None or not link.is_for(its, means.transport):
             timeout_s = patience_s(process_group, means.device)
-            link = means.links[name] = GroupLink(process_group, *wanted, means.pool, timeout_s)
+            link = means.links[name] = GroupLink(process_group, its, means.transport, means.pool, timeout_s)
             means.spans.register(process_group, link.prepare)
+
+
+def _linked(group: ShardGroup, way: RoutedCommunicator | None) -> dist.ProcessGroup | None:
+    """Return the process group of ``way`` if its ranks may find a link for ``group``."""
+    if way is None or isinstance(way, CompressedCommunicator) or not can_link(group, way.packed.group):
+        return None
+    return way.packed.group
 
 
 def may_share_memory(group: ShardGroup) -> bool:

@@ -59,6 +59,7 @@ class _Packing:
     place: Place
     is_final: bool = False  # what comes out are the gradients that users see
     section: torch.Tensor | None = None
+    number: int = 0
     mark: Mark | None = None
     result: GradientSection | None = None
     is_dense: bool = False
@@ -104,12 +105,12 @@ class _Packing:
                 self.section = self.reduced.places.empty(self.dtype, self.place.device)
         return self.section
 
-    def put_mark(self, number: int) -> None:
-        """Let the section be summed as number ``number`` of its kind, if there is room for a mark behind it."""
+    def put_mark(self) -> None:
+        """Let the section be summed with a mark, if there is room for one behind it."""
         section, num_spare = self.target(), self.reduced.places.num_spare
         end = section.storage_offset() + self.section_numel + num_spare
         if num_spare and section.untyped_storage().nbytes() == end * self.dtype.itemsize:
-            self.mark = Mark(section.as_strided((self.section_numel + 1,), (1,)), self.label, number)
+            self.mark = Mark(section.as_strided((self.section_numel + 1,), (1,)), self.label, self.number)
 
     def deliver(self, section: torch.Tensor) -> None:
         target = self.target()
@@ -256,8 +257,9 @@ class Reduction:
         replicas = self._comm.replicas
         if replicas is not None and not self.is_partial and self.has_elements:
             scale = self._scale if self._comm.reduce is None else _replica_scale(self._scale)
+            self._packing.number = self.group.num_replica_sums
             if self.is_marked:
-                self._packing.put_mark(self.group.num_replica_sums)
+                self._packing.put_mark()
             self._replicated = replicas.all_reduce(section, scale, self._packing)
         elif self._terms.hook is not None:
             self._terms.hook(section)

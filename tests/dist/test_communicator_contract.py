@@ -5,21 +5,25 @@ The fake in ``helpers`` says the rules in 60 lines: what it need not do, no othe
 from __future__ import annotations
 
 import itertools
+import re
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ends import SHAPES, Gradients, Shapes
+from helpers.ends import SHAPES, Gradients, Shapes, layout_for, whole
 from helpers.ranks import on_ranks
-from helpers.ways import LINKS, WAYS, Way, way_over
+from helpers.ways import LINKS, SUM_SLOT_BYTES, WAYS, Way, way_over
 
 from shardwise.comm.communicator import Scale
 from shardwise.errors import TransportError
+from shardwise.layout.bucket import Bucket
 
 # Rows that ranks share unevenly, fewer rows than ranks, columns, no elements, a scalar.
 UNEVEN: Shapes = (((7, 5), 0), ((3, 6), 1), ((3, 5), 0), ((5,), 0), ((1,), 0), ((0, 4), 0), ((), 0))
 SMALL: Shapes = (((2,), 0), ((3, 2), 1))
 LAYOUTS = {"even": SHAPES, "uneven": UNEVEN, "small": SMALL, "one element": (((1,), 0),)}
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 SCALES = {
     "mean": (Scale(), None),
     "sum": (Scale(1.0), 1.0),
@@ -71,6 +75,88 @@ def test_all_reduce_sums_in_place_with_the_stated_scale() -> None:
                 with way.span() as comm:
                     comm.all_reduce(found, scale).wait()
                 assert torch.equal(found, expected / (divisor or way.size)), (name, scale)
+
+
+@on_ranks(2, 4)
+def test_sums_in_place_do_not_mix_however_long_they_are_and_in_whatever_order_they_are_waited_for() -> None:
+    """Of no elements, of one, of more than are shared by all, of more chunks than there are slots."""
+    for name in ways():
+        with way_over(name) as way:
+            for kind, dtype, scale in itertools.product(("forward", "backward"), DTYPES, (Scale(), Scale(1.0))):
+                numels = (3, 0, 1, 65, 6 * SUM_SLOT_BYTES // dtype.itemsize + 5, 130)
+                found = [whole((numel,), number + way.rank).to(dtype) for number, numel in enumerate(numels)]
+                with way.span(kind) as comm:
+                    pendings = [comm.all_reduce(each, scale) for each in found]
+                    for pending in reversed(pendings):
+                        pending.wait()
+                        assert pending.is_done()
+                by = way.size if scale.divisor is None else 1
+                for number, (numel, each) in enumerate(zip(numels, found, strict=True)):
+                    expected = sum(whole((numel,), number + rank).to(dtype) for rank in range(way.size)) / by
+                    assert torch.equal(each, expected), (name, kind, dtype, number)
+
+
+@on_ranks(2, 4)
+def test_a_sum_that_nobody_waits_for_in_its_span_is_there_after_it_and_one_that_is_cancelled_writes_no_more() -> None:
+    with way_over("shared memory") as way:
+        kept, dropped = whole((40,), way.rank), whole((40,), way.rank)
+        with way.span("backward") as comm:
+            pending = comm.all_reduce(kept, Scale(1.0))
+            comm.all_reduce(dropped, Scale(1.0)).cancel()
+            dropped.fill_(-1.0)  # somebody else's now
+        assert torch.equal(kept, sum(whole((40,), rank) for rank in range(way.size)))
+        kept.zero_()
+        pending.wait()
+        assert not kept.any(), "a second result"
+        assert bool((dropped == -1).all())
+
+
+@on_ranks(2, 3, 4)
+def test_sums_of_many_replicas_are_the_same_bits_on_every_rank_and_in_rank_order() -> None:
+    with way_over("shared memory") as way:
+        torch.manual_seed(0)
+        terms = [torch.randn(1000) for _ in range(way.size)]
+        found = terms[way.rank].clone()
+        with way.span("backward") as comm:
+            comm.all_reduce(found, Scale(3.0)).wait()
+        total = terms[0] + terms[1]
+        for term in terms[2:]:
+            total += term
+        assert torch.equal(found, total / 3.0)
+
+
+@dataclass
+class Summed:
+    """What a sum is of."""
+
+    label: str
+    number: int = 0
+    mark: None = None
+    layout: Bucket = field(default_factory=lambda: layout_for(1))
+    params: tuple[()] = ()
+
+
+@on_ranks(2, 4)
+def test_ranks_that_sum_different_things_are_told_and_nobody_gets_numbers_of_both() -> None:
+    others: list[tuple[Summed, int, torch.dtype, Scale]] = [
+        (Summed("weight"), 8, torch.float32, Scale()),
+        (Summed("weight", 1), 8, torch.float32, Scale()),
+        (Summed("bias"), 8, torch.float32, Scale()),
+        (Summed("weight"), 9, torch.float32, Scale()),
+        (Summed("weight"), 8, torch.int32, Scale(1.0)),
+        (Summed("weight"), 8, torch.float32, Scale(5.0)),
+    ]
+    for contents, numel, dtype, scale in others[1:]:
+        with way_over("shared memory") as way:
+            if way.rank != 1:
+                contents, numel, dtype, scale = others[0]
+            tensor = torch.ones(numel, dtype=dtype)
+            with pytest.raises(TransportError) as raised, way.span() as comm:
+                comm.all_reduce(tensor, scale, contents).wait()
+            texts = [""] * way.size
+            dist.all_gather_object(texts, str(raised.value))
+            assert any(re.search(r"replicas, rank (1|0), .*sums something else", text) for text in texts), texts
+            assert bool((tensor == 1).all())
 
 
 @on_ranks(2, 4)

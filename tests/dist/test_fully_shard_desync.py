@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import DesyncError, FSDPModule, fully_shard, replicate
+from shardwise.comm.links.link import Transport
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import Block
 
@@ -169,7 +170,7 @@ def test_ranks_may_come_to_the_same_gradients_in_another_order(door: str) -> Non
         torch.testing.assert_close(full(right.grad), left.grad)
 
 
-def leave_a_sum_out() -> str:
+def leave_a_sum_out(transport: Transport) -> str:
     """Rank 1 takes one microbatch that is a step's last for one that is not; return the message that this rank got."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     torch.manual_seed(0)
@@ -177,7 +178,7 @@ def leave_a_sum_out() -> str:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.set_transport("collective")
+    model.set_transport(transport)
     try:
         for step in range(4):
             for is_last in (False, True):
@@ -188,11 +189,14 @@ def leave_a_sum_out() -> str:
     return "no error"
 
 
+@pytest.mark.parametrize("transport", ["auto", "collective"])
 def test_a_rank_that_leaves_a_sum_over_replicas_out_is_named_and_nobody_goes_on_with_other_numbers(
-    pool: WorkerPool,
+    pool: WorkerPool, transport: Transport
 ) -> None:
     """The sums that follow have the sizes of those that others wait for."""
-    messages = pool.run(leave_a_sum_out, num_ranks=4, timeout_s=60.0, group_timeout_s=30.0, fresh=True)
+    messages = pool.run(
+        leave_a_sum_out, num_ranks=4, timeout_s=60.0, group_timeout_s=30.0, fresh=True, transport=transport
+    )
     assert all(message.startswith("DesyncError") for message in messages), messages
     assert all(re.search(r"\branks? (\d, )*1\b", message) for message in messages), messages
     assert "with its replicas, rank 3" in messages[1], messages

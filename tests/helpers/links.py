@@ -10,6 +10,7 @@ from shardwise.comm.links.mates import Host
 from shardwise.comm.links.segment import HEADER_BYTES, Segment
 
 SEGMENT_BYTES = HEADER_BYTES + 4096
+SUM_SLOT_BYTES = 256
 
 
 def make_links(
@@ -24,4 +25,4 @@ def make_links(
     ranks = range(len(found))
     named = tuple(members or ranks)
     hosts = [Host(segments, found, rank, ranks, named, lambda rank, number: []) for rank in ranks]
-    return [HostLink(host, HEADER_BYTES, 64, timeout_s=timeout_s) for host in hosts]
+    return [HostLink(host, HEADER_BYTES, 64, timeout_s, SUM_SLOT_BYTES) for host in hosts]

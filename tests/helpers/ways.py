@@ -27,10 +27,12 @@ from shardwise.comm.links.meet import Offer, meet, read_posts
 from shardwise.comm.links.routes import RoutedCommunicator, Spans
 from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
 from shardwise.comm.links.send_recv import PeerLink
+from shardwise.comm.links.sums import sums_bytes
 from shardwise.comm.links.tiers import TieredLink, column_of
 
 SLOT_BYTES = 4096
-INBOXES = HEADER_BYTES + outbox_bytes(SLOT_BYTES)  # where they start
+SUM_SLOT_BYTES = 1024
+INBOXES = HEADER_BYTES + outbox_bytes(SLOT_BYTES) + sums_bytes(SUM_SLOT_BYTES)  # where they start
 CPU = torch.device("cpu")
 
 
@@ -129,7 +131,7 @@ def _shared_memory(way: Way, per_host: int | None = None) -> Link | None:
 
     mates = outcome.mates
     host = Host(outcome.segments, outcome.pids, mates.index(way.rank), mates, outcome.posts.members, places_of)
-    link = HostLink(host, HEADER_BYTES, SLOT_BYTES, 20.0)
+    link = HostLink(host, HEADER_BYTES, SLOT_BYTES, 20.0, SUM_SLOT_BYTES)
 
     def say_where(ends: Sequence[Ends]) -> None:
         places = [each.arena for each in ends if each.arena is not None]

@@ -20,6 +20,7 @@ from shardwise.comm.links.link import SpanKind
 from shardwise.comm.links.mates import CLOSED, FIRST_FREE, Host, Mates
 from shardwise.comm.links.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.comm.links.segment import NUM_WORDS
+from shardwise.comm.links.sums import NUM_SUM_WORDS, Sums
 from shardwise.errors import TransportError
 from shardwise.layout.bucket import Bucket, align
 
@@ -30,7 +31,8 @@ _CONSUMED = FIRST_FREE + 3  # the last reduction that this rank has read from al
 _LABELS = FIRST_FREE + 4  # from here on: what is in each slot of the outbox
 
 NUM_SLOTS = 3  # reductions that a rank may be ahead of the slowest
-NEXT_FREE = _LABELS + NUM_SLOTS
+_SUMS = _LABELS + NUM_SLOTS  # from here on: words of sums in place
+NEXT_FREE = _SUMS + NUM_SUM_WORDS
 _ALIGNMENT = 64  # bytes
 
 
@@ -59,18 +61,20 @@ class HostLink:
         host: the ranks.
         outbox: byte offset of the outbox in every segment.  slot_bytes: bytes of one of its slots.
         timeout_s: how long to wait for a rank that is alive.
+        sum_slot_bytes: bytes of a slot for sums in place, behind the outbox; 0: there are none.
 
     Attributes:
         mates: the ranks of this host.  ranks: their numbers in the group.  place: this rank's among them.
         num_ranks: of the group.  members: the global rank of each of them, as errors name them.
         rank: this rank's number in the group.
         gathers: those launched in this span and not waited for yet.
+        sums: of tensors of the ranks of this host alone.
     """
 
     name = "shared memory"
     compares_contents = True
 
-    def __init__(self, host: Host, outbox: int, slot_bytes: int, timeout_s: float) -> None:
+    def __init__(self, host: Host, outbox: int, slot_bytes: int, timeout_s: float, sum_slot_bytes: int = 0) -> None:
         assert NEXT_FREE < NUM_WORDS
         self.mates = Mates(host, timeout_s, ((_READ, "all-gathers read"), (_POSTED, "reductions begun")))
         self.segments = host.segments
@@ -85,6 +89,8 @@ class HostLink:
         self._scatters: deque[_Scatter] = deque()
         self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+        behind = outbox + outbox_bytes(slot_bytes)
+        self.sums = Sums(self.mates, self.place, len(self.ranks), _SUMS, behind, sum_slot_bytes, self._view)
 
     # ---- spans ----
 
@@ -132,6 +138,7 @@ class HostLink:
             gather.forget()
         self.gathers.clear()
         self._scatters.clear()
+        self.sums.forget()
         self.mates.abort()
 
     # ---- all-gathers ----

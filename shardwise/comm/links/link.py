@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds
+import torch
+
+from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds, SumContents
 from shardwise.errors import ConfigError
 from shardwise.layout.bucket import Bucket
 
@@ -42,6 +46,32 @@ def default_transport() -> Transport:
     return _default[0]
 
 
+@dataclass(frozen=True, slots=True)
+class ByBackend:
+    """Another way to sum a tensor in place: ``launch()``, on all ranks if one ``is_wanted`` on any of them."""
+
+    is_wanted: bool
+    launch: Callable[[], Pending]
+
+
+class InPlaceSums(Protocol):
+    """How tensors are summed in place by a link, in spans, but without opening it: nobody waits for the others to begin."""
+
+    def takes(self, tensor: torch.Tensor, scale: Scale) -> bool:
+        """True if ``tensor`` goes by the link; the same on every rank."""
+        ...
+
+    def all_reduce(
+        self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None, by_backend: ByBackend
+    ) -> Pending:
+        """Launch; ``wait``, or the end of the span, ends it."""
+        ...
+
+    def end(self) -> None:
+        """Wait for all sums."""
+        ...
+
+
 class Link(Protocol):
     """A fast way between the ranks of one group.
 
@@ -50,6 +80,11 @@ class Link(Protocol):
 
     name: str
     compares_contents: bool  # ranks that come with other parameters hear of it by the link
+
+    @property
+    def sums(self) -> InPlaceSums | None:
+        """How tensors are summed in place; None: by the backend."""
+        ...
 
     def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
         """Enter a span with all ranks of the group; return True unless some rank wants the backend's collectives.

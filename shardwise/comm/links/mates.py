@@ -124,7 +124,7 @@ class Mates:
             other = "forward" if word & _IN_BACKWARD else "backward"
             raise self._blame(
                 place,
-                f"rank {self._name_of(place)} starts a {other} where rank {self._name} starts a {self.kind}; every rank must "
+                f"rank {self.name_of(place)} starts a {other} where rank {self._name} starts a {self.kind}; every rank must "
                 "make the same calls in the same order",
             )
 
@@ -161,6 +161,10 @@ class Mates:
     def stamp(self, index: int) -> int:
         """Return the stamp of collective number ``index`` of its kind in this span; -1: of none yet."""
         return _stamp(self._epoch, self._span, index + 1)
+
+    def long_stamp(self, index: int) -> int:
+        """Return the stamp of number ``index`` of what is counted from span to span, from the last exception on."""
+        return _stamp(self._epoch, 0) + index + 1
 
     def say(self, word: int, value: int) -> None:
         """Let the others read ``value``, and all that was written before."""
@@ -205,7 +209,7 @@ class Mates:
                     self._mine[_LATE] = self._epoch << _CALL_BITS | self._ranks[place] + 1
                     raise self._blame(
                         place,
-                        f"rank {self._name} waited {self._timeout_s:g} s for rank {self._name_of(place)} at {what}: "
+                        f"rank {self._name} waited {self._timeout_s:g} s for rank {self.name_of(place)} at {what}: "
                         f"{self._last_sign(place)}; every rank must make the same calls in the same order",
                     )
             time.sleep(sleep_s)
@@ -226,17 +230,18 @@ class Mates:
             if late and epoch == self._epoch < self._words[other][_EPOCH]:
                 self.blamed = late - 1
                 raise TransportError(
-                    f"rank {self._name_of(other)} waited {self._timeout_s:g} s for rank {self._members[late - 1]} while rank "
+                    f"rank {self.name_of(other)} waited {self._timeout_s:g} s for rank {self._members[late - 1]} while rank "
                     f"{self._name} was on its way to {what}; every rank must make the same calls in the same order"
                 )
-        its = self._name_of(place)
+        its = self.name_of(place)
         raise self._blame(
             place,
             f"rank {its} left the forward or backward by an exception while rank {self._name} was on its way to {what}; "
             f"see the error of rank {its}{cited(store_of_job(), [its])}",
         )
 
-    def _name_of(self, place: int) -> int:
+    def name_of(self, place: int) -> int:
+        """Return the global rank of the rank at ``place``."""
         return self._members[self._ranks[place]]
 
     def _blame(self, place: int, problem: str) -> TransportError:
@@ -245,7 +250,7 @@ class Mates:
 
     def _lost(self, place: int, where: str) -> TransportError:
         """Return the error for the rank at ``place``, whose process has ended: what it did last, and what it said."""
-        store, name = store_of_job(), self._name_of(place)
+        store, name = store_of_job(), self.name_of(place)
         if store is not None:
             is_gone(store, name)  # other hosts hear of it
         text = gone_in_words(store, [name])
@@ -253,7 +258,7 @@ class Mates:
 
     def _last_sign(self, place: int) -> str:
         """Say what the words of the rank at ``place`` show that it has done last."""
-        words, name = self._words[place], self._name_of(place)
+        words, name = self._words[place], self.name_of(place)
         span, mine = words[_OPEN] >> _CALL_BITS, self._mine[_OPEN] >> _CALL_BITS
         if not span:
             return f"rank {name} had come to no forward yet"

@@ -62,17 +62,22 @@ def sum_sections(layout: Bucket, sections: Sequence[torch.Tensor], scale: Scale,
     # One tensor after the other, so that sum and division find it in the cache.
     for start, numel in _extents(layout, rank):
         target = out.narrow(0, start, numel)
-        terms = [section.narrow(0, start, numel) for section in sections]
-        total = target
-        if len(terms) > 2 and any(section is out for section in sections[2:]):
-            total = torch.empty_like(target)  # the first sum must not overwrite a later term
-        torch.add(terms[0], terms[1], out=total)
-        for term in terms[2:]:
-            total.add_(term)
-        if divisor != 1:
-            torch.div(total, divisor, out=target)
-        elif total is not target:
-            target.copy_(total)
+        terms = [target if section is out else section.narrow(0, start, numel) for section in sections]
+        add_up(terms, divisor, target)
+
+
+def add_up(terms: Sequence[torch.Tensor], divisor: float, out: torch.Tensor) -> None:
+    """Sum two or more ``terms`` in their order and divide by ``divisor``; ``out`` may be one of them."""
+    total = out
+    if any(term is out for term in terms[2:]):
+        total = torch.empty_like(out)  # the first sum must not overwrite a later term
+    torch.add(terms[0], terms[1], out=total)
+    for term in terms[2:]:
+        total.add_(term)
+    if divisor != 1:
+        torch.div(total, divisor, out=out)
+    elif total is not out:
+        out.copy_(total)
 
 
 def _extents(layout: Bucket, rank: int) -> list[tuple[int, int]]:

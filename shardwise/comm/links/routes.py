@@ -14,7 +14,7 @@ from shardwise import torch_private
 from shardwise.black_box import hearers, note, now, remember, tell, thread
 from shardwise.comm.c10d import C10dCommunicator
 from shardwise.comm.communicator import GatherEnds, Pending, Scale, ScatterEnds, SumContents
-from shardwise.comm.links.link import Link, SpanKind
+from shardwise.comm.links.link import ByBackend, InPlaceSums, Link, SpanKind
 from shardwise.errors import DesyncError
 
 
@@ -25,6 +25,7 @@ class _Entry:
     is_prepared: bool = False
     is_open: bool = False
     is_agreed: bool = False
+    has_sums: bool = False
 
 
 class Spans:
@@ -59,6 +60,23 @@ class Spans:
         ``takes(link)`` says, alike on every rank, whether the collective is one for the link: if none is, in a whole span,
         the link stays closed.
         """
+        entry = self._prepared(group)
+        if entry is None or entry.link is None or not takes(entry.link):
+            return None
+        if not entry.is_open:
+            entry.is_agreed = entry.link.open(self._kind, collectives_are_watched())
+            entry.is_open = True
+        return entry.link if entry.is_agreed else None
+
+    def sums(self, group: dist.ProcessGroup, tensor: torch.Tensor, scale: Scale) -> InPlaceSums | None:
+        """Return what sums ``tensor`` over ``group`` in place; None: the backend.  It waits for nobody, opens nothing."""
+        entry = self._prepared(group)
+        if entry is None or entry.link is None or entry.link.sums is None or not entry.link.sums.takes(tensor, scale):
+            return None
+        entry.has_sums = True
+        return entry.link.sums
+
+    def _prepared(self, group: dist.ProcessGroup) -> _Entry | None:
         entry = self._entries.get(group.group_name)
         if entry is None or not self._depth:
             return None
@@ -69,12 +87,7 @@ class Spans:
                 self.tell(str(error))  # ranks of other groups wait for this one, too
                 raise
             entry.is_prepared = True
-        if entry.link is None or not takes(entry.link):
-            return None
-        if not entry.is_open:
-            entry.is_agreed = entry.link.open(self._kind, collectives_are_watched())
-            entry.is_open = True
-        return entry.link if entry.is_agreed else None
+        return entry
 
     def begin(self, kind: SpanKind) -> None:
         """Enter a span, or one inside another."""
@@ -89,6 +102,9 @@ class Spans:
         if self._depth == 1:
             for entry in self._entries.values():
                 entry.is_prepared = False
+                if entry.has_sums and entry.link is not None and entry.link.sums is not None:
+                    entry.link.sums.end()
+                entry.has_sums = False
                 if entry.is_open:
                     if entry.link is not None:
                         entry.link.close()
@@ -103,8 +119,8 @@ class Spans:
         self.number = None
         for entry in self._entries.values():
             entry.is_prepared = False
-            if entry.is_open:
-                entry.is_open = entry.is_agreed = False
+            if entry.is_open or entry.has_sums:
+                entry.is_open = entry.is_agreed = entry.has_sums = False
                 if entry.link is not None:
                     entry.link.abort()
 
@@ -179,13 +195,23 @@ class RoutedCommunicator:
         return self.packed.reduce_scatter(pieces, scale)
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Pending:
-        """Reduce in place, by the backend."""
+        """Reduce in place, by the link or by the backend."""
         if note("reduction", "replicas", [tensor]):
             return LeftOut()
+        sums = self._spans.sums(self.packed.group, tensor, scale)
+        if sums is not None:
+            by_backend = ByBackend(collectives_are_watched(), lambda: self.packed.all_reduce(tensor, scale, contents))
+            return sums.all_reduce(tensor, scale, contents, by_backend)
         return self.packed.all_reduce(tensor, scale, contents)
 
 
-_WATCHED = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
+_WATCHED = (
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_reduce",
+)
 _ORIGINALS = {name: getattr(sys.modules["torch.distributed.distributed_c10d"], name, None) for name in _WATCHED}
 
 
