@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from shardwise.comm.links.inboxes import NUM_INBOXES
+from shardwise.comm.links.sums import sum_slot_bytes, sums_bytes
 from shardwise.events import Call, Op
 from shardwise.planner.optimizer_calls import Exchanges, exchange_moments, exchanges_of, messages
 from shardwise.planner.profile import Mark, ParamFacts, Profile
 from shardwise.planner.rank_units import KEPT_SECTION_BYTES, RankUnit
 from shardwise.planner.setting import MATRIX_STATE_BYTES, SHARED, TIERS, UNIT_DOORS, Setting
 from shardwise.planner.step_order import Passage, Steps
+from shardwise.units.shared_buckets import FULL_BYTES_ON_HOST
 
 KINDS = (
     "parameters",  # shards, and what is whole on every rank; buffers of the model
@@ -123,6 +125,8 @@ class _Rank:
             self.held["staging"] = sum(max(posts[slot::_OUTBOX_SLOTS], default=0) for slot in range(_OUTBOX_SLOTS))
             sections = max((unit.moved_bytes // setting.num_shards for unit in units), default=0)
             self.held["staging"] += NUM_INBOXES * (setting.hosts - 1) * sections
+        if setting.near_replicas:
+            self.held["staging"] += sums_bytes(_sum_slot(units, setting))
         self.host_bytes = shards + state + sum(u.section_bytes for u in units) if self.is_on_host else 0
         self.loans: dict[tuple[str, int], int] = {}
         self.reducing: list[int] = []  # units whose packed gradients are on loan
@@ -376,3 +380,10 @@ def _with_idle(moment: Moment, num_bytes: int) -> Moment:
     place = KINDS.index("idle buffers")
     held = tuple(value + num_bytes if index == place else value for index, value in enumerate(moment.held))
     return Moment(moment.place, held, moment.edge)
+
+
+def _sum_slot(units: Sequence[RankUnit], setting: Setting) -> int:
+    """Return the bytes of the largest chunk of gradients that replicas sum in shared memory: of a unit, or of a bucket."""
+    sections = [unit.section_bytes for unit in units]
+    shared = min(sum(sections), FULL_BYTES_ON_HOST) if setting.door == "replicate" else 0
+    return sum_slot_bytes(max(shared, *sections))

@@ -167,7 +167,9 @@ def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, 
         clock.now += unit.reduced_bytes * copy_s if is_packed else 0.0
         clock.launch(name, unit.scattered_bytes if setting.num_shards > 1 else 0, setting.num_shards, is_within)
     if call.op is Op.REDUCE and is_last:
-        if setting.num_replicas > 1:
+        if setting.near_replicas and hardware.shared is not None:
+            _sum_in_memory(clock, unit, hardware.shared)
+        elif setting.num_replicas > 1:
             is_near = setting.ranks <= hardware.ranks_per_host
             clock.launch(name, unit.summed_bytes, setting.num_replicas, is_near)
         if setting.offload and hardware.device != "cpu":
@@ -205,6 +207,18 @@ def _through_memory(clock: _Clock, call: Call, unit: RankUnit, shared: Wire, is_
     clock.inside += num_bytes * (1 - hosts / num_shards)
     clock.moved_s += seconds
     clock.expose(name, seconds)
+    clock.now += seconds
+
+
+def _sum_in_memory(clock: _Clock, unit: RankUnit, shared: Wire) -> None:
+    """Count the copies by which this rank lays out a unit's gradients for its replicas, sums a slice, and reads the others'."""
+    replicas, num_bytes = clock.setting.num_replicas, unit.section_bytes
+    moved = 2 * num_bytes * (replicas - 1) // replicas
+    added = (replicas + 1) * num_bytes / replicas
+    seconds = moved / shared.bytes_per_s + added / clock.hardware.memory_bytes_per_s + shared.latency_s
+    clock.inside += moved
+    clock.moved_s += seconds
+    clock.expose(unit.facts.name or "(root)", seconds)
     clock.now += seconds
 
 

@@ -42,6 +42,7 @@ class Setting:
         depth: units unsharded ahead.
         transport: of CPU ranks, one of ``ROUTES``: "collective" is the backend's, the others are those that units take.
         hosts: that the ranks of one parameter's shards are on, with ``TIERS``.
+        near_replicas: CPU ranks that hold the same are on one host, and sum gradients in shared memory.
         matrices: parameters of two dims are updated whole, each by an owner that gathers it, as ``ShardedOptimizer`` does for
             Muon; the rest, of ``state_bytes``, element by element.
         compression: in how many bits parameters and gradients travel, of the doors with units.
@@ -61,6 +62,7 @@ class Setting:
     compression: CompressionPolicy | None = None
     transport: str = "collective"
     hosts: int = 1
+    near_replicas: bool = False
     matrices: bool = False
 
     def __post_init__(self) -> None:

@@ -116,7 +116,8 @@ def _replicate(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Mo
     precision, offload = _engine_options(config)
     for block in blocks_of(model):
         replicate(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    replicate(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    replicated = replicate(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    replicated.set_transport(check_transport(config.transport))
     return model
 
 

@@ -4,9 +4,13 @@ The fake in ``helpers`` says the rules in 60 lines: what it need not do, no othe
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
+import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +18,10 @@ import torch.distributed as dist
 from helpers.ends import SHAPES, Gradients, Shapes, layout_for, whole
 from helpers.ranks import on_ranks
 from helpers.ways import LINKS, SUM_SLOT_BYTES, WAYS, Way, way_over
+from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise.comm.communicator import Scale
+from shardwise.comm.links.routes import RoutedCommunicator
 from shardwise.errors import TransportError
 from shardwise.layout.bucket import Bucket
 
@@ -111,6 +117,22 @@ def test_a_sum_that_nobody_waits_for_in_its_span_is_there_after_it_and_one_that_
         assert bool((dropped == -1).all())
 
 
+@on_ranks(2)
+def test_a_sum_that_has_ended_keeps_nothing_of_its_tensor() -> None:
+    """Not until the next garbage collection, either: it may be a gradient, of gigabytes."""
+    with way_over("shared memory") as way:
+        gc.disable()
+        try:
+            tensor = torch.ones(40)
+            kept = weakref.ref(tensor.untyped_storage())
+            with way.span("backward") as comm:
+                comm.all_reduce(tensor, Scale()).wait()
+            del tensor
+            assert kept() is None
+        finally:
+            gc.enable()
+
+
 @on_ranks(2, 3, 4)
 def test_sums_of_many_replicas_are_the_same_bits_on_every_rank_and_in_rank_order() -> None:
     with way_over("shared memory") as way:
@@ -123,6 +145,25 @@ def test_sums_of_many_replicas_are_the_same_bits_on_every_rank_and_in_rank_order
         for term in terms[2:]:
             total += term
         assert torch.equal(found, total / 3.0)
+
+
+@on_ranks(2, 4)
+def test_one_rank_whose_collectives_are_watched_sends_all_sums_to_the_backend() -> None:
+    with way_over("shared memory") as way:
+        assert isinstance(way.comm, RoutedCommunicator)
+        numels = (3, 6 * SUM_SLOT_BYTES)  # one chunk, more of them than there are slots
+        for watching in (1, None):
+            found = [whole((numel,), way.rank) for numel in numels]
+            packed = way.comm.packed
+            counted = mock.patch.object(packed, "all_reduce", wraps=packed.all_reduce)
+            mode = CommDebugMode() if way.rank == watching else nullcontext()
+            with counted as calls, way.span("backward") as comm, mode:
+                for pending in [comm.all_reduce(each, Scale(1.0)) for each in found]:
+                    pending.wait()
+            by_backend = [call.args[0].numel() for call in calls.call_args_list]
+            assert by_backend == ([] if watching is None else list(numels)), watching
+            for numel, each in zip(numels, found, strict=True):
+                assert torch.equal(each, sum(whole((numel,), rank) for rank in range(way.size)))
 
 
 @dataclass

@@ -89,7 +89,7 @@ class Sums:
         for number, start in enumerate(range(0, flat.numel(), most)):
             chunk = _Chunk(summed, self._num_chunks, number, flat[start : start + most])
             self._num_chunks += 1
-            summed.last = chunk
+            summed.last = chunk.index
             self._post(chunk)
         self.go_on()
         return summed
@@ -101,7 +101,7 @@ class Sums:
     def forget(self) -> None:
         """Leave all sums as they are, after an exception; the ranks count anew."""
         for chunk in self._chunks:
-            chunk.is_over = True
+            chunk.of.is_over = True
         self._chunks.clear()
         self._num_chunks = 0
 
@@ -192,7 +192,7 @@ class Sums:
         for place in () if chunk.goes_by_backend else self._mates.others:
             start, its = self._slice(chunk, place)
             its.copy_(self._slot(place, chunk, start, its.numel()))
-        chunk.is_over = True
+        chunk.of.is_over = chunk.index == chunk.of.last
         self._say(_CONSUMED, chunk)
 
     def _slice(self, chunk: _Chunk, place: int) -> tuple[int, torch.Tensor]:
@@ -203,8 +203,10 @@ class Sums:
         return start, chunk.tensor[start : start + each]
 
     def _slot(self, place: int, chunk: _Chunk, start: int, numel: int) -> torch.Tensor:
-        first = self._start + chunk.index % NUM_SLOTS * self._slot_bytes
-        return self._view(place, first + start * chunk.tensor.element_size(), numel, chunk.tensor.dtype)
+        dtype = chunk.tensor.dtype
+        slot = self._slot_bytes // dtype.itemsize
+        slots = self._view(place, self._start, NUM_SLOTS * slot, dtype)
+        return slots.narrow(0, chunk.index % NUM_SLOTS * slot + start, numel)
 
     def _label_word(self, chunk: _Chunk) -> int:
         return self._word + _LABELS + chunk.index % NUM_SLOTS
@@ -216,9 +218,14 @@ class Sums:
 
 
 class _Sum:
-    """A tensor that is summed: how, and the last of its chunks."""
+    """A tensor that is summed, and how.  It knows none of its chunks: they know it, and whoever waits must let go of both.
 
-    __slots__ = ("_is_cancelled", "_sums", "by_backend", "contents", "digest", "divisor", "last")
+    Attributes:
+        last: index of its last chunk that was launched.
+        is_over: the sum is there, or nobody will bring it.
+    """
+
+    __slots__ = ("_is_cancelled", "_sums", "by_backend", "contents", "digest", "divisor", "is_over", "last")
     holds_input = False
 
     def __init__(
@@ -231,23 +238,21 @@ class _Sum:
             by_backend,
             digest,
         )
-        self._is_cancelled = False
-        self.last: _Chunk | None = None
+        self._is_cancelled = self.is_over = False
+        self.last = -1
 
     def sum_by_backend(self) -> None:
         assert not self._is_cancelled, "only who leaves a span cancels sums"
         self.by_backend.launch().wait()
 
     def is_done(self) -> bool:
-        assert self.last is not None
-        if not self.last.is_over:
+        if not self.is_over:
             self._sums.go_on()
-        return self.last.is_over
+        return self.is_over
 
     def wait(self) -> None:
-        assert self.last is not None
-        if not self.last.is_over:
-            self._sums.finish(self.last.index)
+        if not self.is_over:
+            self._sums.finish(self.last)
 
     def cancel(self) -> None:
         self._is_cancelled = True
@@ -262,7 +267,6 @@ class _Chunk:
         of: the whole.  index: among all chunks.  number: among those of its tensor.
         tensor: 1-D, what this rank has, then the sum.
         is_summed: this rank has added up its slice.  goes_by_backend: the whole has been summed by the backend, then.
-        is_over: the sum is there, or nobody will bring it.
     """
 
     of: _Sum
@@ -271,7 +275,6 @@ class _Chunk:
     tensor: torch.Tensor
     is_summed: bool = False
     goes_by_backend: bool = False
-    is_over: bool = False
 
     @property
     def label(self) -> int:
