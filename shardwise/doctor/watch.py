@@ -75,10 +75,11 @@ class Watch:
 
     def _run(self) -> None:
         reported = 0.0
+        ears = select.poll()  # select.select takes no descriptor above 1,023, which jobs with many files have
+        ears.register(self._read, select.POLLIN)
         while not self._is_over:
             limit_s = self._limit_s()
-            woken, _, _ = select.select([self._read], [], [], min(max(limit_s / 4, _LEAST_PAUSE_S), _MOST_PAUSE_S))
-            if woken:
+            if ears.poll(1000 * min(max(limit_s / 4, _LEAST_PAUSE_S), _MOST_PAUSE_S)):
                 self._hear()
             last = max(black_box.last_time(), self._began)
             idle_s = time.monotonic() - last
