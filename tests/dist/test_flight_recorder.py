@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.commands import clean_environment
 from helpers.jobs import Job, tell
 from torch import nn
 from torch.distributed.flight_recorder.components.types import Collective
+from torch.torch_version import TorchVersion
 
 import shardwise
 from shardwise.checkpoint import save
@@ -61,6 +63,11 @@ def missing(collectives: list[Collective]) -> list[tuple[int, str, set[int]]]:
     ]
 
 
+# That of torch 2.11 asserts that it reads of NCCL.
+reads_gloo = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="torch's analyzer takes no gloo")
+
+
+@reads_gloo
 @pytest.mark.parametrize(
     ("door", "num_ranks", "kinds"),
     [
@@ -86,6 +93,7 @@ def test_the_collectives_of_a_run_that_goes_well_match(
     assert gathered == (set() if door == "zero2" else {"blocks.0", "blocks.1", "blocks.2"})  # the root has nothing
 
 
+@reads_gloo
 def test_ranks_that_gather_other_units_at_one_count_are_not_said_to_have_met(pool: WorkerPool, tmp_path: Path) -> None:
     pool.attempt(recorded, num_ranks=2, folder=str(tmp_path), door="fully_shard", divergence="order")
     text, collectives = analyzed(tmp_path)
@@ -95,6 +103,7 @@ def test_ranks_that_gather_other_units_at_one_count_are_not_said_to_have_met(poo
     assert (5, "blocks.1", {0}) in missing(collectives)
 
 
+@reads_gloo
 def test_the_rank_that_has_not_come_to_a_gather_is_missing_there(pool: WorkerPool, tmp_path: Path) -> None:
     fault = faults.Fault("delay", at="forward", rank=1, step=2, call=3, seconds=3)
     pool.run(recorded, num_ranks=2, folder=str(tmp_path), door="fully_shard", fault=fault, stall_s=1)
