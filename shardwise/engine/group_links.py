@@ -15,13 +15,13 @@ from shardwise import torch_private
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.host import HostLink, outbox_bytes, slot_bytes
+from shardwise.comm.links.in_place_sums import sum_slot_bytes, sums_bytes
 from shardwise.comm.links.inboxes import NUM_INBOXES, Inboxes, padded_bytes
 from shardwise.comm.links.link import Link, Transport
 from shardwise.comm.links.mates import Host
 from shardwise.comm.links.meet import Offer, Outcome, meet, read_posts
 from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
 from shardwise.comm.links.send_recv import MAX_RANKS, PeerLink
-from shardwise.comm.links.sums import sum_slot_bytes, sums_bytes
 from shardwise.comm.links.tiers import TieredLink, column_of
 from shardwise.comm.posts import Posts
 from shardwise.errors import TransportError

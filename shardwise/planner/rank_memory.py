@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from shardwise.comm.links.in_place_sums import sum_slot_bytes, sums_bytes
 from shardwise.comm.links.inboxes import NUM_INBOXES
-from shardwise.comm.links.sums import sum_slot_bytes, sums_bytes
 from shardwise.events import Call, Op
 from shardwise.planner.optimizer_calls import Exchanges, exchange_moments, exchanges_of, messages
 from shardwise.planner.profile import Mark, ParamFacts, Profile

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import itertools
 import re
+import time
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -164,6 +165,21 @@ def test_one_rank_whose_collectives_are_watched_sends_all_sums_to_the_backend() 
             assert by_backend == ([] if watching is None else list(numels)), watching
             for numel, each in zip(numels, found, strict=True):
                 assert torch.equal(each, sum(whole((numel,), rank) for rank in range(way.size)))
+
+
+@on_ranks(2, 4)
+def test_sums_after_an_exception_do_not_mix_with_those_before_it_however_late_others_come_to_it() -> None:
+    with way_over("shared memory") as way:
+        for late in range(2):
+            before, after = whole((70,), way.rank), whole((70,), 5 * way.rank)
+            with pytest.raises(KeyError), way.span("backward") as comm:
+                comm.all_reduce(before, Scale(1.0))
+                time.sleep(0.2 if way.rank == late else 0.0)
+                comm.all_reduce(before.clone(), Scale(1.0))
+                raise KeyError
+            with way.span("backward") as comm:
+                comm.all_reduce(after, Scale(1.0)).wait()
+            assert torch.equal(after, sum(whole((70,), 5 * rank) for rank in range(way.size)))
 
 
 @dataclass

@@ -20,6 +20,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.lanes import Lane, device_of
 from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.host import HostLink, outbox_bytes
+from shardwise.comm.links.in_place_sums import sums_bytes
 from shardwise.comm.links.inboxes import NUM_INBOXES, Inboxes
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.mates import Host
@@ -27,7 +28,6 @@ from shardwise.comm.links.meet import Offer, meet, read_posts
 from shardwise.comm.links.routes import RoutedCommunicator, Spans
 from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
 from shardwise.comm.links.send_recv import PeerLink
-from shardwise.comm.links.sums import sums_bytes
 from shardwise.comm.links.tiers import TieredLink, column_of
 
 SLOT_BYTES = 4096

@@ -16,11 +16,11 @@ import torch
 from shardwise import torch_private
 from shardwise.comm.communicator import BucketEnds, GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.comm.links.arena import ArenaPlace
+from shardwise.comm.links.in_place_sums import NUM_SUM_WORDS, Sums, SumSlots
 from shardwise.comm.links.link import SpanKind
 from shardwise.comm.links.mates import CLOSED, FIRST_FREE, Host, Mates
 from shardwise.comm.links.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.comm.links.segment import NUM_WORDS
-from shardwise.comm.links.sums import NUM_SUM_WORDS, Sums
 from shardwise.errors import TransportError
 from shardwise.layout.bucket import Bucket, align
 
@@ -90,7 +90,7 @@ class HostLink:
         self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         behind = outbox + outbox_bytes(slot_bytes)
-        self.sums = Sums(self.mates, self.place, len(self.ranks), _SUMS, behind, sum_slot_bytes, self._view)
+        self.sums = Sums(self.mates, self.place, SumSlots(_SUMS, behind, sum_slot_bytes), self._view)
 
     # ---- spans ----
 

@@ -151,6 +151,15 @@ class Mates:
         self._span = 0
         self._mine[_EPOCH] = self._epoch
 
+    def meet_after_exception(self, what: str) -> None:
+        """Wait until all others have left what this rank has left by an exception: until then they read what was said in it.
+
+        Raises: as :meth:`wait_for_all`.
+        """
+        for place in self.others:
+            if self._words[place][_EPOCH] < self._epoch:
+                self.wait_for(place, lambda words=self._words[place]: words[_EPOCH] >= self._epoch, what)
+
     # ---- words ----
 
     @property

@@ -52,22 +52,32 @@ def sums_bytes(slot: int) -> int:
     return NUM_SLOTS * slot
 
 
+@dataclass(frozen=True, slots=True)
+class SumSlots:
+    """Where sums lie in every segment.
+
+    Attributes:
+        word: the first of :data:`NUM_SUM_WORDS`.  start: byte offset of the slots.
+        num_bytes: of one; 0: there are none.
+    """
+
+    word: int
+    start: int
+    num_bytes: int
+
+
 class Sums:
     """What ranks of one host sum.
 
     Args:
-        mates: the ranks.
-        place: this rank's among them.  num_ranks: how many they are.
-        first_word: of :data:`NUM_SUM_WORDS` words of every segment.
-        start: byte offset of the slots in every segment.  slot_bytes: of one; 0: there are none.
+        mates: the ranks.  place: this rank's among them.
+        slots: where.
         view: ``view(place, start, numel, dtype)`` returns memory of a rank's segment.
     """
 
-    def __init__(
-        self, mates: Mates, place: int, num_ranks: int, first_word: int, start: int, slot_bytes: int, view: View
-    ) -> None:
-        self._mates, self._place, self._num_ranks = mates, place, num_ranks
-        self._word, self._start, self._slot_bytes, self._view = first_word, start, slot_bytes, view
+    def __init__(self, mates: Mates, place: int, slots: SumSlots, view: View) -> None:
+        self._mates, self._place, self._num_ranks = mates, place, len(mates.others) + 1
+        self._word, self._start, self._slot_bytes, self._view = slots.word, slots.start, slots.num_bytes, view
         self._num_chunks = 0
         self._chunks: deque[_Chunk] = deque()
 
@@ -150,6 +160,8 @@ class Sums:
 
     def _post(self, chunk: _Chunk) -> None:
         self.go_on()
+        if not chunk.index:
+            self._mates.meet_after_exception(f"the sum of gradients of {_label(chunk.of.contents)}")
         free = chunk.index - NUM_SLOTS  # the chunk that was in the slot
         if free >= 0:
             self.finish(free)
