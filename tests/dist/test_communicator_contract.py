@@ -171,7 +171,7 @@ def test_one_rank_whose_collectives_are_watched_sends_all_sums_to_the_backend() 
 def test_sums_after_an_exception_do_not_mix_with_those_before_it_however_late_others_come_to_it() -> None:
     with way_over("shared memory") as way:
         for late in range(2):
-            before, after = whole((70,), way.rank), whole((70,), 5 * way.rank)
+            before, after = whole((70,), way.rank), whole((90,), 5 * way.rank)
             with pytest.raises(KeyError), way.span("backward") as comm:
                 comm.all_reduce(before, Scale(1.0))
                 time.sleep(0.2 if way.rank == late else 0.0)
@@ -179,7 +179,7 @@ def test_sums_after_an_exception_do_not_mix_with_those_before_it_however_late_ot
                 raise KeyError
             with way.span("backward") as comm:
                 comm.all_reduce(after, Scale(1.0)).wait()
-            assert torch.equal(after, sum(whole((70,), 5 * rank) for rank in range(way.size)))
+            assert torch.equal(after, sum(whole((90,), 5 * rank) for rank in range(way.size)))
 
 
 @dataclass

@@ -25,6 +25,7 @@ from shardwise.layout.bucket import Bucket
 # Apart from tags that users of the same group are likely to choose.
 _TAG_SPAN, TAG_GATHER, TAG_SCATTER = 0x5A00, 0x5A01, 0x5A02
 MAX_RANKS = 32  # beyond, a message per peer and tensor costs more than the copies it saves
+LEAST_BYTES = 1 << 20  # of all tensors: a collective of less costs less than its messages (benchmarks/small_units.py)
 MIN_LARGE_SHARE = 0.5  # of a section: with many small tensors nothing is saved that pays for more messages
 
 
@@ -118,10 +119,10 @@ class PeerLink:
 
     def takes_gather(self, pieces: GatherEnds) -> bool:
         buckets = pieces.buckets()
-        return bool(buckets) and all(is_worth_messages(each.layout) for each in buckets)
+        return bool(buckets) and all(is_worth_messages(each.layout, each.full_dtype.itemsize) for each in buckets)
 
     def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
-        return is_worth_messages(pieces.layout) and can_sum_in_parts(scale, self.size)
+        return is_worth_messages(pieces.layout, pieces.dtype.itemsize) and can_sum_in_parts(scale, self.size)
 
     def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
         return (self.size - 1) * layout.tail_numel * itemsize, True
@@ -327,6 +328,7 @@ class _Scatter:
         return leases
 
 
-def is_worth_messages(layout: Bucket) -> bool:
-    """Return True if tensors of ``layout`` go as messages: large ones are most of a section."""
-    return layout.tail_start >= MIN_LARGE_SHARE * layout.section_numel
+def is_worth_messages(layout: Bucket, itemsize: int) -> bool:
+    """Return True if tensors of ``layout`` go as messages: they are not small altogether, and large ones are most of it."""
+    is_small = layout.full_numel * itemsize < LEAST_BYTES
+    return not is_small and layout.tail_start >= MIN_LARGE_SHARE * layout.section_numel
