@@ -64,7 +64,7 @@ def steps(rounds: int) -> dict[str, float]:
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds):
         for way, wait in WAYS.items():
-            with mock.patch.object(send_recv, "wait_all", wait), mock.patch.object(send_recv, "LEAST_BYTES", 0):
+            with mock.patch.object(send_recv, "wait_all", wait), mock.patch.object(send_recv, "LEAST_BYTES_ON_HOST", 0):
                 dist.barrier()
                 begin = time.perf_counter()
                 model(inputs).square().mean().backward()

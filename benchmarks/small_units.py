@@ -2,7 +2,7 @@
 
 ``python benchmarks/small_units.py [--ranks 2] [--rounds 14]``: a step of layers of one size whose tensors all go as
 messages, however small, in turns with the same step over collectives; medians, by bytes of a unit.
-``shardwise/comm/links/send_recv.py::LEAST_BYTES`` is where the ratio passes one.
+``shardwise/comm/links/send_recv.py::LEAST_BYTES_ON_HOST`` is where the ratio passes one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def steps(rounds: int) -> dict[int, dict[str, float]]:
     """Return the median seconds of a step by width and way."""
     torch.set_num_threads(1)
     found: dict[int, dict[str, float]] = {}
-    with mock.patch.object(send_recv, "LEAST_BYTES", 0):
+    with mock.patch.object(send_recv, "LEAST_BYTES_ON_HOST", 0):
         for width in LAYERS:
             models = {way: built(width, transport) for way, transport in WAYS.items()}
             inputs = torch.randn(8, width)

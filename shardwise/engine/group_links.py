@@ -170,7 +170,9 @@ class GroupLink:
             return self._make_shared(sizes, meeting)
         if meeting.transport == "collective" or self._process_group.size() > MAX_RANKS:
             return None
-        return PeerLink(self._process_group, self._pool)
+        link = PeerLink(self._process_group, self._pool)
+        link.is_on_one_host = meeting.are_on_one_host
+        return link
 
     def _make_shared(self, sizes: _Sizes, meeting: Outcome) -> Link:
         self._posts = meeting.posts

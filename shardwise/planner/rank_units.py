@@ -135,7 +135,7 @@ class _Sizes:
             bucket = self._bucket(members, self._alignment(itemsize), self._alignment(full_itemsize))
             shard_bytes += bucket.section_numel * itemsize
             tails += bucket.tail_numel * full_itemsize
-            sends = sends and is_worth_messages(bucket, full_itemsize)
+            sends = sends and is_worth_messages(bucket)
             section = -(-(section + bucket.section_numel * full_itemsize) // _BYTE_ALIGNMENT) * _BYTE_ALIGNMENT
             cast += bucket.section_numel * full_itemsize if itemsize != full_itemsize else 0
             full_bytes += bucket.full_numel * full_itemsize if self._travels(itemsize, full_itemsize) else 0
@@ -216,7 +216,7 @@ class _Sizes:
         setting = self._setting
         if not self._is_cut or setting.transport == SHARED:
             return 0
-        if setting.transport == SEND_RECV and is_worth_messages(bucket, itemsize):
+        if setting.transport == SEND_RECV and is_worth_messages(bucket):
             return (setting.num_shards - 1) * (bucket.section_numel + bucket.tail_numel) * itemsize
         if setting.transport == TIERS:
             return 2 * (setting.hosts - 1) * (bucket.section_numel + 1) * itemsize

@@ -32,7 +32,7 @@ def engine_of(model: nn.Module) -> Engine:
 def parts_from(large_numel: int) -> Iterator[None]:
     """Let tensors of ``large_numel`` elements or more take the ways of large ones, and units of any make use messages."""
     with (
-        mock.patch.object(shardwise.comm.links.send_recv, "LEAST_BYTES", 0),
+        mock.patch.object(shardwise.comm.links.send_recv, "LEAST_BYTES_ON_HOST", 0),
         mock.patch.object(shardwise.comm.links.send_recv, "MIN_LARGE_SHARE", 0.0),
         mock.patch.object(shardwise.layout.bucket, "LARGE_NUMEL", large_numel),
         mock.patch.object(shardwise.units.shared_buckets, "LARGE_BYTES", 4 * large_numel),

@@ -25,7 +25,9 @@ from shardwise.layout.bucket import Bucket
 # Apart from tags that users of the same group are likely to choose.
 _TAG_SPAN, TAG_GATHER, TAG_SCATTER = 0x5A00, 0x5A01, 0x5A02
 MAX_RANKS = 32  # beyond, a message per peer and tensor costs more than the copies it saves
-LEAST_BYTES = 1 << 20  # of all tensors: a collective of less costs less than its messages (benchmarks/small_units.py)
+# Of what travels together on one host: there a collective of less costs less than its messages (benchmarks/small_units.py).
+# Between hosts messages take fewer bytes of the cable.
+LEAST_BYTES_ON_HOST = 1 << 20
 MIN_LARGE_SHARE = 0.5  # of a section: with many small tensors nothing is saved that pays for more messages
 
 
@@ -43,6 +45,9 @@ class PeerLink:
 
     ``ranks``: those of ``group`` that it is between, this one among them; all of them by default.  ``members``: the global
     rank of each rank of ``group``, as errors name them, if torch is not to be asked.
+
+    Attributes:
+        is_on_one_host: all ranks are, and share no memory all the same.
     """
 
     name = "send/recv"
@@ -60,6 +65,7 @@ class PeerLink:
         place = found.index(self.rank)
         self.peers = tuple(found[(place + step) % self.size] for step in range(1, self.size))
         self.pool = pool
+        self.is_on_one_host = False
         self._span = 0
         self._sends: list[dist.Work] = []
 
@@ -119,10 +125,14 @@ class PeerLink:
 
     def takes_gather(self, pieces: GatherEnds) -> bool:
         buckets = pieces.buckets()
-        return bool(buckets) and all(is_worth_messages(each.layout, each.full_dtype.itemsize) for each in buckets)
+        return bool(buckets) and all(self._is_worth(each.layout, each.full_dtype.itemsize) for each in buckets)
 
     def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
-        return is_worth_messages(pieces.layout, pieces.dtype.itemsize) and can_sum_in_parts(scale, self.size)
+        return self._is_worth(pieces.layout, pieces.dtype.itemsize) and can_sum_in_parts(scale, self.size)
+
+    def _is_worth(self, layout: Bucket, itemsize: int) -> bool:
+        least = LEAST_BYTES_ON_HOST if self.is_on_one_host else 0
+        return layout.full_numel * itemsize >= least and is_worth_messages(layout)
 
     def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
         return (self.size - 1) * layout.tail_numel * itemsize, True
@@ -328,7 +338,6 @@ class _Scatter:
         return leases
 
 
-def is_worth_messages(layout: Bucket, itemsize: int) -> bool:
-    """Return True if tensors of ``layout`` go as messages: they are not small altogether, and large ones are most of it."""
-    is_small = layout.full_numel * itemsize < LEAST_BYTES
-    return not is_small and layout.tail_start >= MIN_LARGE_SHARE * layout.section_numel
+def is_worth_messages(layout: Bucket) -> bool:
+    """Return True if tensors of ``layout`` go as messages: large ones are most of a section."""
+    return layout.tail_start >= MIN_LARGE_SHARE * layout.section_numel

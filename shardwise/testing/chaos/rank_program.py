@@ -74,7 +74,7 @@ def build(program: Program) -> Parts:
     """Build model and optimizer.  Collective behind most doors."""
     set_default_transport(program.transport)
     if program.transport == "gloo":  # whatever is sent is sent as large parameters are: in messages of its own
-        send_recv.LEAST_BYTES, send_recv.MIN_LARGE_SHARE, bucket.LARGE_NUMEL = 0, 0.0, 12
+        send_recv.LEAST_BYTES_ON_HOST, send_recv.MIN_LARGE_SHARE, bucket.LARGE_NUMEL = 0, 0.0, 12
     torch.manual_seed(0)
     net = Net(program)
     door = program.door

@@ -104,7 +104,7 @@ def _run(play: Play, contender: Contender, number: int, folder: str, device: str
 def _parts_from(large_numel: int) -> Generator[None, None, None]:
     """Let tensors of ``large_numel`` elements or more take the ways of large ones; 0 changes nothing."""
     places: tuple[tuple[Any, str, Any], ...] = (
-        (shardwise.comm.links.send_recv, "LEAST_BYTES", 0),
+        (shardwise.comm.links.send_recv, "LEAST_BYTES_ON_HOST", 0),
         (shardwise.comm.links.send_recv, "MIN_LARGE_SHARE", 0.0),
         (shardwise.layout.bucket, "LARGE_NUMEL", large_numel),
         (shardwise.units.shared_buckets, "LARGE_BYTES", 16 * large_numel),
