@@ -130,7 +130,10 @@ def _answer_all(questions: _Questions) -> None:
         del each, answer, question
 
 
-_lines: weakref.WeakKeyDictionary[dist.Store, _Line] = weakref.WeakKeyDictionary()
+# By address: torch makes a new Python object for the store inside another whenever it is asked for, and what a line has found
+# out must outlive that.  Lines live as long as a store that was asked on them.
+_lines: weakref.WeakValueDictionary[tuple[str, int], _Line] = weakref.WeakValueDictionary()
+_line_of: weakref.WeakKeyDictionary[dist.Store, _Line | None] = weakref.WeakKeyDictionary()
 
 
 def keeps_store(store: dist.Store) -> bool:
@@ -146,10 +149,15 @@ def _innermost(store: dist.Store) -> dist.Store:
 
 def _line_to(store: dist.Store) -> _Line | None:
     """Return the thread that asks ``store``, None for one that no other process keeps."""
-    store = _innermost(store)
-    if not isinstance(store, dist.TCPStore):
-        return None
-    line = _lines.get(store)
-    if line is None or line.pid != os.getpid():  # a fork has no threads
-        line = _lines[store] = _Line()
+    if store in _line_of:
+        line = _line_of[store]
+        if line is None or line.pid == os.getpid():  # a fork has no threads
+            return line
+    inner, line = _innermost(store), None
+    if isinstance(inner, dist.TCPStore):
+        address = inner.host, inner.port
+        line = _lines.get(address)
+        if line is None or line.pid != os.getpid():
+            line = _lines[address] = _Line()
+    _line_of[store] = line
     return line

@@ -87,6 +87,19 @@ def test_a_keeper_that_is_stopped_is_waited_for_no_longer_than_said(stopped: dis
         JobStore(stopped, patience_s=600.0).add("number", 1)
 
 
+def test_a_silence_is_remembered_of_a_store_inside_another_which_torch_hands_out_anew_each_time() -> None:
+    with subprocess.Popen([sys.executable, "-c", _KEEPER], stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+        job = dist.PrefixStore("job", dist.TCPStore("127.0.0.1", int(keeper.stdout.readline()), is_master=False))
+        keeper.send_signal(signal.SIGSTOP)
+        with pytest.raises(TransportError, match="no answer for"):
+            JobStore(job, patience_s=0.2).check(["key"])
+        for store in (job, dist.PrefixStore("other", job)):
+            with pytest.raises(TransportError, match="a question before has had no answer"):
+                JobStore(store, patience_s=600.0).check(["key"])
+        keeper.kill()
+
+
 def test_a_store_is_waited_for_no_longer_than_the_job_waits_for_a_rank(stopped: dist.TCPStore) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=1))
     try:
