@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -60,15 +62,29 @@ def test_it_is_a_store() -> None:
 # ---- a keeper that is stopped ----
 
 
+@contextmanager
+def _keeper() -> Iterator[tuple[int, Callable[[], None]]]:
+    """Return the port of a store in a process of its own, and what stops that: it has stopped when the call returns."""
+    with subprocess.Popen([sys.executable, "-c", _KEEPER], stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+
+        def stop() -> None:
+            keeper.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, keeper.pid, os.WSTOPPED | os.WNOWAIT)
+
+        try:
+            yield int(keeper.stdout.readline()), stop
+        finally:
+            keeper.kill()
+
+
 @pytest.fixture
 def stopped() -> Iterator[dist.TCPStore]:
     """A client of a store whose keeper has been stopped."""
-    with subprocess.Popen([sys.executable, "-c", _KEEPER], stdout=subprocess.PIPE, text=True) as keeper:
-        assert keeper.stdout is not None
-        client = dist.TCPStore("127.0.0.1", int(keeper.stdout.readline()), is_master=False)
-        keeper.send_signal(signal.SIGSTOP)
+    with _keeper() as (port, stop):
+        client = dist.TCPStore("127.0.0.1", port, is_master=False)
+        stop()
         yield client
-        keeper.kill()
 
 
 _KEEPER = """
@@ -88,16 +104,14 @@ def test_a_keeper_that_is_stopped_is_waited_for_no_longer_than_said(stopped: dis
 
 
 def test_a_silence_is_remembered_of_a_store_inside_another_which_torch_hands_out_anew_each_time() -> None:
-    with subprocess.Popen([sys.executable, "-c", _KEEPER], stdout=subprocess.PIPE, text=True) as keeper:
-        assert keeper.stdout is not None
-        job = dist.PrefixStore("job", dist.TCPStore("127.0.0.1", int(keeper.stdout.readline()), is_master=False))
-        keeper.send_signal(signal.SIGSTOP)
+    with _keeper() as (port, stop):
+        job = dist.PrefixStore("job", dist.TCPStore("127.0.0.1", port, is_master=False))
+        stop()
         with pytest.raises(TransportError, match="no answer for"):
             JobStore(job, patience_s=0.2).check(["key"])
         for store in (job, dist.PrefixStore("other", job)):
             with pytest.raises(TransportError, match="a question before has had no answer"):
                 JobStore(store, patience_s=600.0).check(["key"])
-        keeper.kill()
 
 
 def test_a_store_is_waited_for_no_longer_than_the_job_waits_for_a_rank(stopped: dist.TCPStore) -> None:
