@@ -145,8 +145,7 @@ def _routed(setting: Setting, ranks_per_host: int) -> Setting:
     """Return ``setting`` with the way that CPU ranks, so many on a host, would take: as comm/links/meet.py finds it."""
     shards = setting.num_shards
     if shards <= ranks_per_host:
-        is_coded = setting.compression is not None and setting.compression.reduce is not None
-        is_near = setting.num_replicas > 1 and setting.ranks <= ranks_per_host and not is_coded
+        is_near = setting.num_replicas > 1 and setting.ranks <= ranks_per_host
         return replace(setting, transport=SHARED, near_replicas=is_near)
     if shards % ranks_per_host or shards > ranks_per_host * MAX_RANKS:
         return setting

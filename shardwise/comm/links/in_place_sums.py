@@ -27,7 +27,7 @@ from shardwise.layout.bucket import align
 
 NUM_SLOTS = 4  # chunks that a rank may be ahead of the slowest
 MOST_SLOT_BYTES = 1 << 22
-_ALIGNMENT = 64  # bytes
+_ALIGNMENT = 64  # bytes of slots; elements of slices, whose ends are then on other cache lines
 
 # Words, from the first one that the link gives on.
 _POSTED = 0  # the last chunk that this rank has copied to its slot
@@ -141,9 +141,8 @@ class Sums:
         chunks, mates = self._chunks, self._mates
         for chunk in chunks:
             if not chunk.is_summed:
-                if not mates.have_said(self._word + _POSTED, mates.long_stamp(chunk.index)) or self._goes_by_backend(
-                    chunk
-                ):
+                is_posted = mates.have_said(self._word + _POSTED, mates.long_stamp(chunk.index))
+                if not is_posted or self._goes_by_backend(chunk):  # the backend waits
                     break
                 self._sum(chunk)
         while chunks and chunks[0].is_summed:
@@ -230,7 +229,7 @@ class Sums:
 
 
 class _Sum:
-    """A tensor that is summed, and how.  It knows none of its chunks: they know it, and whoever waits must let go of both.
+    """A tensor that is summed, and how.  It knows none of its chunks, which know it: a circle would keep gradients alive.
 
     Attributes:
         last: index of its last chunk that was launched.
@@ -243,13 +242,8 @@ class _Sum:
     def __init__(
         self, sums: Sums, divisor: float, contents: SumContents | None, by_backend: ByBackend, digest: int
     ) -> None:
-        self._sums, self.divisor, self.contents, self.by_backend, self.digest = (
-            sums,
-            divisor,
-            contents,
-            by_backend,
-            digest,
-        )
+        self._sums, self.by_backend = sums, by_backend
+        self.divisor, self.contents, self.digest = divisor, contents, digest
         self._is_cancelled = self.is_over = False
         self.last = -1
 

@@ -99,9 +99,9 @@ def meet(group: dist.ProcessGroup, offer: Offer) -> Outcome:
     found = [json.loads(text) for text in read_posts(posts, "offer", range(posts.size))]
     _compare_digests([fields[1] for fields in found], ranks, rank)
     transport = max((fields[0] for fields in found), key=TRANSPORTS.index)
-    is_one_host = len({fields[2] for fields in found}) == 1
+    on_one_host = len({fields[2] for fields in found}) == 1
     if transport != "auto":
-        return Outcome(transport, posts, are_on_one_host=is_one_host)
+        return Outcome(transport, posts, are_on_one_host=on_one_host)
     mates = mates_of(rank, [fields[2] for fields in found])
     segments, problem = _open_all(found, posts, own, mates)
     posts.post("opened", problem)
@@ -109,8 +109,8 @@ def meet(group: dist.ProcessGroup, offer: Offer) -> Outcome:
     if problems:
         if rank == 0:
             _log.warning("ranks %s do not share memory (%s); they use the network", ranks, problems[0])
-        return Outcome(transport, posts, are_on_one_host=is_one_host)
-    return Outcome(transport, posts, mates, segments, tuple(found[mate][4] for mate in mates), is_one_host)
+        return Outcome(transport, posts, are_on_one_host=on_one_host)
+    return Outcome(transport, posts, mates, segments, tuple(found[mate][4] for mate in mates), on_one_host)
 
 
 def _compare_digests(digests: Sequence[str], ranks: Sequence[int], rank: int) -> None:
