@@ -111,7 +111,8 @@ def _int8_replicated(model: GPT, setup: Setup) -> nn.Module:
 def _contenders() -> dict[str, Contender]:
     chosen = (
         "local", "DDP + bucket view", "FSDP2", "FSDP2 bf16", "torch ZeRO + bucket view", "shardwise full",
-        "shardwise recommended", "shardwise recommended bf16", "shardwise replicate", "shardwise ZeRO-1", "shardwise ZeRO-2",
+        "shardwise recommended", "shardwise recommended bf16", "shardwise replicate", "shardwise replicate whole",
+        "shardwise ZeRO-1", "shardwise ZeRO-2",
     )  # fmt: skip
     found = {name: CONTENDERS[name] for name in chosen}
     recommended, replicated = found["shardwise recommended"], found["shardwise replicate"]

@@ -73,9 +73,10 @@ def replicate(
     """Average gradients over ranks that all hold the whole parameters.
 
     Parameters and gradients become DTensors with ``Replicate()`` on a 1-D mesh; every call makes one unit.  Small gradients of
-    neighbouring units are all-reduced together.  Called the older way, with any argument of ``DistributedDataParallel``
-    (``device_ids``, ``process_group``, ...) or ``ignored_modules``, it behaves as that: parameters stay plain tensors, and
-    parameters and buffers are made equal to rank 0's.
+    neighbouring units are all-reduced together, and those of one unit for the whole model in buckets while backward runs.
+    Called the older way, with any argument of ``DistributedDataParallel`` (``device_ids``, ``process_group``, ...) or
+    ``ignored_modules``, it behaves as that: parameters stay plain tensors, and parameters and buffers are made equal to
+    rank 0's.
 
     Args:
         module: the module, or several that form one unit.

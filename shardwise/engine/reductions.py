@@ -13,10 +13,11 @@ from shardwise.engine.means import Means
 from shardwise.engine.open_buckets import OpenBuckets
 from shardwise.events import Op
 from shardwise.spans import begin, end, listeners
+from shardwise.units.early_buckets import EarlyBuckets
 from shardwise.units.gradients import Reduction, Terms, launch_reductions
-from shardwise.units.local_gradients import Gradients, add_gradients
+from shardwise.units.local_gradients import Gradients, add_gradients, take_gradients
 from shardwise.units.param import UnitParam
-from shardwise.units.shared_buckets import Brought, BucketLayouts, launch_large, shares
+from shardwise.units.shared_buckets import Brought, BucketLayouts, launch_large, shares, split
 from shardwise.units.unit import Unit
 
 
@@ -38,6 +39,11 @@ class _Launch:
     absorbed: list[tuple[_Launch, set[UnitParam]]] = field(default_factory=list[tuple["_Launch", set[UnitParam]]])
     taken: set[UnitParam] = field(default_factory=set[UnitParam])
     others: list[Unit] = field(default_factory=list["Unit"])
+
+    @property
+    def params(self) -> frozenset[UnitParam]:
+        """Whose gradients are on their way."""
+        return frozenset([param for reduction in self.reductions for param in reduction.params])
 
     @property
     def whose(self) -> str:
@@ -80,6 +86,8 @@ class Reductions:
         self.failed_hook: BaseException | None = None
         self._buckets = OpenBuckets[_InBucket]()
         self._layouts = BucketLayouts()
+        self._split: tuple[object, EarlyBuckets] | None = None  # of the unit that is alone, and what it follows from
+        self._early: _Launch | None = None  # of a unit whose backward still runs
 
     @property
     def has_deferred(self) -> bool:
@@ -109,35 +117,100 @@ class Reductions:
         while self._in_flight and self._is_next_due(self._in_flight[0]):
             self._advance(self._in_flight.pop(0))
         earlier = unit.earlier
+        launch, self._early = self._early, None
+        sent, held = (frozenset[UnitParam](), earlier.held) if launch is None else (launch.params, launch.held)
         # A set: in which order gradients that were held have come is each rank's own affair.
-        params = frozenset((*earlier.held, *fresh)) if earlier.held else frozenset(fresh)
+        params = frozenset((*held, *fresh, *sent)) if held or sent else frozenset(fresh)
         if params not in self._journal.agreed:
             self._journal.agree_on_gradients(unit, params)
         if listeners:
             begin(self._journal.log.track.name, "reduce", unit.name)
-        launch = _Launch(unit, *(earlier.take(fresh) if earlier.held or earlier.partial else ({}, {})))
-        self._launched.append(launch)
-        gradients = add_gradients(launch.held, fresh) if launch.held else fresh
+        if launch is None:
+            launch = _Launch(unit, *(earlier.take(fresh) if earlier.held or earlier.partial else ({}, {})))
+            self._launched.append(launch)
+        before = len(launch.reductions)
+        held = {param: gradient for param, gradient in held.items() if param not in sent} if sent else launch.held
+        gradients = add_gradients(held, fresh) if held else fresh
         added = self._absorb(launch, gradients) if self._deferred else launch.partial
-        terms = Terms(unit.policy, self._means.lanes, unit.all_reduce_hook)
         try:
-            if self._may_share(unit):
-                self._share(launch, Brought(unit.groups[0], dict(gradients), added, terms))
-            else:
-                for group in unit.groups:
-                    mine = gradients
-                    if len(unit.groups) > 1:
-                        mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
-                    launch.reductions += launch_reductions(group, mine, terms, added, launch.held)
+            self._reduce(launch, gradients, added)
         except RuntimeError as error:
             if not concerns_others(error):
                 raise
             raise self._journal.explain(error, launch.whose) from error
         self.skip(unit)
         unit.note(Op.REDUCE, lambda: (sum(r.num_bytes for r in launch.reductions if r.is_collective), False))
-        self._in_flight += launch.reductions
+        self._in_flight += launch.reductions[before:]
         if listeners:
             end("reduce", unit.name, sum(each.num_bytes for each in launch.reductions if each.is_collective))
+
+    def _reduce(self, launch: _Launch, gradients: Gradients, added: Gradients) -> None:
+        unit = launch.unit
+        terms = Terms(unit.policy, self._means.lanes, unit.all_reduce_hook)
+        split = self._split_of(unit)
+        if split is not None:
+            for bucket in split.buckets:
+                own = {param: gradients[param] for param in bucket if param in gradients}
+                self._reduce_alone(launch, Brought(unit.groups[0], own, added, terms))
+        elif self._may_share(unit):
+            self._share(launch, Brought(unit.groups[0], dict(gradients), added, terms))
+        else:
+            for group in unit.groups:
+                mine = gradients
+                if len(unit.groups) > 1:
+                    mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
+                launch.reductions += launch_reductions(group, mine, terms, added, launch.held)
+
+    # ---- buckets of one unit: while its backward still runs ----
+
+    @property
+    def has_early(self) -> bool:
+        """True while a unit has some of its gradients on their way and others not."""
+        return self._early is not None
+
+    def early_buckets(self, unit: Unit) -> EarlyBuckets | None:
+        """Return in which buckets gradients of ``unit`` may go before its backward has ended; None: in none."""
+        return None if unit.earlier.partial else self._split_of(unit)
+
+    def launch_early(self, unit: Unit, early: EarlyBuckets) -> None:
+        """Reduce what has come whole.  Raises: as :meth:`launch`."""
+        if self._early is None:
+            if early.params not in self._journal.agreed:
+                self._journal.agree_on_gradients(unit, early.params)
+            self._early = _Launch(unit, *unit.earlier.take(()))
+            self._launched.append(self._early)
+        if listeners:
+            begin(self._journal.log.track.name, "reduce", unit.name)
+        launch, group = self._early, unit.groups[0]
+        terms, before = Terms(unit.policy, self._means.lanes), len(launch.reductions)
+        try:
+            for bucket in early.take():
+                held = {param: launch.held[param] for param in bucket if param in launch.held} if launch.held else {}
+                gradients = add_gradients(held, take_gradients(group, bucket))
+                self._reduce_alone(launch, Brought(group, gradients, {}, terms))
+        except RuntimeError as error:
+            if not concerns_others(error):
+                raise
+            raise self._journal.explain(error, launch.whose) from error
+        self._in_flight += launch.reductions[before:]
+        if listeners:
+            end("reduce", unit.name, 0)
+
+    def _split_of(self, unit: Unit) -> EarlyBuckets | None:
+        if len(self._journal.numbers) != 1 or not self._may_share(unit):
+            return None
+        group = unit.groups[0]
+        dtypes = [group.dtypes.of_reduction(param) for param in group.params[:1]]
+        made_from = [param.sharded.requires_grad for param in group.params], dtypes
+        if self._split is None or self._split[0] != made_from:
+            self._split = made_from, split(group)
+        found = self._split[1]
+        return found if len(found.buckets) > 1 else None
+
+    def _reduce_alone(self, launch: _Launch, brought: Brought) -> None:
+        launch.reductions += launch_large(brought, launch.held)
+        if brought.gradients:
+            launch.reductions += self._layouts.launch([brought])
 
     # ---- buckets: gradients of several units in one all-reduce ----
 
@@ -288,6 +361,7 @@ class Reductions:
         return params
 
     def _keep_held(self) -> None:
+        self._early = None
         for unit, gradients in self._fresh_held:
             unit.earlier.hold(gradients)
         self._fresh_held.clear()
@@ -298,6 +372,7 @@ class Reductions:
         """Forget what was launched in a backward that raised, and give units back what it had taken."""
         self._fresh_held.clear()
         launched, self._launched = self._launched, []
+        self._early = None
         self._buckets = OpenBuckets()
         self._in_flight.clear()
         if launched:

@@ -1,4 +1,4 @@
-"""Which units' gradients travel together where a sum over replicas is all there is to do.  Pure; no function takes a rank."""
+"""Which gradients travel together where a sum over replicas is all there is to do.  Pure; no function takes a rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from shardwise.plan.visits import Edge, Order
 
 LEAST_BYTES = 1 << 20  # below, what a collective costs its ranks besides waiting is more than its bytes
 _LATENCIES = 10
+_MOST_OF_UNIT = 32  # buckets of one unit: each takes two or three calls of Python
 
 
 def bucket_bytes(latency_s: float, bytes_per_s: float) -> int:
@@ -72,6 +73,28 @@ def form_buckets(order: Order, sharing: Sequence[Sharing | None]) -> tuple[UnitB
         if filled[terms.key] >= terms.limit:
             del filling[terms.key]
     return _as_ended(order, runs)
+
+
+def split_unit(num_bytes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
+    """Return the buckets of a unit that is alone in its model: indices of its gradients, in the order of sending.
+
+    Backward brings the gradients of later parameters first.  The sizes alone decide, as in :func:`form_buckets`.
+
+    Args:
+        num_bytes: of every gradient, in the order of the parameters.
+        limit: a bucket with so many bytes is full; with more, if there were too many of them otherwise.
+    """
+    limit = max(limit, -(-sum(num_bytes) // _MOST_OF_UNIT))
+    buckets: list[tuple[int, ...]] = []
+    filling: list[int] = []
+    filled = 0
+    for index in reversed(range(len(num_bytes))):
+        filling.append(index)
+        filled += num_bytes[index]
+        if filled >= limit:
+            buckets.append(tuple(filling))
+            filling, filled = [], 0
+    return (*buckets, tuple(filling)) if filling else tuple(buckets)
 
 
 def _as_ended(order: Order, runs: Sequence[Sequence[int]]) -> tuple[UnitBucket, ...]:

@@ -10,6 +10,7 @@ import torch
 
 from shardwise import torch_private
 from shardwise.errors import StateError
+from shardwise.units.early_buckets import EarlyBuckets
 from shardwise.units.param import UnitParam
 
 
@@ -54,6 +55,7 @@ class UnitBackward:
         counts: the last gradient ends it.  Where checkpoints run backwards of their own, which may use the parameters
             again, that is so once a first backward has shown that they do not.
         ended_late: the last one ended without some gradient, at the end of the whole backward.
+        early: what may be sent before it ends; None: nothing.
         owes_weights: one came without any: those of the weights may be computed apart, as stages of pipelines do.
         keeps_for_graph: one ran with ``create_graph=True``: the graph of that backward reads the parameters, so they stay full
             until a backward without it has ended.
@@ -76,6 +78,7 @@ class UnitBackward:
         self.owes_weights = self.has_lost_weights = False
         self.keeps_for_graph = False
         self.is_unseen = False
+        self.early: EarlyBuckets | None = None
         self._began_full = True
 
     @property
@@ -109,18 +112,25 @@ class UnitBackward:
             backward = this()
             if backward is None:
                 return
-            arrived = backward.arrived
+            arrived, early = backward.arrived, backward.early
             arrived.add(ordinal)
             if backward.stage is running:
                 if backward.task != task_id():
                     backward.is_nested = True  # a checkpoint within the unit runs its own: others may follow
-                if backward.is_nested or len(arrived) < backward.counted[0]:
+                is_bucket = early is not None and early.come(ordinal)
+                if backward.is_nested or (len(arrived) < backward.counted[0] and not is_bucket):
                     return  # the engine knows of this backward, and nothing is complete
             elif backward.stage is Stage.IDLE:
                 backward._step(Stage.ARRIVING)
             backward.on_gradients()
 
         return on_accumulated
+
+    def send_early(self, early: EarlyBuckets | None) -> None:
+        """Let ``early`` be sent before it ends, as far as they have come; None: nothing."""
+        self.early = early
+        if early is not None:
+            early.begin()
 
     def note_nested(self) -> None:
         """What has come is of a weight that the unit lends, from a checkpoint's own backward: there may be more."""
@@ -152,6 +162,7 @@ class UnitBackward:
         self.arrived.clear()
         self.open_passes.clear()
         self.is_nested = False
+        self.early = None
         if self.stage is not Stage.IDLE:
             self._step(Stage.IDLE)
 

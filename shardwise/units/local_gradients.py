@@ -16,10 +16,13 @@ from shardwise.units.param import UnitParam
 Gradients = dict[UnitParam, torch.Tensor]
 
 
-def take_gradients(group: ShardGroup) -> Gradients:
-    """Return the local gradients of the full parameters, in the dtypes that they are reduced in, and clear them there."""
+def take_gradients(group: ShardGroup, some: Iterable[UnitParam] | None = None) -> Gradients:
+    """Return the local gradients of the full parameters, in the dtypes that they are reduced in, and clear them there.
+
+    ``some``: of these parameters of the group; None: of all.
+    """
     taken: Gradients = {}
-    for param in group.params:
+    for param in group.params if some is None else some:
         full = param.full
         if full is None:
             continue

@@ -9,7 +9,8 @@ import torch
 
 from shardwise.comm.carve import is_own
 from shardwise.comm.communicator import Scale
-from shardwise.plan.buckets import LEAST_BYTES, Sharing, bucket_bytes
+from shardwise.plan.buckets import LEAST_BYTES, Sharing, bucket_bytes, split_unit
+from shardwise.units.early_buckets import EarlyBuckets
 from shardwise.units.gradient_memory import KEPT_BYTES
 from shardwise.units.gradients import Reduction, Terms, by_reduce_dtype, layout_of, num_spare_of, scale_of, widened
 from shardwise.units.group import ShardGroup
@@ -61,6 +62,14 @@ def sharing_of(group: ShardGroup) -> Sharing | None:
     place = group.place
     key = (comm.replicas.packed.group.group_name, str(place.device), place.is_offloaded, place.pins)
     return Sharing(key, num_bytes, FULL_BYTES_ON_LANES if place.on.has_lanes else FULL_BYTES_ON_HOST)
+
+
+def split(group: ShardGroup) -> EarlyBuckets:
+    """Return the buckets of a group whose gradients share none with others."""
+    params = [param for param in group.params if param.sharded.requires_grad]
+    num_bytes = [param.shard.numel * group.dtypes.of_reduction(param).itemsize for param in params]
+    limit = FULL_BYTES_ON_LANES if group.place.on.has_lanes else FULL_BYTES_ON_HOST
+    return EarlyBuckets([[params[index] for index in bucket] for bucket in split_unit(num_bytes, limit)])
 
 
 def _is_large(group: ShardGroup, param: UnitParam, dtype: torch.dtype) -> bool:

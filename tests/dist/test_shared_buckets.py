@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, local
+from helpers.inside import all_reduced, full_from
 from helpers.ranks import on_ranks
 from helpers.sharded import batch
 from torch import nn
@@ -20,9 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import DesyncError, replicate
-from shardwise.comm.links.routes import RoutedCommunicator
 from shardwise.testing.models import Block
-from shardwise.units import shared_buckets
 
 WIDTH = 7
 
@@ -33,27 +29,6 @@ def replicated(num_blocks: int, width: int = WIDTH, **options: Any) -> Any:
     for block in model:
         replicate(block, **options)
     return replicate(model, **options)
-
-
-@contextmanager
-def full_from(num_bytes: int) -> Iterator[None]:
-    """Let a bucket be full with so many bytes."""
-    with mock.patch.object(shared_buckets, "FULL_BYTES_ON_HOST", num_bytes):
-        yield
-
-
-@contextmanager
-def all_reduced() -> Iterator[list[int]]:
-    """Collect how many elements each all-reduce has."""
-    seen: list[int] = []
-    real = RoutedCommunicator.all_reduce
-
-    def all_reduce(self: Any, tensor: torch.Tensor, *args: Any) -> Any:
-        seen.append(tensor.numel())
-        return real(self, tensor, *args)
-
-    with mock.patch.object(RoutedCommunicator, "all_reduce", all_reduce):
-        yield seen
 
 
 BYTES = sum(param.numel() for param in Block(WIDTH, 2 * WIDTH).parameters()) * 4
@@ -103,6 +78,17 @@ def test_buckets_are_the_same_in_the_first_step_and_later_and_last_is_what_is_le
             with all_reduced() as seen:
                 loss.backward()
             assert [numel * 4 for numel in seen] == [2 * BYTES, 2 * BYTES, BYTES], step
+
+
+@on_ranks(2)
+def test_a_unit_beside_others_is_one_bucket_however_large_it_is() -> None:
+    with full_from(BYTES // 3):
+        model = replicated(3)
+        for step in range(3):
+            loss = model(batch(step)).sum()
+            with all_reduced() as seen:
+                loss.backward()
+            assert [numel * 4 for numel in seen] == [BYTES] * 3, step
 
 
 class Heads(nn.Module):

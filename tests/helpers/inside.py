@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -14,6 +16,7 @@ import shardwise.layout.bucket
 import shardwise.units.shared_buckets
 from shardwise import set_default_transport
 from shardwise.comm.links.link import Transport
+from shardwise.comm.links.routes import RoutedCommunicator
 from shardwise.engine import engine as engines
 from shardwise.engine.attachment import attachment_of
 from shardwise.engine.engine import Engine
@@ -38,6 +41,27 @@ def parts_from(large_numel: int) -> Iterator[None]:
         mock.patch.object(shardwise.units.shared_buckets, "LARGE_BYTES", 4 * large_numel),
     ):
         yield
+
+
+@contextmanager
+def full_from(num_bytes: int) -> Iterator[None]:
+    """Let a bucket be full with so many bytes."""
+    with mock.patch.object(shardwise.units.shared_buckets, "FULL_BYTES_ON_HOST", num_bytes):
+        yield
+
+
+@contextmanager
+def all_reduced() -> Iterator[list[int]]:
+    """Collect how many elements each all-reduce has."""
+    seen: list[int] = []
+    real = RoutedCommunicator.all_reduce
+
+    def all_reduce(self: Any, tensor: torch.Tensor, *args: Any) -> Any:
+        seen.append(tensor.numel())
+        return real(self, tensor, *args)
+
+    with mock.patch.object(RoutedCommunicator, "all_reduce", all_reduce):
+        yield seen
 
 
 @contextmanager

@@ -184,6 +184,18 @@ def test_gradients_of_several_units_go_in_one_all_reduce_beside_what_follows() -
     assert sum(any(are_concurrent(one, work) for work in computing) for one in sums) == 3
 
 
+@pytest.mark.parametrize("name", ["replicate", "replicate, bf16", "replicate, accumulates", "replicate, raises"])
+def test_one_unit_is_summed_beside_the_rest_of_its_backward(name: str) -> None:
+    with mock.patch.object(shared_buckets, "FULL_BYTES_ON_LANES", 300):
+        seen = run(called(name), keeps_works=True)
+    assert not seen.violations
+    _, second, third = seen.live_bytes
+    assert third == second
+    sums = [work for work in seen.fake.timeline.works if work.what == "allreduce_"]
+    computing = [work for work in seen.fake.timeline.works if work.what == "gelu_backward"]
+    assert sum(any(are_concurrent(one, work) for work in computing) for one in sums) >= 3
+
+
 def test_units_of_other_streams_share_no_all_reduce() -> None:
     streams = itertools.cycle(["one", "other"])
     with mock.patch.object(Lane, "here", side_effect=lambda: _NoStream(next(streams))):

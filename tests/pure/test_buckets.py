@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.buckets import LEAST_BYTES, Sharing, UnitBucket, bucket_bytes, form_buckets
+from shardwise.plan.buckets import LEAST_BYTES, Sharing, UnitBucket, bucket_bytes, form_buckets, split_unit
 from shardwise.plan.visits import Edge, Order, Visit
 
 LIMIT = 100
@@ -93,3 +93,14 @@ def test_buckets_are_sent_as_backward_has_ended_them_and_wait_for_nothing_else(
 def test_a_full_bucket_takes_ten_times_the_latency_and_never_less_than_a_mebibyte() -> None:
     assert bucket_bytes(latency_s=20e-6, bytes_per_s=1e11) == 20_000_000
     assert bucket_bytes(latency_s=1e-4, bytes_per_s=1.25e8) == LEAST_BYTES == 1 << 20
+
+
+@given(st.lists(st.integers(0, 3 * LIMIT), max_size=300))
+def test_a_unit_that_is_alone_is_split_from_its_last_parameter_on_into_full_buckets(sizes: list[int]) -> None:
+    buckets = split_unit(sizes, LIMIT)
+    assert [index for bucket in buckets for index in bucket] == list(range(len(sizes)))[::-1]
+    assert len(buckets) <= 33
+    for bucket in buckets[:-1]:
+        filled = sum(sizes[index] for index in bucket)
+        assert filled >= LIMIT
+        assert filled - sizes[bucket[-1]] < max(LIMIT, sum(sizes) / 32 + 1)

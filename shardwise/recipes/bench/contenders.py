@@ -104,11 +104,8 @@ def _replicate_blocks(model: GPT, setup: Setup) -> nn.Module:
     return model
 
 
-def _replicate_blocks_plain(model: GPT, setup: Setup) -> nn.Module:
-    group = setup.mesh.get_group()
-    for block in model.blocks:
-        replicate(block, process_group=group)
-    replicate(model, process_group=group)
+def _replicate_whole(model: GPT, setup: Setup) -> nn.Module:
+    replicate(model, process_group=setup.mesh.get_group())  # as DDP is called: parameters stay plain tensors
     return model
 
 
@@ -189,7 +186,7 @@ _ALL = (
     replace(_RECOMMENDED, name="shardwise recommended bf16", wrap=_shard_recommended_bf16, dtype="bf16"),
     Contender("shardwise replicate", "shardwise", "nothing", _replicate_blocks, adamw),
     Contender("shardwise replicate + fused", "shardwise", "nothing", _replicate_blocks, fused_adamw),
-    Contender("shardwise replicate plain", "shardwise", "nothing", _replicate_blocks_plain, adamw),
+    Contender("shardwise replicate whole", "shardwise", "nothing", _replicate_whole, adamw),
     _ZERO_1,
     replace(_ZERO_1, name="shardwise ZeRO-1 + fused", build_optimizer=_zero_fused_adamw),
     _ZERO_2,
