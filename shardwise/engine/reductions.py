@@ -201,7 +201,7 @@ class Reductions:
             return None
         group = unit.groups[0]
         dtypes = [group.dtypes.of_reduction(param) for param in group.params[:1]]
-        made_from = [param.sharded.requires_grad for param in group.params], dtypes
+        made_from = [*group.params], [param.sharded.requires_grad for param in group.params], dtypes
         if self._split is None or self._split[0] != made_from:
             self._split = made_from, split(group)
         found = self._split[1]

@@ -130,13 +130,13 @@ def test_a_hook_on_sums_sees_all_of_the_unit_at_once() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("style", ["mesh", "older"])
-def test_frozen_thawed_and_converted_parameters(style: str) -> None:
+def test_frozen_thawed_converted_and_new_parameters(style: str) -> None:
     with small_buckets(40):
         reference, model = made(style=style, change=freeze_some)
         model(batch()).sum().backward()
         model.zero_grad()
         recorder = Recorder(engine_of(model))
-        for step in range(4):
+        for step in range(6):
             recorder.events.clear()
             if step == 2:
                 for each in (reference, model):
@@ -144,6 +144,10 @@ def test_frozen_thawed_and_converted_parameters(style: str) -> None:
             if step == 3:
                 for each in (reference, model):
                     each.double()
+            if step == 4:
+                for each in (reference, model):
+                    up = each.blocks[2].up
+                    up.weight = nn.Parameter(torch.full_like(local(up.weight.detach()), 0.5))
             x = batch(step).to(next(reference.parameters()).dtype)
             for each in (reference, model):
                 each(x).square().sum().backward()
