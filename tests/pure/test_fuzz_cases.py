@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 
 import pytest
+import torch
 
 from shardwise.testing.fuzz import actions as do
 from shardwise.testing.fuzz.areas import AREAS
@@ -13,6 +14,7 @@ from shardwise.testing.fuzz.case import Case, Contender, Model, Node, Optim, Seg
 from shardwise.testing.fuzz.draw import draw
 from shardwise.testing.fuzz.draw_model import places
 from shardwise.testing.fuzz.eligible import OURS, is_ours, peer_of, suits
+from shardwise.testing.fuzz.optims import OPTIMIZERS
 from shardwise.testing.fuzz.render import path_of, render
 from shardwise.testing.fuzz.shrink import candidates, shrink
 
@@ -239,3 +241,11 @@ def test_shrinking_keeps_the_contender_that_fails() -> None:
     result = shrink(case, lambda found: found.contenders[0].door == "zero2", max_tries=500)
     assert result.contenders[0] == Contender("zero2")
     assert path_of(()) == ""
+
+
+def test_a_step_at_no_speed_leaves_parameters_as_they_are() -> None:
+    # torch's state dicts make state by such a step; a program may have set values that the optimizer would bring back.
+    param = torch.nn.Parameter(torch.tensor([4.0, -7.0]))
+    param.grad = torch.zeros(2)
+    OPTIMIZERS["modular"].make([param], lr=0.0).step()
+    assert param.tolist() == [4.0, -7.0]

@@ -47,6 +47,8 @@ class Modular(_Own):
             state["momentum"] = torch.zeros_like(param)
         momentum: Tensor = state["momentum"]
         momentum.add_(gradient).add_(4).remainder_(8).sub_(4)
+        if not lr:
+            return  # torch makes state by such a step, which is to change nothing: users may have put in what is not small
         param.sub_(momentum, alpha=lr).add_(4).remainder_(8).sub_(4)
 
 
