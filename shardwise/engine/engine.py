@@ -287,7 +287,7 @@ class Engine:
             return
         ahead = self.journal.visit(unit, Edge.ENTER_BACKWARD)
         backward.enter(torch_private.graph_task_id(), unit.is_full)
-        if len(self.units) == 1 and self._takes_as_they_come(unit):
+        if len(self.units) == 1 and not self.manual.is_on:
             backward.send_early(self.reductions.early_buckets(unit))
         if unit.policy.unshard_in_backward:
             unit.wait_with_lenders(self.means.spans.number)
@@ -303,10 +303,6 @@ class Engine:
             self.after_backward(unit)
         elif backward.early is not None:
             self.reductions.launch_early(unit, backward.early)
-
-    def _takes_as_they_come(self, unit: Unit) -> bool:
-        """Return True if gradients of ``unit`` that have come will be reduced in this backward, just as they are."""
-        return unit.policy.sync and not unit.policy.reduces_unused and not self.manual.is_on and unit.is_full
 
     def inputs_done(self, unit: Unit, through: object) -> None:
         """End the backward of ``unit`` as far as gradients have come: autograd has left the pass ``through`` its modules.

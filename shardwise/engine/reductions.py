@@ -170,7 +170,8 @@ class Reductions:
 
     def early_buckets(self, unit: Unit) -> EarlyBuckets | None:
         """Return in which buckets gradients of ``unit`` may go before its backward has ended; None: in none."""
-        return None if unit.earlier.partial else self._split_of(unit)
+        are_reduced_as_they_come = unit.policy.sync and not unit.policy.reduces_unused and not unit.earlier.partial
+        return self._split_of(unit) if are_reduced_as_they_come and unit.is_full else None
 
     def launch_early(self, unit: Unit, early: EarlyBuckets) -> None:
         """Reduce what has come whole.  Raises: as :meth:`launch`."""
