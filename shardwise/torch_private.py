@@ -9,6 +9,7 @@ import ctypes
 import functools
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -53,6 +54,29 @@ swap_storage: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = get
     torch.UntypedStorage, "_swap_data_ptr_", _swap_fields
 )
 """Exchanges the memory under two storages; tensors keep their storage object and see the other's bytes."""
+
+
+@contextmanager
+def without_weak_references(
+    modules: Iterable[nn.Module], convert: Callable[[torch.Tensor], torch.Tensor]
+) -> Generator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Yield ``convert``, what ``Module._apply`` calls with each tensor, such that its result may take the place of the tensor.
+
+    torch exchanges no tensor that has weak references, and LSTMs and their kin keep some to their weights.  While one is
+    converted it keeps none; with this, others that share its weights keep none either.  All have them again at the end.
+    """
+    keepers = [module for module in modules if isinstance(module, nn.RNNBase)]
+
+    def convert_alone(tensor: torch.Tensor) -> torch.Tensor:
+        for keeper in keepers:
+            keeper._flat_weight_refs = [None] * len(keeper._flat_weights)
+        return convert(tensor)
+
+    try:
+        yield convert_alone if keepers else convert
+    finally:
+        for keeper in keepers:
+            keeper._flat_weight_refs = [None if w is None else weakref.ref(w) for w in keeper._flat_weights]
 
 
 # Where torch 2.13 keeps, beside what it swaps, what may not be asked of a storage: a bool each for "anything is checked",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
@@ -27,6 +27,7 @@ from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.roots import provisional_engine
 from shardwise.engine.wiring import bind_units, limit_gathers, limit_reductions, use_transport
 from shardwise.errors import ConfigError, StateError
+from shardwise.torch_private import without_weak_references
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import UnitParam
 from shardwise.units.unit import Unit
@@ -442,11 +443,19 @@ class FSDPModule(_Base):
             )
         return groups[0] if groups else None
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         # Module.to and its kin must meet the shards; flat memory is rebuilt at the next unshard.
         self.reshard()
-        with _own_grad_dtypes(list(self._unit().params)):
-            return super()._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        followers = _followers({owner for unit in self._units(recurse=True) for owner in (unit, *unit.borrows)})
+        with _own_grad_dtypes(list(self._unit().params)), without_weak_references(followers, fn) as convert:
+            return super()._apply(convert, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _followers(units: Iterable[Unit]) -> list[nn.Module]:
+    """Return the modules that follow parameters of ``units`` (as LSTMs do), wherever they are."""
+    slots = [slot for unit in units for param in unit.params for slot in param.slots]
+    found = [slot.follower() for slot in slots if slot.follower is not None]
+    return list({id(module): module for module in found if module is not None}.values())
 
 
 @contextmanager

@@ -230,6 +230,40 @@ def test_modules_that_follow_a_parameter_get_the_one_that_computes(reshard: bool
         assert_trains_alike(model, plain)
 
 
+class TwoRecurrent(nn.Module):
+    """Two LSTMs that share all weights: each keeps weak references to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LSTM(6, 6, batch_first=True), nn.LSTM(6, 6, batch_first=True)
+        for name, _ in list(self.first.named_parameters()):
+            setattr(self.second, name, getattr(self.first, name))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x[None])[0])[0][0]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("units", [["first"], ["second"], ["first", "second"]])
+@pytest.mark.parametrize("door", [fully_shard, replicate])
+@pytest.mark.parametrize("begun", [False, True], ids=["", "after a forward"])
+def test_recurrent_modules_that_share_weights_are_converted(units: list[str], door: Any, begun: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(TwoRecurrent())  # plain: what is converted is found from above the units
+    plain = copy.deepcopy(model)
+    for name in units:
+        door(model[0].get_submodule(name))
+    door(model[0])
+    if begun:
+        assert_trains_alike(model, plain)
+    for each in (model, plain):
+        each.double().float()
+    assert_trains_alike(model, plain)
+    model.double()
+    params = {param for param in model.parameters() if param.dtype is torch.float64}
+    assert len(params) == len(list(model.parameters())) == 4, "they are still shared"
+
+
 # ---- hooks that raise on one rank ----
 
 

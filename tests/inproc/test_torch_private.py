@@ -49,6 +49,27 @@ def test_swapped_storages_exchange_bytes_under_their_tensors(swap: Any) -> None:
     empty.untyped_storage().resize_(0)
 
 
+def test_weights_that_lstms_share_can_be_exchanged_where_their_weak_references_are_set_aside() -> None:
+    first, second = nn.LSTM(2, 3), nn.LSTM(2, 3)
+    for name, _ in list(first.named_parameters()):
+        setattr(second, name, getattr(first, name))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match="Couldn't swap"):
+            nn.ModuleList([first, second]).double()
+        with private.without_weak_references(
+            [first, nn.Linear(1, 1), second], lambda tensor: tensor.double()
+        ) as convert:
+            nn.ModuleList([first, second])._apply(convert)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    for lstm in (first, second):
+        kept = [None if ref is None else ref() for ref in lstm._flat_weight_refs]
+        assert [id(weight) for weight in kept] == [id(weight) for weight in lstm._flat_weights]
+        assert [id(weight) for weight in kept] == [id(weight) for weight in first.parameters()]
+        assert lstm(torch.ones(1, 1, 2, dtype=torch.float64))[0].dtype is torch.float64
+
+
 def test_hooks_that_follow_an_accumulation_are_set_aside_and_come_back() -> None:
     parameter, calls = nn.Parameter(torch.ones(2)), list[str]()
     assert private.set_aside_followers(parameter, -1) == {}
