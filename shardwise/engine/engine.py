@@ -357,9 +357,12 @@ class Engine:
         self.manual.check_completed("a backward")
         self.manual.begin_backward()
         new_end = self.watch.begin()
-        self.hide_gradients()
-        self.enter_span("backward")
-        torch_private.call_after_backward(new_end)
+        try:
+            self.hide_gradients()
+            self.enter_span("backward")
+            torch_private.call_after_backward(new_end)
+        finally:
+            del new_end  # the frames of an exception that somebody keeps would keep it, and with it the backward
 
     def finish(self) -> None:
         """End a backward: reduce what came only in part, reshard what is left, set gradients, plan the next step."""

@@ -21,7 +21,8 @@ class EarlierGradients:
         partial: sums over the shard axis that replicas have not been summed into.
         hidden: of plain parameters that stay registered, taken away while a backward adds new ones.
         unsynced: plain parameters whose gradients, which users see, are of this rank alone.
-        followers: hooks of users that are to follow the accumulation of plain parameters' gradients, put off until it is done.
+        followers: hooks of users that are to follow the accumulation of plain parameters' gradients, put off until it is done,
+            with the parameter that has them.
         apart: of those that hold sums of ranks, too: what users see, and both parts of it.
     """
 
@@ -30,7 +31,7 @@ class EarlierGradients:
         self.partial: Gradients = {}
         self.hidden: Gradients = {}
         self.unsynced: set[UnitParam] = set()
-        self.followers: dict[UnitParam, dict[int, Callable[[torch.Tensor], None]]] = {}
+        self.followers: dict[UnitParam, tuple[torch.Tensor, dict[int, Callable[[torch.Tensor], None]]]] = {}
         self.apart: dict[UnitParam, _Apart] = {}
 
     def hold(self, gradients: Gradients) -> None:
@@ -68,7 +69,7 @@ class EarlierGradients:
         for param in params:
             # Autograd would run them on this backward's own gradient alone, or when it has been taken already.
             if found := torch_private.set_aside_followers(param.sharded, param.hook_id):
-                self.followers[param] = found
+                self.followers[param] = param.sharded, found
             gradient, param.sharded.grad = param.sharded.grad, None
             apart = self.apart.pop(param, None)
             if gradient is None:
@@ -92,7 +93,7 @@ class EarlierGradients:
     def show(self, params: Sequence[UnitParam]) -> None:
         """Put them back, with what a backward has added."""
         for param in [param for param in params if param in self.followers] if self.followers else ():
-            torch_private.put_followers_back(param.sharded, self.followers.pop(param))
+            torch_private.put_followers_back(*self.followers.pop(param))
         for param in params:
             synced, held = _sum_of(self.hidden.pop(param, None), param.sharded.grad), self.held.pop(param, None)
             if held is None:

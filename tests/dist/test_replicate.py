@@ -138,6 +138,40 @@ def test_the_older_way_divides_what_ranks_have_summed_once(num_ranks: int) -> No
     torch.testing.assert_close(model.weight.grad, num_ranks * parts[1] / 4)
 
 
+@on_ranks(1, 2)
+def test_a_backward_that_is_refused_is_over_though_its_error_is_kept(num_ranks: int) -> None:
+    model = nn.Linear(3, 2)
+    replicate(model, bucket_cap_mb=25)
+    x, seen = torch.ones(4, 3), list[torch.Tensor]()
+
+    def see(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        seen.append(weight.grad.clone())
+
+    model.weight.register_post_accumulate_grad_hook(see)
+    model(x).sum().backward()
+    shown = model.weight.grad
+    assert shown is not None
+    model.set_gradient_divide_factor(4.0)
+    model.set_requires_gradient_sync(False)
+    model(x).sum().backward()
+    shown.mul_(0.5)
+    with pytest.raises(StateError, match="was changed") as kept:
+        model(x).sum().backward()
+    assert model.weight.grad is shown
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    model.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, assign=True)
+    seen.clear()
+    model.weight.register_post_accumulate_grad_hook(see)
+    model(x).sum().backward()
+    assert kept.value is not None
+    expected = torch.full((2, 3), num_ranks * 4 / 4.0)
+    torch.testing.assert_close(model.weight.grad, expected)
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], expected)
+
+
 class Branches(nn.Module):
     """Two layers of different sizes, of which a call may use one."""
 
