@@ -117,6 +117,7 @@ class _Program:
         self._random = random
         self._weights = weights
         self._exact = settings.arithmetic == "integers" and bool(OPTIMIZERS[settings.optim.name].is_exact)
+        self._is_half = settings.compute == "bfloat16"
         self._num_ranks = num_ranks
         self._has_replicas = settings.mesh == "hybrid"
         self._found: list[do.Action] = []
@@ -240,6 +241,7 @@ class _Program:
         value = float(self._chance(0.5))
         if method == "gradient_divide_factor":
             value = self._random.choice((1.0, 2.0, 4.0)) if self._exact else self._random.choice((1.0, 3.0, 0.5))
+            value = 1.0 if self._exact and self._is_half else value  # fractions need more bits than bfloat16 has
         if method == "reshard_after_backward":
             self._reshards = bool(value)
         is_root = self._chance(0.5)
