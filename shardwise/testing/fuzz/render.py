@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import textwrap
 from dataclasses import MISSING, fields
@@ -91,23 +92,25 @@ def _sources(case: Case, build: str) -> str:
     wanted = {"fill", *_classes(case.model.root)}
     if "Wrap" in build or case.settings.arithmetic == "integers":
         wanted |= {"Wrap", "wrap"}
-    members = {
-        name: each
-        for name, each in vars(zoo).items()
-        if inspect.getmodule(each) is zoo and (inspect.isclass(each) or inspect.isfunction(each))
-    }
-    sources = {name: inspect.getsource(each) for name, each in members.items()}
+    sources = _zoo_sources()
     grows = True
     while grows:
-        found = {other for name in wanted for other in members if other in sources[name].replace(f"class {name}", "")}
+        found = {other for name in wanted for other in sources if other in sources[name].replace(f"class {name}", "")}
         grows = not found <= wanted
         wanted |= found
-    order = sorted(wanted, key=lambda name: inspect.getsourcelines(members[name])[1])
-    return "\n\n\n".join(_with_decorators(sources[name]) for name in order)
+    return "\n\n\n".join(source.rstrip() for name, source in sources.items() if name in wanted)
 
 
-def _with_decorators(source: str) -> str:
-    return source.rstrip()
+@functools.cache
+def _zoo_sources() -> dict[str, str]:
+    """Return the text of every class and function of the zoo, by name, in the order of the file."""
+    members = [
+        each
+        for each in vars(zoo).values()
+        if inspect.getmodule(each) is zoo and (inspect.isclass(each) or inspect.isfunction(each))
+    ]
+    members.sort(key=lambda each: inspect.getsourcelines(each)[1])
+    return {each.__name__: inspect.getsource(each) for each in members}
 
 
 def _build_text(case: Case) -> str:
