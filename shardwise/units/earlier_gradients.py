@@ -67,6 +67,7 @@ class EarlierGradients:
         """
         changed: list[str] = []
         for param in params:
+            param.adopt_registered()  # what was put in its place since the forward has gradients of its own
             # Autograd would run them on this backward's own gradient alone, or when it has been taken already.
             if found := torch_private.set_aside_followers(param.sharded, param.hook_id):
                 self.followers[param] = param.sharded, found

@@ -172,6 +172,23 @@ def test_a_backward_that_is_refused_is_over_though_its_error_is_kept(num_ranks: 
     torch.testing.assert_close(seen[0], expected)
 
 
+@on_ranks(1, 2)
+def test_a_parameter_put_in_place_after_the_forward_has_no_gradient_of_the_one_before(num_ranks: int) -> None:
+    model = nn.Linear(3, 2)
+    replicate(model, bucket_cap_mb=25)
+    x, old = torch.ones(4, 3), model.weight
+    model(x).sum().backward()
+    shown = old.grad
+    loss = model(x).sum()
+    model.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, assign=True)
+    loss.backward()
+    assert model.weight.grad is None
+    assert shown is not None
+    assert old.grad is shown
+    model(x).sum().backward()
+    torch.testing.assert_close(model.weight.grad, torch.full((2, 3), 4.0))
+
+
 class Branches(nn.Module):
     """Two layers of different sizes, of which a call may use one."""
 
