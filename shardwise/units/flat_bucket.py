@@ -112,6 +112,7 @@ class FlatBucket:
         self._allocate = allocate
         self._take_memory()
 
+    @torch.inference_mode(False)  # an evaluation may be what comes first after a change; what is made here outlives it
     def _take_memory(self) -> None:
         memory = self._allocate(self.layout.section_numel, self.dtype)
         self.place, self.local = memory.place, memory.flat
@@ -181,6 +182,7 @@ class FlatBucket:
         self._take_memory()
         self.move_in()
 
+    @torch.inference_mode(False)
     def _come_home(self, index: int) -> bool:
         param, storage = self.params[index], self._homes[index]
         local = param.local

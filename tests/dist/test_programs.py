@@ -51,6 +51,30 @@ def test_gradients_are_dropped_through_what_was_unsharded_by_hand(way: str, wait
         torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
+@pytest.mark.parametrize("door", [fully_shard, replicate])
+def test_an_evaluation_that_comes_first_after_a_change_leaves_memory_to_train_in(door: Any, transport: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(6, 9), nn.Linear(6, 6))
+    plain = copy.deepcopy(model)
+    door(model)
+    model.set_transport(transport)
+    model(batch(0)).sum()
+    keeps: list[dict[str, torch.Tensor]] = []  # who holds memory keeps parameters from coming home to it
+    for each in (model, plain):
+        old = each.state_dict()
+        each.load_state_dict({name: tensor * 0.5 for name, tensor in old.items()}, assign=True)
+        with torch.inference_mode():
+            each(batch(1))
+        values = {name: tensor.clone() for name, tensor in each.state_dict().items()}
+        each.to_empty(device="cpu")
+        each.load_state_dict(values)
+        keeps += [old, each.state_dict()]
+    assert_trains_alike(model, plain)
+    assert len(keeps) == 4
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("crosses", [True, False])
 @pytest.mark.parametrize("warm", [True, False])
