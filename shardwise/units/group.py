@@ -320,7 +320,7 @@ class ShardGroup:
                 if full is None:
                     full = param.full = packing.make_full(param, self.pool)
                     param.is_hooked = False
-                elif is_shared and full.data_ptr() != param.local.data_ptr():
+                elif is_shared and not param.lies_as_sharded(full):
                     # The same parameter, with its memory where the shard is now: a graph may hold it already.
                     torch_private.set_data(full, packing.make_full(param, self.pool).detach())
                 if param.grad_dtype is not None:

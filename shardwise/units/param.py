@@ -132,6 +132,11 @@ class UnitParam:
         """This rank's shard."""
         return torch_private.local_of(self.sharded)
 
+    def lies_as_sharded(self, full: nn.Parameter) -> bool:
+        """Return True if ``full`` is where this rank's shard is, element by element: user code may have moved that."""
+        local = self.local
+        return full.data_ptr() == local.data_ptr() and torch_private.local_of(full).stride() == local.stride()
+
     @property
     def is_strided(self) -> bool:
         """True for a plain parameter in another memory order than row-major: its gradient follows it."""

@@ -97,13 +97,23 @@ class FullBuffer:
         return lease.lose()
 
 
-def make_full_parameter(memory: torch.Tensor, offset: int, param: UnitParam) -> nn.Parameter:
-    """Return the parameter that modules compute with: a window of ``memory`` with a version counter of its own."""
+def make_full_parameter(
+    memory: torch.Tensor, offset: int, param: UnitParam, stride: tuple[int, ...] | None = None
+) -> nn.Parameter:
+    """Return the parameter that modules compute with: a window of ``memory`` with a version counter of its own.
+
+    ``stride``: where its elements lie there; None: one after the other.
+    """
     shape = param.shard.shape
     with torch.inference_mode(False), torch.no_grad():
         # set_ instead of a view: gathering into ``memory`` must not count as changing what autograd has saved.
         local = torch.empty(0, dtype=memory.dtype, device=memory.device)
-        local.set_(memory.untyped_storage(), memory.storage_offset() + offset, shape, row_major(shape))
+        local.set_(
+            memory.untyped_storage(),
+            memory.storage_offset() + offset,
+            shape,
+            row_major(shape) if stride is None else stride,
+        )
         if param.inner_spec is not None:
             local = torch_private.dtensor_from_local(local, param.inner_spec)
         return nn.Parameter(local, requires_grad=param.sharded.requires_grad)
@@ -310,7 +320,7 @@ class Packing:
         """Return what modules compute with for ``param``: a window of its full buffer, or of the shard if that is whole."""
         buffer, offset = self._windows[param]
         if buffer.is_shared:
-            return make_full_parameter(param.local, 0, param)
+            return make_full_parameter(param.local, 0, param, param.local.stride())  # user code may have put it there
         return make_full_parameter(buffer.hold(pool), offset, param)
 
     def staging(self, link: Link | None) -> tuple[int, bool]:

@@ -16,6 +16,7 @@ from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import ConfigError, FSDPModule, StateError, fully_shard, replicate
@@ -73,6 +74,47 @@ def test_an_evaluation_that_comes_first_after_a_change_leaves_memory_to_train_in
         keeps += [old, each.state_dict()]
     assert_trains_alike(model, plain)
     assert len(keeps) == 4
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("door", [fully_shard, replicate])
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_shards_that_are_put_in_place_need_not_be_contiguous(door: Any, evaluates: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(6, 9), nn.Linear(6, 6))
+    plain = copy.deepcopy(model)
+    door(model)
+    model(batch(0)).sum()
+    model.reshard()
+    for owner in model.modules():
+        for name, param in list(owner.named_parameters(recurse=False)):
+            half = param.to_local().detach() * 0.5
+            if half.ndim == 2:  # not contiguous: the parameter gets another local tensor, not other memory alone
+                half = torch.cat([half, half], 1)[:, : half.shape[1]]
+            place = {"shape": param.shape, "stride": param.stride()}
+            setattr(owner, name, nn.Parameter(DTensor.from_local(half, param.device_mesh, param.placements, **place)))
+            del half, param
+    for param in plain.parameters():
+        param.data.mul_(0.5)
+    if evaluates:  # then it is what brings shards home: nothing it makes may be of inference mode
+        with torch.inference_mode():
+            model(batch(1))
+        model.reshard()
+    assert not any(param.is_inference() or param.to_local().is_inference() for param in model.parameters())
+    assert_trains_alike(model, plain)
+
+
+@on_ranks(1, 2)
+def test_replicated_parameters_compute_as_they_lie_after_a_transposition_in_place() -> None:
+    model, x = replicate(nn.Linear(6, 6, bias=False)), batch(0)
+    assert isinstance(model, FSDPModule)
+    before = model(x)
+    model.reshard()
+    weight = model.weight
+    turned = DTensor.from_local(weight.to_local().detach().t(), weight.device_mesh, weight.placements)
+    model.weight = nn.Parameter(turned)
+    torch.testing.assert_close(model(x), x @ full(turned).t())
+    assert not torch.equal(model(x), before)
 
 
 @on_ranks(2)

@@ -1,0 +1,50 @@
+"""Gradients of plain parameters are out of sight while a backward adds new ones, and so are hooks that follow them."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from shardwise.units.earlier_gradients import EarlierGradients
+from shardwise.units.param import UnitParam
+
+
+class Plain:
+    """What a unit knows of a plain parameter, as far as its gradients go."""
+
+    fqn, hook_id = "weight", -1
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.sharded = self.registered = parameter
+
+    def adopt_registered(self) -> None:
+        self.sharded = self.registered
+
+
+def test_hooks_come_back_to_the_parameter_that_had_them() -> None:
+    old, new, seen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), list[Any]()
+    old.register_post_accumulate_grad_hook(seen.append)
+    param, earlier = Plain(old), EarlierGradients()
+    earlier.hide([cast(UnitParam, param)], is_exact=False)
+    old.sum().backward()
+    assert not seen, "they follow when the sum is done"
+    param.sharded = new
+    earlier.show([cast(UnitParam, param)])
+    new.sum().backward()
+    assert not seen
+    old.sum().backward()
+    assert len(seen) == 1
+    assert seen[0] is old
+
+
+def test_what_was_put_in_place_has_no_gradient_of_the_one_before() -> None:
+    old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    old.grad = before = torch.ones(2)
+    param, earlier = Plain(old), EarlierGradients()
+    param.registered = new
+    earlier.hide([cast(UnitParam, param)], is_exact=False)
+    earlier.show([cast(UnitParam, param)])
+    assert new.grad is None
+    assert old.grad is before
