@@ -128,6 +128,12 @@ def _notices_data(case: Case, contender: Contender) -> bool:
     return not assigns or contender.door not in (*SHARDING_DOORS, "replicate")
 
 
+def _takes_strides(case: Case, contender: Contender) -> bool:
+    """torch's FSDP2 refuses a shard that is put in place and is not contiguous."""
+    lays = any(isinstance(action, do.Change) and action.how == "lay" for action in case.actions)
+    return not lays or contender.door != "torch_fully_shard"
+
+
 def _joins(case: Case, contender: Contender) -> bool:
     """In ``Join`` DDP takes the buffers of the last rank that has inputs, which the reference does not follow."""
     joins = any(isinstance(action, do.JoinLoop) for action in case.actions)
@@ -211,6 +217,7 @@ RULES: tuple[Callable[[Case, Contender], bool], ...] = (
     _is_compiled,
     _syncs_buffers,
     _notices_data,
+    _takes_strides,
     _joins,
     _has_units,
     _defers_alike,
@@ -270,7 +277,7 @@ def _suits_ddp(case: Case, overlaps: bool) -> bool:
     """True for what DDP takes: forward and backward in turns, the same trainable parameters, nothing recomputed."""
     alive = 0
     for action in case.actions:
-        if isinstance(action, do.Freeze) or (isinstance(action, do.Change) and action.how == "assign"):
+        if isinstance(action, do.Freeze) or (isinstance(action, do.Change) and action.how in ("assign", "lay")):
             return False
         if isinstance(action, do.Forward) and action.mode in ("train", "eval"):
             alive += 1

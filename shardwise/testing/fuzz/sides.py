@@ -225,6 +225,22 @@ class Side:
         """Return other values of the same kinds."""
         return {name: value + 1 if value.is_floating_point() else value.clone() for name, value in state.items()}
 
+    def laid_otherwise(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return other values that are not contiguous: with gaps, or matrices column by column."""
+        found = self.changed(state)
+        for index, (name, value) in enumerate(sorted(found.items())):
+            local = self.local(value)
+            if type(local) is not Tensor or not local.ndim:
+                continue
+            is_matrix = local.ndim > 1 and index % 2
+            local = local.mT.contiguous().mT if is_matrix else torch.stack([local, local], -1)[..., 0]
+            if isinstance(value, DTensor):
+                place = {"shape": value.shape, "stride": value.stride()}
+                found[name] = DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, **place)
+            else:
+                found[name] = local
+        return found
+
     def assign(self, state: Mapping[str, Tensor]) -> None:
         """Put the tensors of ``state`` in place of the parameters, and tie what was tied: torch assigns name by name."""
         names: dict[int, list[str]] = {}

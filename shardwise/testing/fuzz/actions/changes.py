@@ -19,6 +19,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "state": ("s.net.state_dict()[{name}].add_(1)",),
     "load": ("s.net.load_state_dict(s.changed(s.net.state_dict()))",),
     "assign": ("s.assign(s.changed(s.net.state_dict()))", "s.remake_optimizer()"),
+    "lay": ("s.assign(s.laid_otherwise(s.net.state_dict()))", "s.remake_optimizer()"),
     "convert": ("s.net.to(torch.float64)", "s.net.to(s.dtype)"),
     "empty": (
         "values = {name: tensor.clone() for name, tensor in s.net.state_dict().items()}",
@@ -27,7 +28,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "s.net.load_state_dict(values)",
     ),
 }
-WHOLE_MODEL = ("load", "assign", "convert", "empty")
+WHOLE_MODEL = ("load", "assign", "lay", "convert", "empty")
 
 
 @dataclass(frozen=True, slots=True)
