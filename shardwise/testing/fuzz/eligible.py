@@ -123,9 +123,9 @@ def _syncs_buffers(case: Case, contender: Contender) -> bool:
 
 
 def _notices_data(case: Case, contender: Contender) -> bool:
-    """DTensors ignore what is assigned to their ``.data``, torch's own parameters too."""
+    """DTensors ignore what is assigned to their ``.data``, torch's own parameters too; compiled graphs save no views of it."""
     assigns = any(isinstance(action, do.Change) and action.how == "data_set" for action in case.actions)
-    return not assigns or contender.door not in (*SHARDING_DOORS, "replicate")
+    return not assigns or not (case.settings.compiled or contender.door in (*SHARDING_DOORS, "replicate"))
 
 
 def _takes_strides(case: Case, contender: Contender) -> bool:

@@ -235,8 +235,9 @@ class Side:
             is_matrix = local.ndim > 1 and index % 2
             local = local.mT.contiguous().mT if is_matrix else torch.stack([local, local], -1)[..., 0]
             if isinstance(value, DTensor):
-                place = {"shape": value.shape, "stride": value.stride()}
-                found[name] = DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, **place)
+                found[name] = DTensor.from_local(
+                    local, value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
+                )
             else:
                 found[name] = local
         return found
