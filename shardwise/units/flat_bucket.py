@@ -144,7 +144,7 @@ class FlatBucket:
         self.has_attributes = False
         away: list[int] = []
         for param, slot, _ in self._places:
-            if slot.parameters[slot.name] is not param.sharded and not param.is_registered:
+            if slot.parameters.get(slot.name) is not param.sharded and not param.is_registered:
                 param.adopt_registered()
                 self.num_replaced += 1
         locals_ = torch_private.locals_of([param.sharded for param in self.params])

@@ -221,7 +221,7 @@ class ShardGroup:
         """Return True if parameters that stay registered are what they were: asked first, at every step, since it is cheap."""
         for param, facts in self._plain_facts:
             sharded, slot = param.sharded, param.slots[0]
-            if slot.parameters[slot.name] is not sharded or sharded.__dict__ or _PLAIN_FACTS(sharded) != facts:
+            if slot.parameters.get(slot.name) is not sharded or sharded.__dict__ or _PLAIN_FACTS(sharded) != facts:
                 return False
         return not self.extended.params
 
@@ -311,7 +311,7 @@ class ShardGroup:
         packing = self.packing
         assert packing is not None
         num_trainable = 0
-        self._show_writes()
+        self._follow_changes()
         for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
             is_shared = buffer.is_shared
             mark_full(bucket.params)
@@ -330,6 +330,7 @@ class ShardGroup:
                 if not (wanted and param.is_hooked and full.requires_grad):
                     self._sync_requires_grad(param, full, on_gradient)
                 num_trainable += wanted
+                param.hung = full
                 for slot in param.slots:
                     slot.parameters[slot.name] = full
                     if slot.follower is not None:
@@ -356,10 +357,21 @@ class ShardGroup:
             if full.grad_dtype is not wanted:
                 full.grad_dtype = wanted
 
-    def _show_writes(self) -> None:
-        """Let autograd count what was written to shards as writes to the full forms, as it would on one process."""
+    def _follow_changes(self) -> None:
+        """Let autograd count what was written to shards as writes to the full forms, as it would on one process.
+
+        Raises: StateError if user code has put another parameter in place since the gather was launched or planned.
+        """
         written: list[torch.Tensor] = []
         for param in self.params:
+            for slot in param.slots:
+                current = slot.parameters.get(slot.name)
+                if current is not param.sharded and not param.is_own(current):
+                    param.check_places()
+                    raise StateError(
+                        f"{param.fqn} was replaced while a forward or backward ran that gathers what was there before. Put "
+                        "another parameter in its place before forward or after backward"
+                    )
             version = param.sharded._version
             if version != param.seen_version:
                 param.seen_version = version
@@ -403,13 +415,20 @@ class ShardGroup:
         return num_trainable
 
     def register_sharded(self, keeps_memory: bool = False) -> None:
-        """Hang the sharded parameters on the modules and give the full memory back, unless ``keeps_memory``."""
+        """Hang the sharded parameters on the modules and give the full memory back, unless ``keeps_memory``.
+
+        What user code has put in the place of full ones stays, as it would on one process.
+        """
         for param in self.params:
-            sharded = param.sharded
+            sharded, full = param.sharded, param.full
             for slot in param.slots:
+                current = slot.parameters.get(slot.name)
+                if (current is None or current is not full) and current is not sharded and not param.is_own(current):
+                    continue  # user code has put it there in the meantime: it is looked at before the next gather
                 slot.parameters[slot.name] = sharded
                 if slot.follower is not None:
                     slot.tell(sharded)
+            param.hung = None
         self.drop(keeps_memory)
         if self._sub is not None:
             self._drop_sub()

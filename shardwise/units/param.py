@@ -74,6 +74,7 @@ class UnitParam:
         full: the registered parameter while unsharded; made at the first unshard and then kept, because autograd's
             saved tensors and accumulators belong to it.
         subsharded: the registered parameter while resharded to a smaller mesh.
+        hung: which of these forms hangs in the slots; None: the sharded one.  What is there besides, user code has put there.
         shard_shape: of this rank's shard.
         is_handed_out: user code can reach the shard; before, while it is being made, its memory may change at will.
         full_version, full_address: what torch had counted of writes to the full form, and where it lay, when it was registered.
@@ -98,6 +99,7 @@ class UnitParam:
     is_handed_out: bool = True
     full: nn.Parameter | None = None
     subsharded: nn.Parameter | None = None
+    hung: nn.Parameter | None = None
     full_version: int = 0
     full_address: int = 0
     seen_version: int = -1
@@ -159,23 +161,30 @@ class UnitParam:
         self.version_base += before - self.version
 
     def register(self, parameter: nn.Parameter) -> None:
-        """Hang ``parameter`` in every slot."""
+        """Hang ``parameter``, one of its forms, in every slot."""
+        self.hung = parameter
         for slot in self.slots:
             slot.put(parameter)
 
     @property
     def is_registered(self) -> bool:
         """True if one of this parameter's own forms hangs in its first slot."""
-        current = self.slots[0].parameters[self.slots[0].name]
-        return current is self.sharded or current is self.full or current is self.subsharded
+        return self.is_own(self.slots[0].parameters.get(self.slots[0].name))
+
+    def is_own(self, current: nn.Parameter | None) -> bool:
+        """True if ``current`` is one of this parameter's forms, not what user code has put in its place."""
+        return current is not None and any(
+            current is form for form in (self.sharded, self.full, self.subsharded, self.hung)
+        )
 
     def check_places(self, is_in_tree: Callable[[dict[str, nn.Parameter | None]], bool] = lambda _: True) -> None:
         """Raise StateError if a module, of those whose dict ``is_in_tree``, has no parameter of this name any more."""
         for slot in self.slots:
-            if slot.name not in slot.parameters and is_in_tree(slot.parameters):
+            if slot.parameters.get(slot.name) is None and is_in_tree(slot.parameters):
                 raise StateError(
                     f"{self.fqn} was taken off its module after that was sharded, as torch.nn.utils.parametrize, weight_norm "
-                    "and prune do. Call them before fully_shard (or replicate), which then shards what they train"
+                    "and prune do, or set to None. Call them before fully_shard (or replicate), which then shards what they "
+                    "train; take parameters off before it, too"
                 )
 
     def check_ties(self) -> None:
@@ -185,7 +194,7 @@ class UnitParam:
 
         Raises: StateError if some of the modules have got another parameter and others have not.
         """
-        first, *others = [slot.parameters[slot.name] for slot in self.slots]
+        first, *others = [slot.parameters.get(slot.name) for slot in self.slots]
         if all(other is first for other in others):
             return
         mine = (self.sharded, self.full, self.subsharded)
@@ -212,10 +221,13 @@ class UnitParam:
     def adopt_registered(self) -> None:
         """Take the parameter that hangs in the first slot as the sharded one: user code may have replaced it.
 
-        Raises: ConfigError if it is no parameter but a tensor, as ``torch.func.functional_call`` puts one there.
+        Raises: ConfigError if it is no parameter but a tensor, as ``torch.func.functional_call`` puts one there, StateError
+        if there is none any more.
         """
-        current = self.slots[0].parameters[self.slots[0].name]
-        if current is not None and current is not self.full and current is not self.subsharded:
+        current = self.slots[0].parameters.get(self.slots[0].name)
+        if current is None:
+            self.check_places()
+        elif current is not self.full and current is not self.subsharded:
             if current is not self.sharded and not isinstance(current, nn.Parameter):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(
                     f"{self.fqn}: a {type(current).__name__} that is no Parameter has taken its place, as "

@@ -306,11 +306,15 @@ class Unit:
     def discard(self) -> None:
         """Forget an all-gather that nobody has waited for."""
         assert isinstance(self.state, Gathering)
-        for pending in self.state.pending:
+        self._cancel(self.state)
+        self._enter(Sharded())
+
+    def _cancel(self, state: Gathering | None) -> None:
+        for pending in state.pending if state is not None else ():
             if pending is not None:
                 pending.cancel()
-        self._drop()
-        self._enter(Sharded())
+        for group in self.groups:
+            group.register_sharded(self.policy.keeps_full_memory)
 
     def _drop(self) -> None:
         for group in self.groups:
@@ -326,12 +330,7 @@ class Unit:
         self.holders = 0
         self.awaited = set()
         self.backward.forget()
-        if isinstance(self.state, Gathering):
-            for pending in self.state.pending:
-                if pending is not None:
-                    pending.cancel()
-        for group in self.groups:
-            group.register_sharded(self.policy.keeps_full_memory)
+        self._cancel(self.state if isinstance(self.state, Gathering) else None)
         if type(self.state) is not Sharded:
             self._enter(Sharded())
 

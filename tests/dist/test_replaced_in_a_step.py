@@ -1,0 +1,118 @@
+"""Parameters that user code replaces, or takes off, while their unit is full or a forward or backward runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import on_ranks
+from helpers.trains_alike import assert_trains_alike, batch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import FSDPModule, StateError, fully_shard, replicate
+
+older_replicate = functools.partial(replicate, device_ids=None)
+DOORS: list[Callable[..., Any]] = [fully_shard, replicate, older_replicate]
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
+
+
+def _through(door: Callable[..., Any], model: nn.Sequential) -> nn.Sequential:
+    if door is not older_replicate:  # whose one root is the unit
+        door(model[0])
+    door(model)
+    return model
+
+
+def _halved(sharded: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(sharded.detach() * 0.5)
+
+
+def _replace(model: nn.Sequential, sharded: list[nn.Parameter], *_: object) -> None:
+    for layer, name, param in zip((0, 0, 2, 2), ("weight", "bias") * 2, sharded, strict=True):
+        setattr(model[layer], name, _halved(param))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("when", ["unsharded by hand", "end of backward"])
+def test_what_is_put_in_place_of_full_parameters_stays(door: Any, when: str) -> None:
+    model, plain = _model(), _model()
+    door(model)
+    for each in (model, plain):
+        params = list(each.parameters())
+        if when == "end of backward":
+            each(batch(0)).sum().backward()
+            out = each(batch(1))
+            out.register_hook(functools.partial(_replace, each, params))
+            out.sum().backward()
+            assert all(param.grad is not None for param in params)  # what has computed gets the gradients, as anywhere
+        elif isinstance(each, FSDPModule):
+            each.unshard()
+            _replace(each, params)
+            each.reshard()
+        else:
+            _replace(each, params)
+    assert_trains_alike(model, plain)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("door", "where"), [(fully_shard, "forward"), (replicate, "forward"), (fully_shard, "backward")]
+)
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_parameter_that_is_replaced_before_its_unit_is_full_is_named(door: Any, warm: bool, where: str) -> None:
+    model = _through(door, _model())
+    plain = _model()
+    if warm:
+        for each in (model, plain):
+            each(batch(0)).sum().backward()
+            each.zero_grad()
+    weight = model[0].weight
+    handle = None
+    if where == "forward":
+        handle = model.register_forward_pre_hook(lambda *_: setattr(model[0], "weight", _halved(weight)))
+    with pytest.raises(StateError, match=r"0\.weight was replaced while a forward or backward ran"):
+        out = model(batch(0))
+        out.register_hook(lambda _: setattr(model[0], "weight", _halved(weight)))
+        out.sum().backward()
+    if handle is not None:
+        handle.remove()
+    assert model[0].weight is not weight
+    assert isinstance(model[0].weight, DTensor)
+    with torch.no_grad():
+        plain[0].weight.mul_(0.5)
+    assert_trains_alike(model, plain)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("when", ["before the first step", "between steps", "in backward"])
+@pytest.mark.parametrize("way", ["none", "gone"])
+def test_a_parameter_that_is_set_to_none_does_not_come_back(door: Any, when: str, way: str) -> None:
+    model = _through(door, _model())
+
+    def take_off(*_: object) -> None:
+        if way == "none":
+            model[0].bias = None
+        else:
+            del model[0].bias
+            model[0].bias = None
+
+    if when != "before the first step":
+        model(batch(0)).sum().backward()
+    if when != "in backward":
+        take_off()
+    with pytest.raises(StateError, match=r"bias was taken off its module .* or set to None"):
+        out = model(batch(1))
+        out.register_hook(take_off)
+        out.sum().backward()
+        model(batch(2))
+    assert model[0].bias is None
