@@ -56,6 +56,21 @@ swap_storage: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = get
 """Exchanges the memory under two storages; tensors keep their storage object and see the other's bytes."""
 
 
+def shares_locals(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return ``fn``, or for what ``Module.share_memory`` applies a function that shares the local tensors of DTensors.
+
+    A DTensor has no memory of its own, and torch ends the process when it is asked to share that.
+    """
+    if getattr(fn, "__code__", None) not in nn.Module.share_memory.__code__.co_consts:
+        return fn
+
+    def share(tensor: torch.Tensor) -> torch.Tensor:
+        local_of(tensor).share_memory_()
+        return tensor
+
+    return share
+
+
 @contextmanager
 def without_weak_references(
     modules: Iterable[nn.Module], convert: Callable[[torch.Tensor], torch.Tensor]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.api.compression_report import CompressionState, UnitCompression, report_of
+from shardwise.api.conversion import converting
 from shardwise.api.explain import explained_methods
 from shardwise.api.handles import GradientReductionHandle, UnshardHandle, wait_by_hand
 from shardwise.api.torch_tools import show_to_tools, tool_classes
@@ -27,9 +27,7 @@ from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.roots import provisional_engine
 from shardwise.engine.wiring import bind_units, limit_gathers, limit_reductions, use_transport
 from shardwise.errors import ConfigError, StateError
-from shardwise.torch_private import without_weak_references
 from shardwise.units.group import ShardGroup
-from shardwise.units.param import UnitParam
 from shardwise.units.unit import Unit
 
 # Mixed classes by original class and mixin, so that equal modules have equal classes; filled by mix_in alone.
@@ -76,6 +74,13 @@ class FSDPModule(_Base):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return copy_module(cast(nn.Module, self), self._attachment(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            f"a {type(self).__name__} cannot be pickled, nor copied without what it holds: its process groups, hooks and "
+            "memory are those of this process. Save its state_dict(), and shard a model where you load that; copy.deepcopy "
+            "makes a copy of its own"
+        )
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -446,36 +451,9 @@ class FSDPModule(_Base):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         # Module.to and its kin must meet the shards; flat memory is rebuilt at the next unshard.
         self.reshard()
-        followers = _followers({owner for unit in self._units(recurse=True) for owner in (unit, *unit.borrows)})
-        with _own_grad_dtypes(list(self._unit().params)), without_weak_references(followers, fn) as convert:
+        units = {owner for unit in self._units(recurse=True) for owner in (unit, *unit.borrows)}
+        with converting(self._unit().groups, units, fn) as convert:
             return super()._apply(convert, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _followers(units: Iterable[Unit]) -> list[nn.Module]:
-    """Return the modules that follow parameters of ``units`` (as LSTMs do), wherever they are."""
-    slots = [slot for unit in units for param in unit.params for slot in param.slots]
-    found = [slot.follower() for slot in slots if slot.follower is not None]
-    return list({id(module): module for module in found if module is not None}.values())
-
-
-@contextmanager
-def _own_grad_dtypes(params: Sequence[UnitParam]) -> Generator[None, None, None]:
-    """Keep ``grad_dtype`` over a conversion: torch puts parameters without it in place, and converts gradients with them."""
-    kept: list[tuple[UnitParam, torch.Tensor | None]] = []
-    for param in params:
-        param.adopt_registered()
-        param.follow_grad_dtype()
-        if param.grad_dtype is not None:
-            kept.append((param, param.sharded.grad))
-            param.sharded.grad = None
-    try:
-        yield
-    finally:
-        for param, gradient in kept:
-            param.adopt_registered()
-            param.follow_grad_dtype()
-            if gradient is not None:
-                param.sharded.grad = gradient.to(param.sharded.device)
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:

@@ -103,7 +103,9 @@ class EarlierGradients:
             else:
                 self.unsynced.add(param)
             if synced is None or held is None:
-                param.sharded.grad = synced if held is None else held
+                gradient = synced if held is None else held
+                wanted = param.sharded.grad_dtype  # another one if the parameter was converted after its forward
+                param.sharded.grad = gradient if gradient is None or wanted is None else gradient.to(wanted)
             else:
                 alone = synced.clone()
                 param.sharded.grad = shown = synced.add_(held)  # in place, as autograd accumulates: users may hold it

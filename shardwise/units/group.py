@@ -230,9 +230,7 @@ class ShardGroup:
         self.is_written = True
         if self.packing is not None:
             self.packing.leave()
-        for param in self.params:
-            param.adopt_registered()
-            param.follow_grad_dtype()
+        self.adopt_registered()
         self.extended.adopt([param for param in self.params if self.extended.wants(param)])
         self.in_place = [param for param in self.params if self._is_in_place(param)]
         self._plain_facts = [(param, _PLAIN_FACTS(param.sharded)) for param in self.in_place]
@@ -245,6 +243,13 @@ class ShardGroup:
         self.packing = Packing(buckets, self.axes.num_shards, self.place)
         self.packing.bind(self._pool)
         self._sub = None
+
+    def adopt_registered(self) -> None:
+        """Take what hangs on the modules for the shards, and count what user code has put there."""
+        for param in self.params:
+            self.num_packs += not param.is_registered
+            param.adopt_registered()
+            param.follow_grad_dtype()
 
     def _is_in_place(self, param: UnitParam) -> bool:
         if not self.keeps_plain or param.inner_spec is not None or param.local.device != self.device:

@@ -125,7 +125,9 @@ class Averaging:
             parts = [self.averages[local.piece] for local in local_pieces]
             if sent.before is not None:
                 parts = [old.add_(new) for old, new in zip(sent.before.parts, parts, strict=True)]
-            param.grad = make_owned(param, parts, is_whole(local_pieces), self.means.owner_ref, sent.dtype)
+            dtype = param.grad_dtype or sent.dtype  # another one if it was converted after its forward
+            parts = [part.to(dtype) for part in parts]
+            param.grad = make_owned(param, parts, is_whole(local_pieces), self.means.owner_ref, dtype)
 
     def receive_all(self) -> None:
         """Wait for all that is on its way."""
@@ -150,7 +152,11 @@ class Averaging:
             before = gradient if isinstance(gradient, OwnedGradient) else None
             left = None
             if leaves_sign:
-                left = before if before is not None else make_owned(param, [], False, means.owner_ref, dtype)
+                left = (
+                    before
+                    if before is not None
+                    else make_owned(param, [], False, means.owner_ref, param.grad_dtype or dtype)
+                )
                 left.is_sent = True
             if before is not None:
                 before.fresh = None

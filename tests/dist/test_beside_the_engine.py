@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import logging
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from helpers.inside import engine_of
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, vector_to_parameters
 
 from shardwise import DesyncError, StateError, fully_shard, replicate
@@ -432,3 +435,37 @@ def test_a_step_without_any_gradient_after_a_backward_that_named_shards_is_warne
     assert len(said) == 1
     assert "none of which has a gradient" in said[0]
     assert "call backward() without inputs" in said[0]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("door", [fully_shard, replicate])
+@pytest.mark.parametrize("warm", [True, False])
+def test_shards_can_be_moved_to_shared_memory_and_train_there(door: Any, warm: bool) -> None:
+    outer, plain = (
+        nn.Sequential(_blocks()),
+        nn.Sequential(_blocks()),
+    )  # a module that nobody has sharded asks the others
+    plain.load_state_dict(outer.state_dict())
+    door(outer[0])
+    if warm:
+        outer(batch(0))
+    outer.share_memory()
+    shards = [param.to_local() for param in outer.parameters() if isinstance(param, DTensor)]
+    assert all(shard.is_shared() for shard in shards if shard.numel())
+    kept = [shard.untyped_storage() for shard in shards]
+    assert_trains_alike(outer, plain)
+    assert [
+        param.to_local().untyped_storage().data_ptr() for param in outer.parameters() if isinstance(param, DTensor)
+    ] == [storage.data_ptr() for storage in kept]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", [fully_shard, replicate])
+def test_a_sharded_module_is_not_pickled_and_the_error_says_what_to_save(door: Any) -> None:
+    model = nn.ModuleList([door(_blocks())])
+    for attempt in (pickle.dumps, copy.copy, lambda each: torch.save(each, io.BytesIO())):
+        with pytest.raises(StateError, match=r"cannot be pickled.* Save its state_dict\(\)"):
+            attempt(model[0] if attempt is copy.copy else model)
+    copied = copy.deepcopy(model)[0]
+    assert isinstance(copied, nn.Sequential)
+    assert_trains_alike(copied, _blocks())

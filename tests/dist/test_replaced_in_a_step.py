@@ -13,7 +13,7 @@ from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import FSDPModule, StateError, fully_shard, replicate
+from shardwise import FSDPModule, StateError, ZeroRedundancyOptimizer, fully_shard, replicate
 
 older_replicate = functools.partial(replicate, device_ids=None)
 DOORS: list[Callable[..., Any]] = [fully_shard, replicate, older_replicate]
@@ -116,3 +116,50 @@ def test_a_parameter_that_is_set_to_none_does_not_come_back(door: Any, when: str
         out.sum().backward()
         model(batch(2))
     assert model[0].bias is None
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("door", [fully_shard, replicate])
+@pytest.mark.parametrize("way", ["to_empty", "double"])
+def test_what_is_replaced_and_converted_after_a_forward_gets_no_gradient_of_it(door: Any, way: str) -> None:
+    model = _through(door, _model())
+    out = model(batch(0))
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    if way == "to_empty":
+        model.to_empty(device="cpu")
+        model.load_state_dict(values)
+    else:
+        model.double().float()
+    with pytest.raises(StateError, match="were replaced, moved or given another dtype after the forward"):
+        out.sum().backward()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["replicate", "replicate without sync", "zero", "zero while backward runs"])
+def test_plain_parameters_that_are_converted_after_a_forward_get_gradients_that_they_can_hold(door: str) -> None:
+    model = _model().double()
+    optimizer = None
+    if door.startswith("zero"):
+        params = model.parameters()
+        overlaps = door != "zero"
+        optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, overlap_grad_reduce=overlaps)
+    else:
+        replicate(model, device_ids=None)
+        model.set_requires_gradient_sync(door == "replicate")  # type: ignore[operator]
+    loss = model(torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)).sum()  # alike on all ranks
+    wanted = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    model.float()
+    loss.backward()
+    if optimizer is not None:
+        optimizer.reduce_gradients()
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer.step()
+        found = [(old - param.detach()) / 0.1 for old, param in zip(before, model.parameters(), strict=True)]
+    else:
+        found = [param.grad for param in model.parameters()]
+    for gradient, want in zip(found, wanted, strict=True):
+        assert gradient is not None
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient, want.float(), atol=1e-5, rtol=1e-5)

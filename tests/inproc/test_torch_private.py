@@ -70,6 +70,23 @@ def test_weights_that_lstms_share_can_be_exchanged_where_their_weak_references_a
         assert lstm(torch.ones(1, 1, 2, dtype=torch.float64))[0].dtype is torch.float64
 
 
+def test_sharing_memory_reaches_local_tensors_and_nothing_else_is_changed() -> None:
+    seen: list[object] = []
+
+    class Watching(nn.Module):
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            seen.append(fn)
+            return self
+
+    Watching().share_memory()
+    Watching().double()
+    tensor = torch.ones(2)
+    assert private.shares_locals(seen[0])(tensor) is tensor
+    assert tensor.is_shared()
+    assert private.shares_locals(seen[1]) is seen[1]
+    assert private.shares_locals(torch.Tensor.double) is torch.Tensor.double
+
+
 def test_hooks_that_follow_an_accumulation_are_set_aside_and_come_back() -> None:
     parameter, calls = nn.Parameter(torch.ones(2)), list[str]()
     assert private.set_aside_followers(parameter, -1) == {}

@@ -226,11 +226,14 @@ class Side:
         return {name: value + 1 if value.is_floating_point() else value.clone() for name, value in state.items()}
 
     def laid_otherwise(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return other values that are not contiguous: with gaps, or matrices column by column."""
+        """Return other values that are not contiguous: with gaps, or matrices column by column.
+
+        Not those of norms: the backward of torch's batch norm takes a weight with gaps for a contiguous one.
+        """
         found = self.changed(state)
         for index, (name, value) in enumerate(sorted(found.items())):
             local = self.local(value)
-            if type(local) is not Tensor or not local.ndim:
+            if type(local) is not Tensor or not local.ndim or "norm" in name:
                 continue
             is_matrix = local.ndim > 1 and index % 2
             local = local.mT.contiguous().mT if is_matrix else torch.stack([local, local], -1)[..., 0]
