@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,8 +18,9 @@ from shardwise.optim.checkpointed import Checkpoint, only_saved
 from shardwise.optim.clip import Limit, Part, clip_parts, part_of
 from shardwise.optim.flat import room_for
 from shardwise.optim.forms import StateForm, copy_options, in_form, is_flat, options_of, unflattened
+from shardwise.optim.members import Members
 from shardwise.optim.named_groups import checked_params, match_groups, split_by_pattern
-from shardwise.optim.named_state import ByName, NamedGroup, OwnGroup, StateView, full_value, unwrap, wrap
+from shardwise.optim.named_state import ByName, HeldState, NamedGroup, OwnGroup, StateView, full_value, unwrap, wrap
 from shardwise.optim.owned_gradient import OwnedGradient
 from shardwise.optim.pieces import (
     Piece,
@@ -107,8 +108,9 @@ class ShardedOptimizer(Optimizer):
         self._is_built = False
         super().__init__(outer, dict(inner.defaults))
         self.param_groups = [OwnGroup(g, names) for g, (names, _) in zip(self.param_groups, split, strict=True)]
+        self._members = Members(self.param_groups)
         self._is_built = True
-        self.state = cast(Any, StateView(self._state_by_param))
+        self._state_view = StateView(self._state_by_param)
 
     # ---- stepping ----
 
@@ -172,10 +174,21 @@ class ShardedOptimizer(Optimizer):
             {**options_of(self._stepper.optimizer.param_groups[-1]), "params": list(found.values())}
         )
         self.param_groups[-1] = OwnGroup(self.param_groups[-1], list(found))
+        self._members = Members(self.param_groups)
         self.named_params.update(found)
         self._pieces.update(pieces)
 
     # ---- state ----
+
+    @property
+    def state(self) -> Any:
+        """A read-only mapping from parameters to their state, whose tensors are the live ones."""
+        return self._state_view
+
+    @state.setter
+    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._is_built:  # torch's constructor assigns it, too
+            HeldState().update(value)
 
     def state_dict(self, form: StateForm = "named") -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}``.
@@ -249,7 +262,7 @@ class ShardedOptimizer(Optimizer):
         loaded: dict[str, Any] = dict(state_dict)
         for hook in torch_private.state_dict_hooks(self, "load_state_dict_pre"):
             loaded = hook(self, loaded) or loaded
-        own = [group["param_names"] for group in self.param_groups]
+        own = self._names_by_group()
         if is_flat(loaded):
             loaded = unflattened(loaded, own)
         groups, names = match_groups(loaded["param_groups"], own)
@@ -311,10 +324,16 @@ class ShardedOptimizer(Optimizer):
         }
 
     def _pull_options(self) -> None:
+        self._members.check(self.param_groups)
         copy_options(self.param_groups, self._stepper.optimizer.param_groups)
 
+    def _names_by_group(self) -> list[list[str]]:
+        self._members.check(self.param_groups)
+        names = {id(param): name for name, param in self.named_params.items()}
+        return [[names[id(param)] for param in group["params"]] for group in self.param_groups]
+
     def _names(self) -> list[str]:
-        return [name for group in self.param_groups for name in group["param_names"]]
+        return [name for names in self._names_by_group() for name in names]
 
     def _named_dict(self, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         names = self._names()
@@ -324,13 +343,14 @@ class ShardedOptimizer(Optimizer):
             if name in states
         }
         groups = [
-            NamedGroup(names, {**options_of(group), "params": group["param_names"]}) for group in self.param_groups
+            NamedGroup(names, {**options_of(group), "params": own})
+            for group, own in zip(self.param_groups, self._names_by_group(), strict=True)
         ]
         return {"state": ByName(names, entries), "param_groups": groups}
 
     def _state_by_param(self) -> dict[torch.Tensor, Mapping[str, Any]]:
         return {
-            self.named_params[name]: {key: wrap(self._pieces[name], value) for key, value in entry.items()}
+            self.named_params[name]: HeldState({key: wrap(self._pieces[name], value) for key, value in entry.items()})
             for name, entry in self._stepper.local_states().items()
         }
 
@@ -359,6 +379,6 @@ def room_for_state(
     ``dtypes``: by name of the parameter and key.  On the devices of the pieces.
     """
     pieces = optimizer._pieces  # pyright: ignore[reportPrivateUsage]
-    names = [name for group in optimizer.param_groups for name in group["param_names"] if name in dtypes]
+    names = [name for name in optimizer._names() if name in dtypes]  # pyright: ignore[reportPrivateUsage]
     rooms = room_for([piece for name in names for piece in pieces[name]], dtypes)
     return {name: {key: [rooms[piece][key] for piece in pieces[name]] for key in dtypes[name]} for name in names}

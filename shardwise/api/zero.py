@@ -7,7 +7,6 @@ Design: docs/design/004-zero.md.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from shardwise.comm.owned import broadcast_object as _broadcast_object
 from shardwise.errors import StateError
 from shardwise.optim.checkpointed import Checkpoint
 from shardwise.optim.clip import Limit
+from shardwise.optim.named_state import BlankState, HeldState
 from shardwise.optim.owned_gradient import OwnedGradient
 from shardwise.zero.checkpoint import ShardedState
 from shardwise.zero.checks import (
@@ -308,12 +308,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """The state that this rank holds, of each parameter; empty where others own it, empty for all before any step.
 
         torch's ``get_optimizer_state_dict`` steps on zero gradients where there is none, so it must be there on all ranks.
+        Raises: StateError from what would take entries off it or put others there.
         """
-        return self._stepper.local.states() if self._stepper.has_state else defaultdict[torch.Tensor, Any](dict)
+        return HeldState(self._stepper.local.states()) if self._stepper.has_state else BlankState()
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        del value  # torch's constructor and ``__setstate__`` assign it
+        if self.initialized:  # torch's constructor assigns it, too
+            HeldState().update(value)
 
 
 def share_stepper(optimizer: ZeroRedundancyOptimizer) -> ShareStepper:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import torch_private
 from shardwise.comm.matrices import sum_bytes
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, StateError
 from shardwise.optim.pieces import PerPiece, Piece, copied, local_boxes, local_of
 
 
@@ -80,7 +80,42 @@ class OwnGroup(dict[str, Any]):
         return list(self._names) if key == "param_names" else super().get(key, default)
 
 
-class StateView(Mapping[torch.Tensor, Mapping[str, Any]]):
+class _ReadOnly:
+    """Refuses what would reach no update."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise StateError(
+            "the state of a sharded optimizer was written to, where entries that are put there or taken off reach no update. "
+            "Change tensors of it in place, call load_state_dict(), or build a new optimizer"
+        )
+
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse
+
+
+class HeldState(_ReadOnly, dict[Any, Any]):
+    """State as users read it.  Pickles and copies as a dict.
+
+    Example:
+        >>> state = HeldState({"exp_avg": 1})
+        >>> state["exp_avg"]
+        1
+        >>> state.clear()
+        Traceback (most recent call last):
+        shardwise.errors.StateError: the state of a sharded optimizer was written to, ...
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (dict, (dict(self),))
+
+
+class BlankState(HeldState):
+    """The state of all parameters before there is any."""
+
+    def __missing__(self, key: object) -> HeldState:
+        return HeldState()
+
+
+class StateView(_ReadOnly, Mapping[torch.Tensor, Mapping[str, Any]]):
     """The state of each parameter, read from where it lies now; tensors in it are the live ones."""
 
     def __init__(self, read: Callable[[], Mapping[torch.Tensor, Mapping[str, Any]]]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.optim.forms import copy_options
+from shardwise.optim.members import Members
 from shardwise.optim.protocol import MakeOptimizer
 from shardwise.zero.local_pieces import LocalPiece
 from shardwise.zero.share import Share, make_share
@@ -23,12 +24,14 @@ class LocalOptimizer:
     Attributes:
         optim: over the tensors of ``share.local_pieces``, in their order.
         groups: the param groups that users see, of whole parameters: the live list.
+        members: what is in them.
         make: builds another optimizer like ``optim``, to be tried out.
     """
 
     share: Share
     optim: Optimizer
     groups: list[dict[str, Any]]
+    members: Members
     make: MakeOptimizer
 
     def with_last_group(self) -> LocalOptimizer:
@@ -37,10 +40,14 @@ class LocalOptimizer:
         share = make_share(self.groups, share.partition, share.num_ranks, share.rank, share)
         self.optim.add_param_group(_local_group(share, self.groups, len(self.groups) - 1))
         self.pull_options()
-        return replace(self, share=share)
+        return replace(self, share=share, members=Members(self.groups))
 
     def push_options(self) -> None:
-        """Let the optimizer follow the options that users have set."""
+        """Let the optimizer follow the options that users have set.
+
+        Raises: StateError if they have changed which parameters are in the groups.
+        """
+        self.members.check(self.groups)
         copy_options(self.groups, self.optim.param_groups)
 
     def pull_options(self) -> None:
@@ -75,7 +82,8 @@ class LocalOptimizer:
 
 def make_local_optimizer(share: Share, groups: list[dict[str, Any]], make: MakeOptimizer) -> LocalOptimizer:
     """Return the optimizer of ``share``, with the options of ``groups``."""
-    local = LocalOptimizer(share, make([_local_group(share, groups, i) for i in range(len(groups))]), groups, make)
+    optim = make([_local_group(share, groups, i) for i in range(len(groups))])
+    local = LocalOptimizer(share, optim, groups, Members(groups), make)
     local.pull_options()
     return local
 

@@ -1,0 +1,133 @@
+"""What users do to the ``state`` and ``param_groups`` of a sharded optimizer has an effect, or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import on_ranks
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise import ShardedOptimizer, StateError, ZeroRedundancyOptimizer, fully_shard
+
+DOORS = ["ZeRO whole", "ZeRO even", "sharded", "sharded over fully_shard"]
+
+
+def _made(door: str) -> tuple[nn.Sequential, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3))
+    if door == "sharded over fully_shard":
+        fully_shard(model)
+    if door.startswith("sharded"):
+        return model, ShardedOptimizer(dict(model.named_parameters()), torch.optim.SGD, lr=0.1, momentum=0.9)
+    partition: Any = door.split()[1]
+    return model, ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, partition=partition, lr=0.1, momentum=0.9
+    )
+
+
+def _step(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+
+
+def _set_new(optimizer: Optimizer) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def _set_each(optimizer: Optimizer) -> None:
+    for param in list(optimizer.state):
+        optimizer.state[param] = {}
+
+
+def _delete_each(optimizer: Optimizer) -> None:
+    for param in list(optimizer.state):
+        del optimizer.state[param]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", DOORS)
+def test_state_that_is_taken_off_or_put_there_is_refused(door: str) -> None:
+    model, optimizer = _made(door)
+    for _ in range(2):
+        _step(model, optimizer)
+    assert len(optimizer.state) == 4
+    assert isinstance(copy.deepcopy(dict(optimizer.state)), dict)
+    ways: list[Callable[[Optimizer], object]] = [_set_new, _set_each, _delete_each, lambda each: each.state.clear()]
+    for way in ways:
+        with pytest.raises(StateError, match="the state of a sharded optimizer was written to"):
+            way(optimizer)
+    assert len(optimizer.state) == 4
+    for entry in optimizer.state.values():
+        for tensor in entry.values():
+            tensor.zero_()
+    before = [param.detach().clone() for param in model.parameters()]
+    _step(model, optimizer)
+    for old, param in zip(before, model.parameters(), strict=True):  # without momentum of the steps before
+        assert param.grad is not None
+        torch.testing.assert_close(param.detach(), old - 0.1 * param.grad)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", DOORS)
+def test_an_entry_of_state_cannot_be_made_before_there_is_any(door: str) -> None:
+    model, optimizer = _made(door)
+    assert not optimizer.state
+    weight = next(model.parameters())
+    with pytest.raises((StateError, KeyError)):
+        optimizer.state[weight]["momentum_buffer"] = torch.ones(9, 6)
+    _step(model, optimizer)
+    assert len(optimizer.state) == 4
+
+
+def _fewer(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][:2]
+
+
+def _none(optimizer: Optimizer) -> None:
+    del optimizer.param_groups[0]["params"][:]
+
+
+def _others(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(9, 6))
+
+
+def _another_group(optimizer: Optimizer) -> None:
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [nn.Parameter(torch.ones(2))]})
+
+
+def _no_group(optimizer: Optimizer) -> None:
+    optimizer.param_groups.pop()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("change", [_fewer, _none, _others, _another_group, _no_group])
+def test_param_groups_with_other_parameters_are_refused(door: str, change: Callable[[Optimizer], None]) -> None:
+    model, optimizer = _made(door)
+    _step(model, optimizer)
+    change(optimizer)
+    with pytest.raises(StateError, match=r"param_groups hold other parameters .* Add parameters with add_param_group"):
+        _step(model, optimizer)
+    if isinstance(optimizer, ShardedOptimizer):
+        with pytest.raises(StateError, match="param_groups hold other parameters"):
+            optimizer.state_dict()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", DOORS)
+def test_param_groups_may_be_other_dicts_with_other_options(door: str) -> None:
+    model, optimizer = _made(door)
+    _step(model, optimizer)
+    optimizer.param_groups = [{**optimizer.param_groups[0], "lr": 0.0}]
+    before = [param.detach().clone() for param in model.parameters()]
+    _step(model, optimizer)
+    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+    if isinstance(optimizer, ShardedOptimizer):
+        assert sorted(optimizer.state_dict()["state"]) == sorted(name for name, _ in model.named_parameters())
