@@ -13,7 +13,7 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.comm.links.link import SpanKind
 from shardwise.engine.backward_watch import BackwardWatch
-from shardwise.engine.forwards import Forward, explain_no_memory, is_left, module_frame_id
+from shardwise.engine.forwards import Forward, Forwards, explain_no_memory
 from shardwise.engine.journal import Journal
 from shardwise.engine.manual import ManualFinalization
 from shardwise.engine.means import Means
@@ -73,7 +73,7 @@ class Engine:
         self.units: list[Unit] = []
         self.means = means
         self.journal = Journal()
-        self.forwards: list[Forward] = []
+        self.forwards = Forwards()
         self.watch = BackwardWatch(self.finish, self.abort_backward)
         self.reductions = Reductions(self.journal, means)
         self.manual = ManualFinalization()
@@ -84,7 +84,6 @@ class Engine:
         self._borrowers: dict[Unit, list[Unit]] = {}  # of units that lend parameters
         self._plain: list[Unit] = []  # those of which parameters may be their own full form
         self._late: list[Unit] = []  # to be resharded when the span is over
-        self._outermost = 0  # the Python frame of the outermost forward
         self._num_forwards = 0
         self._is_graphless = False  # the last forward built no graph
         self.awaits_backward = False
@@ -121,11 +120,11 @@ class Engine:
             self.journal.visit(unit, Edge.ENTER_RECOMPUTE)
             unit.wait_with_lenders(self.means.spans.number)
             return
-        if self.forwards and unit is self.forwards[0].unit and is_left(self._outermost):
+        if self.forwards and unit is self.forwards[0].unit and self.forwards.were_left:
             self.reset()
         if not self.forwards:
             self._begin_forward()
-            self._outermost = module_frame_id()
+            self.forwards.remember_call()
         self.forwards.append(Forward(unit, sys.exc_info()[1]))
         starts = not unit.awaited and not unit.holders
         ahead = self.journal.visit(unit, Edge.ENTER_FORWARD) if starts else []
@@ -222,6 +221,7 @@ class Engine:
         self.means.spans.begin(kind)
 
     def _end_forward(self, outermost: Unit) -> None:
+        self.forwards.frame = None
         for unit in self.units:
             if type(unit.state) is Gathering:  # ahead, but forward went another way
                 unit.discard()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from dataclasses import dataclass
 from types import FrameType
 
@@ -36,23 +37,38 @@ def explain_no_memory(error: BaseException | None) -> None:
             error.args = (f"{text}\n{_GIVEN_BACK}",)
 
 
-def is_left(frame_id: int) -> bool:
-    """Return True if the frame with that id is not on this thread's stack any more.
+class Forwards(list[Forward]):
+    """The forwards that have begun and not ended, the outermost first.
 
-    An interrupt (BaseException) skips torch's always-called hooks and leaves forwards behind that have ended unseen.
+    An interrupt (BaseException) skips torch's always-called hooks and leaves forwards behind that have ended unseen: the frame
+    of the outermost call tells.
+
+    Attributes:
+        frame: that; held, since another could have its address, until the forward has ended.
     """
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None:
-        if id(frame) == frame_id:
+
+    frame: FrameType | None = None
+    _thread = 0
+
+    def remember_call(self) -> None:
+        """Remember the call of the module that is about to start its forward."""
+        self._thread = threading.get_ident()
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_name not in ("_call_impl", "forward_method"):
+            frame = frame.f_back
+        self.frame = frame
+
+    @property
+    def were_left(self) -> bool:
+        """True if there are any, of this thread, and the outermost is not on its stack any more."""
+        if not self or self.frame is None or self._thread != threading.get_ident():
             return False
-        frame = frame.f_back
-    return True
+        frame = inspect.currentframe()
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is None
 
-
-def module_frame_id() -> int:
-    """Return the id of the frame that runs the module which is about to start its forward."""
-    frame = inspect.currentframe()
-    assert frame is not None
-    while frame.f_back is not None and frame.f_code.co_name not in ("_call_impl", "forward_method"):
-        frame = frame.f_back
-    return id(frame)
+    def clear(self) -> None:
+        """Forget all."""
+        super().clear()
+        self.frame = None

@@ -25,12 +25,14 @@ from shardwise.engine.nested import cast_floating, map_tensors, tensors_behind, 
 from shardwise.engine.notes import logger, note
 from shardwise.engine.profiled import record_transfers
 from shardwise.engine.roots import live_engine
+from shardwise.errors import StateError
 from shardwise.units.unit import is_in_backward
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _NO_RANGE = nullcontext()
 _warnings = logging.getLogger("shardwise")
+_checked: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # that hold no full forms, by their ids
 _warned: weakref.WeakSet[Engine] = weakref.WeakSet()  # whose optimizers have stepped without any gradient
 
 
@@ -239,6 +241,11 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     Raises: StateError if gradients of these parameters wait for ``finalize_backward``.
     """
     black_box.note("optimizer steps", type(optimizer).__name__)
+    if id(optimizer) not in _checked:
+        _check_forms(optimizer)
+    for engine in live_engines:
+        if engine.forwards:
+            leave_interrupted(engine)
     engines = [
         engine
         for engine in live_engines
@@ -252,6 +259,24 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 _look_for_gradients(engine, stepped)
             if not engine.is_in_step:
                 engine.reshard_stepped(stepped)
+
+
+def leave_interrupted(engine: Engine | None) -> None:
+    """End a forward that an interrupt has ended unseen: its units are sharded again."""
+    if engine is not None and engine.forwards and engine.forwards.were_left:
+        engine.reset()
+
+
+def _check_forms(optimizer: torch.optim.Optimizer) -> None:
+    number = id(optimizer)
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for param in (param for engine in live_engines for unit in engine.units for param in unit.params):
+        if param.full is not None and param.full is not param.sharded and id(param.full) in stepped:
+            raise StateError(
+                f"an optimizer was given the full form of {param.fqn}, which was registered in a forward: its steps would not "
+                "reach the model. Build the optimizer outside of forward; after an interrupt call reshard() on the module first"
+            )
+    _checked[number] = weakref.ref(optimizer, lambda _: _checked.pop(number, None))
 
 
 def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -11,11 +12,12 @@ import torch.distributed as dist
 from helpers.inside import Recorder, engine_of
 from helpers.ranks import on_ranks
 from helpers.sharded import build_sharded, loss_of, share
+from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardwise import FSDPModule, describe_units, fully_shard, set_default_transport
+from shardwise import FSDPModule, StateError, describe_units, fully_shard, replicate, set_default_transport
 from shardwise.comm.links.link import Transport
 from shardwise.events import Op, OrderChanged
 from shardwise.plan.memory import peak_bytes
@@ -255,6 +257,41 @@ def test_an_interrupt_leaves_nothing_behind() -> None:
     handle.remove()
     loss_of(model).backward()
     assert_clean(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shape", ["one unit", "blocks", "replicate"])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_forward_is_over_and_training_goes_on(shape: str, kind: type[BaseException]) -> None:
+    """Another call may have the frame of the one before at the same address: what was gathered then was used for ever."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
+    plain = copy.deepcopy(model)
+    door = replicate if shape == "replicate" else fully_shard
+    if shape == "blocks":
+        door(model[0])
+    door(model)
+
+    def interrupt(*_: object) -> None:
+        raise kind
+
+    handle = model[1].register_forward_hook(interrupt)
+    with pytest.raises(kind):
+        model(batch(0))
+    handle.remove()
+    with pytest.raises(StateError, match=r"was given the full form of .* after an interrupt call reshard\(\)"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.reshard()
+    assert_trains_alike(model, plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loss = model(batch(1)).square().mean()
+    handle = model[1].register_forward_hook(interrupt)
+    with pytest.raises(kind):
+        model(batch(0))
+    handle.remove()
+    loss.backward()
+    optimizer.step()  # another module of the tree may be next, not the one whose call was left
+    assert not engine_of(model).forwards
 
 
 @on_ranks(2)
