@@ -119,6 +119,7 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     hooks = Hooks(attachment)
     hooks.install()
     hooks.install_state_dict_hooks()
+    hooks.listen()
     return attachment
 
 

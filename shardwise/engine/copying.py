@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.comm.coding_state import Compression
 from shardwise.engine.attachment import PENDING, Attachment
-from shardwise.engine.hooks import wrap_forward_method
+from shardwise.engine.hooks import Hooks, wrap_forward_method
 from shardwise.engine.roots import copy_settings
 from shardwise.engine.take_over import remember
 from shardwise.units.group import ShardGroup
@@ -62,6 +62,7 @@ def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
     unit.groups = [_copy_group(group, memo) for group in source.groups]
     unit.number_parameters()
     remember(unit)
+    Hooks(new).listen()
     copy_settings(old, new)
     unit.forward_prefetch = _copied(source.forward_prefetch, memo)
     unit.backward_prefetch = _copied(source.backward_prefetch, memo)

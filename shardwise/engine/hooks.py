@@ -81,6 +81,20 @@ class Hooks:
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.after_forward, prepend=False, always_call=True)
 
+    def listen(self) -> None:
+        """Hear of gradients of plain parameters before the first forward, too: parts of a module may be called without it."""
+        unit, attachment_ref = self._unit, weakref.ref(self._attachment)
+
+        def on_first_gradient() -> None:
+            attachment = attachment_ref()
+            if attachment is not None:
+                live_engine(attachment).gradient_arrived(attachment.unit)
+
+        for group in unit.groups:
+            if group.keeps_plain:
+                group.listen_in_place(unit.backward.hook)
+                unit.backward.on_gradients = on_first_gradient
+
     def install_state_dict_hooks(self) -> None:
         """Let state dicts be taken from, and loaded into, the shards: on every module that holds a parameter of the unit."""
         holders = {id(module): module for param in self._unit.params if (module := param.module()) is not None}

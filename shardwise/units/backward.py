@@ -61,6 +61,7 @@ class UnitBackward:
             until a backward without it has ended.
         is_unseen: the last forward has returned no tensor whose gradient would tell that backward comes to the unit, so that
             its parameters stay full.
+        first: the parameter whose gradient came before anybody knew that backward has begun.
         has_lost_weights: one of these began before the parameters were full, so that nobody can know which they are.
     """
 
@@ -78,6 +79,7 @@ class UnitBackward:
         self.owes_weights = self.has_lost_weights = False
         self.keeps_for_graph = False
         self.is_unseen = False
+        self.first: int | None = None
         self.early: EarlyBuckets | None = None
         self._began_full = True
 
@@ -121,6 +123,7 @@ class UnitBackward:
                 if backward.is_nested or (len(arrived) < backward.counted[0] and not is_bucket):
                     return  # the engine knows of this backward, and nothing is complete
             elif backward.stage is Stage.IDLE:
+                backward.first = ordinal
                 backward._step(Stage.ARRIVING)
             backward.on_gradients()
 
@@ -162,7 +165,7 @@ class UnitBackward:
         self.arrived.clear()
         self.open_passes.clear()
         self.is_nested = False
-        self.early = None
+        self.early = self.first = None
         if self.stage is not Stage.IDLE:
             self._step(Stage.IDLE)
 

@@ -58,9 +58,11 @@ class EarlierGradients:
         """Drop what no user can see."""
         self.held, self.partial = {}, {}
 
-    def hide(self, params: Sequence[UnitParam], is_exact: bool) -> None:
+    def hide(self, params: Sequence[UnitParam], is_exact: bool, first: int | None = None) -> None:
         """Take the gradients of plain ``params`` from where a backward is about to accumulate new ones.
 
+        ``first``: number of the parameter whose new gradient is there already, since nobody saw backward begin.  What was
+        there before stays with it: the mean over ranks of a sum is that of its parts.
         ``is_exact``: the sum that is to come divides by another number than that of ranks, so what is a sum already must
         not go through it again.
         Raises: StateError if somebody has changed a gradient that is both.
@@ -68,6 +70,9 @@ class EarlierGradients:
         changed: list[str] = []
         for param in params:
             param.adopt_registered()  # what was put in its place since the forward has gradients of its own
+            if param.ordinal == first:
+                self._keep_first(param, is_exact)
+                continue
             # Autograd would run them on this backward's own gradient alone, or when it has been taken already.
             if found := torch_private.set_aside_followers(param.sharded, param.hook_id):
                 self.followers[param] = param.sharded, found
@@ -89,6 +94,20 @@ class EarlierGradients:
                 f"the gradient of {changed[0]} holds what ranks have summed and what this rank has added since without "
                 "sync, and was changed: set_gradient_divide_factor would divide the first part twice. Change gradients "
                 "after a backward with sync, or set them to None"
+            )
+
+    def _keep_first(self, param: UnitParam, is_exact: bool) -> None:
+        gradient = param.sharded.grad
+        self.unsynced.discard(param)
+        self.apart.pop(param, None)
+        found = torch_private.set_aside_followers(param.sharded, param.hook_id)
+        torch_private.put_followers_back(param.sharded, found)
+        if found or (is_exact and gradient is not None and gradient._version):
+            raise StateError(
+                f"a backward began with the gradient of {param.fqn} before it came to an output of the replicated module, as "
+                "where that was not called itself or returns no tensor. Hooks that follow the accumulation have seen it "
+                "without those of other ranks, and one that is to be divided by another factor cannot be told from "
+                "earlier ones: call the module, and return the tensors that losses are made of"
             )
 
     def show(self, params: Sequence[UnitParam]) -> None:

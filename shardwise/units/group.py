@@ -340,11 +340,8 @@ class ShardGroup:
                     slot.parameters[slot.name] = full
                     if slot.follower is not None:
                         slot.tell(full)
-        for param in self.in_place:
-            if param.full is not param.sharded:
-                param.full, param.is_hooked = param.sharded, False
-            self._sync_requires_grad(param, param.sharded, on_gradient)
-            num_trainable += param.sharded.requires_grad
+        if self.in_place:
+            num_trainable += self.listen_in_place(on_gradient)
         for param in self.extended.params:
             full = param.full
             assert full is not None
@@ -355,6 +352,14 @@ class ShardGroup:
         if self._sub is not None:
             self._drop_sub()
         return num_trainable
+
+    def listen_in_place(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
+        """Let parameters that stay registered report their gradients; return how many will."""
+        for param in self.in_place:
+            if param.full is not param.sharded:
+                param.full, param.is_hooked = param.sharded, False
+            self._sync_requires_grad(param, param.sharded, on_gradient)
+        return sum(param.sharded.requires_grad for param in self.in_place)
 
     def _choose_grad_dtype(self, param: UnitParam, full: nn.Parameter) -> None:
         if param.grad_dtype is not None:

@@ -477,7 +477,7 @@ class Unit:
         """Take the gradients of parameters that stay registered from where backward is about to accumulate new ones."""
         for group in self.groups:
             if group.in_place:
-                self.earlier.hide(group.in_place, self.policy.divide_factor is not None)
+                self.earlier.hide(group.in_place, self.policy.divide_factor is not None, self.backward.first)
 
     def show_gradients(self) -> None:
         """Put them back, with what a backward has added."""
