@@ -70,7 +70,7 @@ class EarlierGradients:
         changed: list[str] = []
         for param in params:
             param.adopt_registered()  # what was put in its place since the forward has gradients of its own
-            if param.ordinal == first:
+            if first is not None and param.ordinal == first:
                 self._keep_first(param, is_exact)
                 continue
             # Autograd would run them on this backward's own gradient alone, or when it has been taken already.
