@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
@@ -88,8 +89,14 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     roots = _outermost(modules)
     device = preset.axes.device
     managed = _managed_modules(roots)
-    _move_buffers(managed, device)
     found = _find_parameters(managed, preset.ignored)
+    lazy = [item.fqn for item in found if is_lazy(item.param)]
+    if lazy:
+        raise ConfigError(
+            f"{lazy[0]} has no shape yet, as all parameters of lazy modules before their first forward. Run one forward of "
+            "the plain model, on every rank with the same random seed, and shard it then"
+        )
+    _move_buffers(managed, device)
     _find_owned(found)
     for item in found:
         if item.owned is None:

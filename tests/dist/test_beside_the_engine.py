@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, vector_to_parameters
 
-from shardwise import DesyncError, StateError, fully_shard, replicate
+from shardwise import ConfigError, DesyncError, StateError, fully_shard, replicate
 from shardwise.testing.models import Block
 
 
@@ -469,3 +469,17 @@ def test_a_sharded_module_is_not_pickled_and_the_error_says_what_to_save(door: A
     copied = copy.deepcopy(model)[0]
     assert isinstance(copied, nn.Sequential)
     assert_trains_alike(copied, _blocks())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", [fully_shard, replicate])
+def test_lazy_parameters_are_named_and_nothing_is_changed(door: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LazyLinear(9), nn.Linear(9, 6))
+    with pytest.raises(ConfigError, match=r"0\.weight has no shape yet.* Run one forward of the plain model"):
+        door(model)
+    assert type(model) is nn.Sequential
+    model(batch(0))
+    plain = copy.deepcopy(model)
+    door(model)
+    assert_trains_alike(model, plain)
