@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from shardwise.comm.at_exit import settle_at_exit
 from shardwise.comm.cables import post_addresses
 from shardwise.comm.store import BRIEF_S, JobStore
 
@@ -74,6 +75,7 @@ def announce(store: dist.Store, rank: int) -> None:
     ranks = _announced.setdefault(store, set())
     if rank not in ranks:
         ranks.add(rank)
+        settle_at_exit()
         job = JobStore(store)
         job.set(_note_key(rank), json.dumps([*_name_space(), os.getpid()]))
         post_addresses(job, "/".join([host_id(), _link("net")]))

@@ -1,0 +1,64 @@
+"""A process that ends with process groups: threads of the backend that are late are waited for, not for long."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import zlib
+
+from shardwise.comm import at_exit
+
+
+def test_threads_that_run_without_the_lock_are_waited_for_and_those_that_rest_are_not() -> None:
+    rest, data = threading.Event(), bytes(range(256)) * 200_000
+    resting = threading.Thread(target=rest.wait)
+    running = threading.Thread(target=lambda: zlib.compress(data, 9))
+    resting.start()
+    running.start()
+    time.sleep(0.01)
+    try:
+        at_exit.settle(60.0)
+        assert not running.is_alive()
+        assert resting.is_alive()
+    finally:
+        rest.set()
+        resting.join()
+        running.join()
+
+
+def test_threads_that_never_rest_are_waited_for_until_the_limit() -> None:
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            zlib.compress(b"0" * 100_000)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        at_exit.settle(0.2)
+        assert thread.is_alive()
+    finally:
+        over.set()
+        thread.join()
+
+
+_SCRIPT = """
+import torch, torch.distributed as dist
+import shardwise.comm.at_exit as at_exit
+from shardwise import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+at_exit.settle = lambda: print("settled", flush=True)
+for _ in range(2):
+    fully_shard(torch.nn.Linear(2, 2))
+{end}
+"""
+
+
+def test_it_happens_once_at_the_end_of_a_process_unless_groups_are_destroyed() -> None:
+    for end, wanted in (("", "settled\n"), ("dist.destroy_process_group()", "")):
+        command = [sys.executable, "-W", "ignore", "-c", _SCRIPT.format(end=end)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        assert done.stdout == wanted
