@@ -70,11 +70,64 @@ class FreedParameter(nn.Parameter):
         )
 
 
-class _Idle(torch.Tensor):
+class _Standing(torch.Tensor):
+    """What hangs in the place of a shard: gradients, hooks and freezing are the shard's."""
+
+    __slots__ = ()
+    kept: _Place
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The gradient of the shard."""
+        return self.kept.sharded().grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.kept.sharded().grad = value
+
+    @grad.deleter
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.kept.sharded().grad = None
+
+    @property
+    def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the parameter is trained; a change holds for its shard."""
+        return self.kept.sharded().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.kept.sharded().requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> _Standing:  # pyright: ignore
+        """Train the parameter or freeze it."""
+        self.requires_grad = requires_grad
+        return self
+
+    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:  # pyright: ignore
+        """Register ``hook`` on the shard, whose reduced gradient it is to see."""
+        return self.kept.sharded().register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """Register ``hook`` on the shard, whose reduced gradient it is to follow."""
+        return self.kept.sharded().register_post_accumulate_grad_hook(hook)
+
+    @property
+    def is_leaf(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True.  Raises: StateError in the constructor of an optimizer, whose steps would not reach the model."""
+        if sys._getframe(1).f_code.co_name == "add_param_group":  # pyright: ignore[reportPrivateUsage]
+            raise StateError(
+                f"an optimizer was given the {self.kept.form} form of {self.kept.fqn}, which stays registered after a "
+                "forward; its steps would not reach the model. Build the optimizer before the first forward, or call "
+                "reshard() on the module first"
+            )
+        return True
+
+
+class _Idle(_Standing):
     """What a full parameter is that is registered while no forward or backward runs."""
 
     __slots__ = ()
-    kept: _Kept
+    kept: _Kept  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,51 +162,6 @@ class _Idle(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.kept.is_touched = True
         torch_private.set_data(self, value)
-
-    @property
-    def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The gradient of the shard."""
-        return self.kept.sharded().grad
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.kept.sharded().grad = value
-
-    @grad.deleter
-    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.kept.sharded().grad = None
-
-    @property
-    def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether the parameter is trained; a change holds for its shard."""
-        return self.kept.sharded().requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.kept.sharded().requires_grad_(value)
-
-    def requires_grad_(self, requires_grad: bool = True) -> _Idle:  # pyright: ignore
-        """Train the parameter or freeze it."""
-        self.requires_grad = requires_grad
-        return self
-
-    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:  # pyright: ignore
-        """Register ``hook`` on the shard, whose reduced gradient it is to see."""
-        return self.kept.sharded().register_hook(hook)
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """Register ``hook`` on the shard, whose reduced gradient it is to follow."""
-        return self.kept.sharded().register_post_accumulate_grad_hook(hook)
-
-    @property
-    def is_leaf(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """True.  Raises: StateError in the constructor of an optimizer, whose steps would not reach the model."""
-        if sys._getframe(1).f_code.co_name == "add_param_group":  # pyright: ignore[reportPrivateUsage]
-            raise StateError(
-                f"an optimizer was given the full form of {self.kept.fqn}, which stays registered after a forward; its steps "
-                "would not reach the model. Build the optimizer before the first forward, or call reshard() on the module first"
-            )
-        return True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = memo[id(self)] = nn.Parameter(torch_private.data_of(self).clone(), self.requires_grad)
@@ -220,21 +228,48 @@ class KeptDTensor(_Idle, DTensor):  # pyright: ignore
     """The class of one that is itself distributed, by tensor parallelism."""
 
 
-class _Kept:
+class SubShard(_Standing, DTensor):  # pyright: ignore
+    """The class of a shard on the smaller mesh of ``reshard_after_forward``, registered between forward and backward."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class _Place:
+    """Whose place it is that something hangs in; ``form``: what that is."""
+
+    __slots__ = ("_param", "form", "fqn")
+
+    def __init__(self, param: UnitParam, form: str) -> None:
+        self._param, self.fqn, self.form = weakref.ref(param), param.fqn, form
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def sharded(self) -> nn.Parameter:
+        """Return the parameter that optimizers hold."""
+        param = self._param()
+        if param is None:
+            raise StateError(f"{self.fqn} belongs to a model that is gone")
+        return param.sharded
+
+
+class _Kept(_Place):
     """What is known of a kept parameter: whose it is, how old it is, and whether somebody may have written to it.
 
     ``take``: lets what has been written to the full form go to this rank's shard.
     """
 
-    __slots__ = ("_before", "_param", "_take", "_version", "fqn", "is_touched")
+    __slots__ = ("_before", "_take", "_version", "is_touched")
 
     def __init__(self, param: UnitParam, take: Callable[[UnitParam], None]) -> None:
-        self._param = weakref.ref(param)
+        super().__init__(param, "full")
         self._take = take
         self.renew(param)
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
 
     def renew(self, param: UnitParam) -> None:
         """Begin to watch: the full form of ``param`` is what its shard is."""
@@ -246,13 +281,6 @@ class _Kept:
         self._before: torch.Tensor | None = None
         if full is not None and not param.local.numel():
             self._before = torch_private.local_of(full).detach().clone()
-
-    def sharded(self) -> nn.Parameter:
-        """Return the parameter that optimizers hold."""
-        param = self._param()
-        if param is None:
-            raise StateError(f"{self.fqn} belongs to a model that is gone")
-        return param.sharded
 
     def check(self) -> None:
         """Raise StateError if the shard has been written to since the full form was gathered."""
@@ -308,6 +336,14 @@ def mark_kept(param: UnitParam, take: Callable[[UnitParam], None]) -> None:
         else:
             kept.renew(param)
         full.__class__ = idle  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def mark_sub(param: UnitParam) -> None:
+    """Let what is done to the form of ``param`` on a smaller mesh be done to its shard."""
+    sub = param.subsharded
+    assert sub is not None
+    sub.kept = _Place(param, "sub-sharded")  # pyright: ignore[reportAttributeAccessIssue]  of SubShard
+    sub.__class__ = SubShard  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def may_be_written(parameter: nn.Parameter) -> bool:

@@ -8,6 +8,7 @@ from shardwise.layout.bucket import build_bucket
 from shardwise.layout.shard import ChunkShard
 from shardwise.units.axes import MeshAxes
 from shardwise.units.flat_bucket import FlatBucket, SubBucket
+from shardwise.units.idle import mark_sub
 from shardwise.units.place import Place
 from shardwise.units.placement import sub_parameter
 
@@ -29,5 +30,6 @@ def cut_bucket(bucket: FlatBucket, full: torch.Tensor, axes: MeshAxes, place: Pl
         rows = cut.rows(axes.shard_rank)
         window.copy_(whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows)))
         param.subsharded = sub_parameter(param, cut, window, axes)
+        mark_sub(param)
         param.register(param.subsharded)
     return sub
