@@ -20,7 +20,17 @@ from shardwise.optim.flat import room_for
 from shardwise.optim.forms import StateForm, copy_options, in_form, is_flat, options_of, unflattened
 from shardwise.optim.members import Members
 from shardwise.optim.named_groups import checked_params, match_groups, split_by_pattern
-from shardwise.optim.named_state import ByName, HeldState, NamedGroup, OwnGroup, StateView, full_value, unwrap, wrap
+from shardwise.optim.named_state import (
+    ByName,
+    HeldState,
+    NamedGroup,
+    OwnGroup,
+    StateView,
+    full_value,
+    refuse_other_state,
+    unwrap,
+    wrap,
+)
 from shardwise.optim.owned_gradient import OwnedGradient
 from shardwise.optim.pieces import (
     Piece,
@@ -188,7 +198,7 @@ class ShardedOptimizer(Optimizer):
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self._is_built:  # torch's constructor assigns it, too
-            HeldState().update(value)
+            refuse_other_state()
 
     def state_dict(self, form: StateForm = "named") -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}``.

@@ -23,7 +23,7 @@ from shardwise.comm.owned import broadcast_object as _broadcast_object
 from shardwise.errors import StateError
 from shardwise.optim.checkpointed import Checkpoint
 from shardwise.optim.clip import Limit
-from shardwise.optim.named_state import BlankState, HeldState
+from shardwise.optim.named_state import BlankState, HeldState, refuse_other_state
 from shardwise.optim.owned_gradient import OwnedGradient
 from shardwise.zero.checkpoint import ShardedState
 from shardwise.zero.checks import (
@@ -315,7 +315,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self.initialized:  # torch's constructor assigns it, too
-            HeldState().update(value)
+            refuse_other_state()
 
 
 def share_stepper(optimizer: ZeroRedundancyOptimizer) -> ShareStepper:

@@ -80,14 +80,19 @@ class OwnGroup(dict[str, Any]):
         return list(self._names) if key == "param_names" else super().get(key, default)
 
 
-class _ReadOnly:
-    """Refuses what would reach no update."""
+def refuse_other_state() -> NoReturn:
+    """Raises: StateError for state that user code puts in place, or takes off, where no update would see it."""
+    raise StateError(
+        "the state of a sharded optimizer was written to, where entries that are put there or taken off reach no update. "
+        "Change tensors of it in place, call load_state_dict(), or build a new optimizer"
+    )
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise StateError(
-            "the state of a sharded optimizer was written to, where entries that are put there or taken off reach no update. "
-            "Change tensors of it in place, call load_state_dict(), or build a new optimizer"
-        )
+
+class _ReadOnly:
+    """A mapping that is read alone."""
+
+    def _refuse(self, *_args: Any, **_options: Any) -> NoReturn:
+        refuse_other_state()
 
     __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse
 

@@ -74,7 +74,7 @@ class _Standing(torch.Tensor):
     """What hangs in the place of a shard: gradients, hooks and freezing are the shard's."""
 
     __slots__ = ()
-    kept: _Place
+    kept: _StandsFor
 
     @property
     def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -239,8 +239,8 @@ class SubShard(_Standing, DTensor):  # pyright: ignore
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
-class _Place:
-    """Whose place it is that something hangs in; ``form``: what that is."""
+class _StandsFor:
+    """What a tensor stands for that hangs in the place of a shard; ``form``: which form of the parameter it is."""
 
     __slots__ = ("_param", "form", "fqn")
 
@@ -258,7 +258,7 @@ class _Place:
         return param.sharded
 
 
-class _Kept(_Place):
+class _Kept(_StandsFor):
     """What is known of a kept parameter: whose it is, how old it is, and whether somebody may have written to it.
 
     ``take``: lets what has been written to the full form go to this rank's shard.
@@ -342,7 +342,7 @@ def mark_sub(param: UnitParam) -> None:
     """Let what is done to the form of ``param`` on a smaller mesh be done to its shard."""
     sub = param.subsharded
     assert sub is not None
-    sub.kept = _Place(param, "sub-sharded")  # pyright: ignore[reportAttributeAccessIssue]  of SubShard
+    sub.kept = _StandsFor(param, "sub-sharded")  # pyright: ignore[reportAttributeAccessIssue]  of SubShard
     sub.__class__ = SubShard  # pyright: ignore[reportAttributeAccessIssue]
 
 
