@@ -144,6 +144,10 @@ def test_unlike_one_process_but_like_torch_is_told_apart() -> None:
     assert judge(reference, ours, ours, 0.0).kind == "as torch"
     assert judge(reference, ours, tales(whole(1.0), whole(4.0)), 0.0).kind == "numbers"
     assert judge(reference, ours, [Tale([whole(1.0)], ROUGH)] * 2, 0.0).kind == "numbers"
+    longer = tales(whole(1.0), whole(2.0), whole(5.0))
+    ours, theirs = (tales(whole(1.0), whole(3.0), whole(last)) for last in (6.0, 7.0))
+    assert judge(longer, ours, ours, 0.0).kind == "as torch"
+    assert judge(longer, ours, theirs, 0.0).kind == "numbers"  # what comes after the first difference counts too
 
 
 def test_like_torch_it_may_be_cut_in_another_way() -> None:
@@ -203,6 +207,10 @@ def test_what_one_process_makes_of_its_own_last_bits_is_chaos() -> None:
         tales(whole(1.0), whole(2.0), whole(4.0)), tales(whole(1.0), whole(2.0), whole(5.0)), ours, 1e-7
     )
     assert not is_chaotic(reference, tales(whole(1.5), whole(2.0)), reference, 1e-7)  # ours is equal
+    little = tales(whole(1.0), whole(2.0 + 1e-5))
+    assert is_chaotic(reference, little, tales(whole(1.0), whole(2.001)), 1e-7)
+    assert not is_chaotic(reference, little, ours, 1e-7)  # another gradient, not another last bit
+    assert not is_chaotic(reference, tales(whole(1.0), whole(9.0)), tales(whole(1.0), whole(2.0, 2.0)), 1e-7)
 
 
 def test_a_nudged_process_shows_which_programs_are_chaotic() -> None:

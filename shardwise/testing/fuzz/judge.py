@@ -23,6 +23,8 @@ from shardwise.testing.fuzz.record import WRITTEN, Array, Part, Raised, Record, 
 
 Kind = Literal["equal", "refused", "excused", "as torch", "numbers", "raw error", "some ranks", "gone", "memory"]
 _PAST_THE_PARAMETER = ("change data_", "change detach", "change local", "change through")  # labels of writes to aliases
+_ANY_SIZE = 1e3  # a difference that a bound this wide does not take is of shape, or of a tensor that is missing
+_CHAOS = 1e3  # how much smaller the drift of a nudged process may be than a difference it excuses
 FAILURES: tuple[Kind, ...] = ("numbers", "raw error", "some ranks", "gone", "memory")
 
 
@@ -219,11 +221,19 @@ def _differ(found: Array, expected: Array, bound: float) -> str | None:
 def is_chaotic(reference: Sequence[Tale], nudged: Sequence[Tale], ours: Sequence[Tale], bound: float) -> bool:
     """True if ``ours`` are no further from ``reference`` than it is from itself once its parameters were ``nudged``.
 
-    That is, by their first difference it had shown one already: a batch norm over two rows, or sines of large numbers, make
-    anything of the last bit.
+    That is, by their first difference it had shown one already, of a size not much smaller: a batch norm over two rows, or
+    sines of large numbers, make anything of the last bit.  Nothing excuses a tensor that is missing or of another shape.
     """
-    difference, drift = first_difference(reference, ours, bound), first_difference(reference, nudged, bound)
-    return difference is not None and drift is not None and drift.moment <= difference.moment
+    difference = first_difference(reference, ours, bound)
+    if difference is None:
+        return False
+    size = bound
+    while (still := first_difference(reference, ours, 10 * size)) is not None and still.moment == difference.moment:
+        size *= 10
+        if size > _ANY_SIZE:
+            return False
+    drift = first_difference(reference, nudged, max(bound, size / _CHAOS))
+    return drift is not None and drift.moment <= difference.moment
 
 
 def judge(
@@ -293,12 +303,16 @@ def _judge_end(reference: Sequence[Tale], ours: Sequence[Tale], torchs: Sequence
 
 
 def _as_torch(ours: Sequence[Tale], torchs: Sequence[Tale] | None, bound: float, num_moments: int) -> bool:
-    """True if both show the same in the first ``num_moments`` records; what is cut over the ranks need not be cut alike."""
+    """True if both show the same in ``num_moments`` records or more, as far as both go.
+
+    What is cut over the ranks need not be cut alike.
+    """
     if torchs is None or len(torchs) != len(ours):
         return False
-    if min(len(tale.records) for tale in (*ours, *torchs)) < num_moments:
+    shared = min(len(tale.records) for tale in (*ours, *torchs))
+    if shared < num_moments:
         return False
-    for moment in range(num_moments):
+    for moment in range(shared):
         mine, theirs = [tale.records[moment] for tale in ours], [tale.records[moment] for tale in torchs]
         hidden = mine[0].hidden | theirs[0].hidden | {"full"}  # which is registered when is each class's own affair
         for name in {name for record in theirs for name in record.shared}:
