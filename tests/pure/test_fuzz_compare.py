@@ -207,9 +207,9 @@ def test_what_one_process_makes_of_its_own_last_bits_is_chaos() -> None:
         tales(whole(1.0), whole(2.0), whole(4.0)), tales(whole(1.0), whole(2.0), whole(5.0)), ours, 1e-7
     )
     assert not is_chaotic(reference, tales(whole(1.5), whole(2.0)), reference, 1e-7)  # ours is equal
-    little = tales(whole(1.0), whole(2.0 + 1e-5))
-    assert is_chaotic(reference, little, tales(whole(1.0), whole(2.001)), 1e-7)
-    assert not is_chaotic(reference, little, ours, 1e-7)  # another gradient, not another last bit
+    little = tales(whole(1.0), whole(2.001))
+    assert is_chaotic(reference, little, ours, 1e-7)
+    assert not is_chaotic(reference, little, tales(whole(1.0), whole(200.0)), 1e-7)  # not what a last bit makes
     assert not is_chaotic(reference, tales(whole(1.0), whole(9.0)), tales(whole(1.0), whole(2.0, 2.0)), 1e-7)
 
 
