@@ -376,13 +376,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def version_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return a number that grows with each write that torch counts: to a DTensor itself, or to its local tensor."""
-    version = 0
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return for each a number that grows with each write that torch counts: to a DTensor itself, or to its local tensor."""
+    versions: list[int] = []
     for tensor in tensors:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        version += tensor._version + local._version
-    return version
+        versions.append(tensor._version + local._version)
+    return versions
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

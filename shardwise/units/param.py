@@ -78,7 +78,7 @@ class UnitParam:
         shard_shape: of this rank's shard.
         is_handed_out: user code can reach the shard; before, while it is being made, its memory may change at will.
         full_version, full_address: what torch had counted of writes to the full form, and where it lay, when it was registered.
-        seen_version: what torch had counted of writes to the sharded form when the full form was last gathered from it.
+        seen_version: `version` when the full form was last gathered from it.
         ordinal: its index among the parameters of its unit.
         is_hooked: the full parameter reports its gradients.  hook_id: of the hook that does so.
         keeps_dtype: it is used in its own dtype whatever the precision of its unit.

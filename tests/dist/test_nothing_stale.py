@@ -257,3 +257,35 @@ def test_writes_that_nobody_can_count_are_an_error_on_every_rank(when: str) -> N
             loss.backward()
     model.zero_grad()
     loss_of(model, 0).backward()  # the step failed alike on all ranks, and the next one is right
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["parameter", "local tensor", "state dict", "other memory", "other memory again"])
+@pytest.mark.parametrize("reshard", [None, False, 1])
+def test_a_backward_that_needs_what_was_written_over_raises_as_on_one_process(
+    how: str, reshard: bool | int | None
+) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    for block in (model.first, model.middle, model.last):
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(model)
+    param, values = model.last.weight, model.state_dict()
+    if how == "other memory again":
+        model.to_empty(device="cpu")
+        model.load_state_dict(values)
+    loss = loss_of(model, 0)
+    with torch.no_grad():
+        if how.startswith("other memory"):
+            model.to_empty(device="cpu")
+            model.load_state_dict(values)
+        elif how == "parameter":
+            param.mul_(2.0)
+        elif how == "local tensor":
+            param.to_local().mul_(2.0)  # type: ignore[operator] # Pyright doesn't know DTensor here
+        else:
+            model.state_dict()["last.weight"].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model.zero_grad()
+    loss_of(model, 0).backward()
