@@ -120,7 +120,6 @@ class FlatBucket:
         # For each parameter its first slot, and the address of its home; None: the shard is empty.
         self._places: list[tuple[UnitParam, Slot, int | None]] = []
         self.loose: list[int] = []
-        self._away: dict[int, int] = {}  # addresses of those that the last :meth:`settle` found elsewhere
         for param, offset in zip(self.params, self.layout.offsets, strict=True):
             home = carve(self.local, offset, param.shard_shape)
             self._homes.append(home.untyped_storage())
@@ -128,6 +127,9 @@ class FlatBucket:
 
     def move_in(self) -> None:
         """Bring every parameter home that nobody else holds; note that the others are loose."""
+        for param in self.params:
+            if param.local is not param.counted_local():
+                param.count_on()
         self.loose = [
             index
             for index, (param, _, address) in enumerate(self._places)
@@ -153,6 +155,8 @@ class FlatBucket:
             sharded, local = param.sharded, locals_[index]
             if local.dtype is not dtype or local.device != device:
                 return False
+            if local is not param.counted_local():
+                param.count_on()
             if local.__dict__:
                 self.has_attributes = True
             if sharded.grad_dtype is not (dtype if param.grad_dtype is None else param.grad_dtype.dtype):
@@ -160,24 +164,12 @@ class FlatBucket:
             if address is not None and self.travels and local.data_ptr() != address:
                 away.append(index)
         self.has_moved = bool(away)
-        if away or self._away:
-            self._note_other_memory(away)
         if away and host_waits is not None:
             host_waits()
         self.loose = [index for index in away if not self._come_home(index)] if away else away
         if self.loose and any(torch_private.storage_use_count(self._homes[index]) for index in self.loose):
             self.relocate()  # somebody holds a home that its parameter has left
         return True
-
-    def _note_other_memory(self, away: list[int]) -> None:
-        """Let what was written to memory that has come since the last look count as written, whatever its own count says."""
-        found: dict[int, int] = {}
-        for index in away:
-            param = self.params[index]
-            found[index] = param.local.data_ptr()
-            if self._away.get(index) != found[index] and (param.sharded._version or param.local._version):
-                param.seen_version = -1
-        self._away = found
 
     def stage(self) -> None:
         """Copy loose parameters to where they travel from."""

@@ -77,7 +77,6 @@ class ShardGroup:
         self.keeps_plain = keeps_plain
         self.num_packs = 0
         self.is_written = False
-        self._versions: list[int] = []
         self.in_place: list[UnitParam] = []
         self._plain_facts: list[tuple[UnitParam, tuple[object, ...]]] = []
         self.extended = ExtensionParams(axes, precision, place.device)
@@ -374,7 +373,7 @@ class ShardGroup:
         Raises: StateError if user code has put another parameter in place since the gather was launched or planned.
         """
         written: list[torch.Tensor] = []
-        for param, version in zip(self.params, self._versions, strict=True):
+        for param in self.params:
             for slot in param.slots:
                 current = slot.parameters.get(slot.name)
                 if current is not param.sharded and not param.is_own(current):
@@ -383,8 +382,8 @@ class ShardGroup:
                         f"{param.fqn} was replaced while a forward or backward ran that gathers what was there before. Put "
                         "another parameter in its place before forward or after backward"
                     )
-            if version != param.seen_version:
-                param.seen_version = version
+            if param.last_version != param.seen_version:
+                param.seen_version = param.last_version
                 if param.full is not None and param.full is not param.sharded:
                     written.append(param.full)
         if written:
@@ -405,9 +404,12 @@ class ShardGroup:
 
     def version(self) -> int:
         """Return a number that changes whenever a shard is written to, as far as torch counts writes."""
+        total = 0
         counted = torch_private.versions_of([param.sharded for param in self.params])
-        self._versions = [version + param.version_base for version, param in zip(counted, self.params, strict=True)]
-        return sum(self._versions)
+        for param, version in zip(self.params, counted, strict=True):
+            param.last_version = version + param.version_base
+            total += param.last_version
+        return total
 
     def mark_in_use(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
         """A forward or backward uses full parameters again that stayed registered; return how many of them want gradients."""

@@ -78,7 +78,9 @@ class UnitParam:
         shard_shape: of this rank's shard.
         is_handed_out: user code can reach the shard; before, while it is being made, its memory may change at will.
         full_version, full_address: what torch had counted of writes to the full form, and where it lay, when it was registered.
-        seen_version: `version` when the full form was last gathered from it.
+        last_version: `version` when its unit last looked.  seen_version: when the full form was last gathered from it, and
+            what has been put in since that is no write.
+        counted_local: weak reference to the local tensor whose writes count in `version`.
         ordinal: its index among the parameters of its unit.
         is_hooked: the full parameter reports its gradients.  hook_id: of the hook that does so.
         keeps_dtype: it is used in its own dtype whatever the precision of its unit.
@@ -102,7 +104,9 @@ class UnitParam:
     hung: nn.Parameter | None = None
     full_version: int = 0
     full_address: int = 0
+    last_version: int = 0
     seen_version: int = -1
+    counted_local: Callable[[], torch.Tensor | None] = field(default=_nothing)
     ordinal: int = 0
     is_hooked: bool = False
     hook_id: int = -1
@@ -159,6 +163,22 @@ class UnitParam:
         before = self.version
         torch_private.set_local(self.sharded, local)
         self.version_base += before - self.version
+        if local is self.local:
+            self.counted_local = weakref.ref(local)
+
+    def count_on(self) -> None:
+        """Go on counting where another local tensor, whose count begins anew, has taken the place of the shard.
+
+        It is another version, whatever was written to either.  To autograd it is a write only if it has been written to:
+        on one process conversions leave what a graph holds as it is counted.
+        """
+        local = self.local
+        if local is self.sharded:
+            return  # a plain parameter: what counts its writes stays
+        before, self.counted_local = self.last_version, weakref.ref(local)
+        self.version_base += before + 1 - self.version
+        if self.seen_version == before and not (self.sharded._version or local._version):
+            self.seen_version += 1
 
     def register(self, parameter: nn.Parameter) -> None:
         """Hang ``parameter``, one of its forms, in every slot."""
