@@ -60,16 +60,22 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
     with ExitStack() as stack:
         told = ranks.from_first(run_to_json(prepare_run(start, config)) if ranks.is_first else None)
         run = run_from_json(told, config)
-        stack.enter_context(record(run.folder / BLACK_BOX))
+        is_new = start.resume is None and start.restart is None
+        # The first rank takes a new folder away again where the options were wrong: until that is known, no other writes there.
+        writes_early = ranks.is_first or not is_new
+        if writes_early:
+            stack.enter_context(record(run.folder / BLACK_BOX))
         if ranks.is_first:
             stack.enter_context(lock_run(run.folder))
         try:
             trainer = build_trainer(run, ranks)
         except ConfigError:
             stack.close()  # before it is raised on: wrong options are nothing for the black box
-            if ranks.is_first and start.resume is None and start.restart is None:
+            if ranks.is_first and is_new:
                 discard_new(run.folder)
             raise
+        if not writes_early:
+            stack.enter_context(record(run.folder / BLACK_BOX))
         run = trainer.run  # it knows now which checkpoint was whole
         if ranks.is_first:
             write_config(run, ranks.num_ranks, trainer.num_parameters, __version__)

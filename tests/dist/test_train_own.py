@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from helpers.own_model import build
 from helpers.runs import metrics_of, write_text
 from safetensors.torch import load_file, save_file
 
-from shardwise import ConfigError
+from shardwise import CheckpointError, ConfigError
 from shardwise.checkpoint.export import export_model
 from shardwise.recipes import report
+from shardwise.recipes import train as main_job
 from shardwise.recipes.config import ModelShape, TrainConfig
+from shardwise.recipes.loop import Trainer, build_trainer
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Start
 from shardwise.recipes.train import train
@@ -40,6 +44,16 @@ def _train(start: Start, config: TrainConfig) -> str:
     return out.getvalue()
 
 
+def _fail_late(*args: Any) -> Trainer:
+    """Fail as :func:`build_trainer`, and say so when the first rank has long done what it does about it."""
+    try:
+        return build_trainer(*args)
+    except ConfigError:
+        time.sleep(0.5)
+        CheckpointError("this goes to the black box, where one is open")
+        raise
+
+
 def _jobs(folder: Path, data: str) -> dict[str, str]:
     config, said = replace(CONFIG, data=data), {}
     said["whole"] = _train(Start(out=folder / "whole"), config)
@@ -55,7 +69,11 @@ def _jobs(folder: Path, data: str) -> dict[str, str]:
     dist.barrier()
     from_weights = replace(config, init=str(folder / "exported"), steps=1, lr=1e-9)
     said["init"] = _train(Start(out=folder / "init"), from_weights)
-    said["wrong"] = _train(Start(out=folder / "wrong"), replace(config, init=str(folder / "wrong.safetensors")))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(main_job, "build_trainer", _fail_late)
+        said["wrong"] = _train(Start(out=folder / "wrong"), replace(config, init=str(folder / "wrong.safetensors")))
+    dist.barrier()
     different = "helpers.own_model:build_differently_on_every_rank"
     said["different"] = _train(Start(out=folder / "different"), replace(config, model_from=different))
     return said
