@@ -1,4 +1,4 @@
-"""The end of a process that leaves its process groups behind: the backend's threads must be done with Python by then."""
+"""The end of a process that has had process groups: the backend's threads must be done with Python by then."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import threading
 import time
 from pathlib import Path
 
-import torch.distributed as dist
-
 _PAUSE_S = 0.002  # in which the interpreter's lock is free
 _MOST_S = 0.5
 _TASKS = Path("/proc/self/task")
@@ -17,8 +15,8 @@ _TASKS = Path("/proc/self/task")
 
 @functools.cache
 def settle_at_exit() -> None:
-    """Let this process call :func:`settle` when it ends with process groups that nobody has destroyed."""
-    atexit.register(lambda: settle() if dist.is_initialized() else None)
+    """Let this process call :func:`settle` when it ends."""
+    atexit.register(lambda: settle())  # as it is named then
 
 
 def settle(limit_s: float = _MOST_S) -> None:
@@ -27,7 +25,8 @@ def settle(limit_s: float = _MOST_S) -> None:
     A thread of gloo lets go of a message after whoever waited for it has gone on.  If it comes late and holds the last
     reference to a tensor, it asks for the interpreter's lock; once the interpreter ends, torch (2.13) ends the process for
     that with SIGABRT ("terminate called without an active exception"), though all work was done.
-    ``destroy_process_group()`` joins these threads; here, two looks that find nobody running must do.
+    ``destroy_process_group()`` joins these threads only where nobody keeps the group, as sharded models do; so two looks that
+    find nobody running must do.
     """
     end, looks = time.monotonic() + limit_s, 0
     while looks < 2 and time.monotonic() < end:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardwise.black_box import note_group
 from shardwise.comm.alive import LOOK_S
-from shardwise.comm.last_words import ASKS, in_short, leave, out_of_reach_in_words
+from shardwise.comm.last_words import ASKS, in_short, leave, out_of_reach_in_words, who_left
 from shardwise.comm.mending import break_off
 from shardwise.comm.posts import GRACE_S, Posts
 from shardwise.errors import DesyncError, ShardwiseError, TransportError
@@ -181,20 +181,22 @@ class Bulletin:
     def _reports(self, said: str) -> Iterator[str]:
         """Yield where the other ranks are; of those that are gone what ``said`` does not say already.
 
-        A rank that is gone, or a host that does not answer, is reason enough: the others are not waited for.
+        A rank that is gone, or a host that does not answer, is reason enough: the others are not waited for.  Nor is one that
+        has left by an exception: it may go on, and would wait for this rank in its next step.
         """
-        posts, silent = self._posts, list[int]()
+        posts, silent, left = self._posts, list[int](), who_left(said)
         far = posts.out_of_reach(posts.peers(), said)
         is_known = bool(far or posts.gone(posts.peers()))
         # Who compares with the first rank waits longer than a backend does.
         deadline = time.monotonic() + (LOOK_S if is_known else 2 * GRACE_S)
         for other in posts.peers():  # one by one: others may report while one is gone
             rank = posts.members[other]
-            text = posts.collect("failure", [other], deadline - time.monotonic()).get(other)
+            limit_s = LOOK_S if rank in left else deadline - time.monotonic()
+            text = posts.collect("failure", [other], limit_s).get(other)
             if text is not None:
                 yield f"rank {rank} was at {_describe(Position.from_text(text))}"
             elif not posts.gone([other]):
-                silent.append(other)
+                silent += [other] * (rank not in left)
             elif f"rank {rank} is gone" not in said:
                 yield posts.absence([other], "")
         lost = [other for other in silent if other in far]

@@ -22,6 +22,7 @@ from shardwise.torch_private import default_store
 
 _MOST_TEXT = 600
 _CITATION = re.compile(r"; the last error of ranks? (\d+(?:, \d+)*): ")
+_LEFT = re.compile(r"rank (\d+) left the (?:forward or )?backward by an exception")
 ASKING_S = 4.0
 ASKS = " (asks the others)"  # at the end of words that may change
 _busy = threading.local()  # an error that is made while words are left has none of its own
@@ -116,6 +117,16 @@ def _own_reason(text: str) -> str:
     lines = [line for line in text.split(" | ") if not re.match(r"rank \d+ was at |Ranks must run ", line)]
     short = re.sub(r", after [^()]*(?= \()", "", "; ".join(lines))
     return re.sub(r"; rank \d+ waited for (it|them)\.?", "", short).rstrip(" .;|")
+
+
+def who_left(error: str) -> set[int]:
+    """Return the global ranks of which ``error`` says that they have left by an exception of their own: they may go on.
+
+    Example:
+        >>> who_left("rank 1 left the forward or backward by an exception while rank 0 was on its way to its end")
+        {1}
+    """
+    return {int(rank) for rank in _LEFT.findall(error)}
 
 
 def out_of_reach(store: dist.Store | None, ranks: Sequence[int], error: str) -> list[int]:

@@ -149,6 +149,7 @@ class Engine:
             explain_no_memory(raised)
             unit.abort_forward()
             if not self.forwards:
+                self.forwards.tell(raised)
                 self.reset()
             return False
         if unit.end_forward(module):
@@ -160,11 +161,6 @@ class Engine:
         if not self.forwards:
             self._end_forward(unit)
         return True
-
-    @property
-    def is_in_forward(self) -> bool:
-        """True between the outermost before_forward and its after_forward."""
-        return bool(self.forwards)
 
     @property
     def is_in_step(self) -> bool:
@@ -233,11 +229,11 @@ class Engine:
                 unit.reshard()
         self._is_graphless = not torch.is_grad_enabled()
         self.awaits_backward = not self._is_graphless
-        if (
-            self._is_graphless and self.means.lanes.are_concurrent
-        ):  # else backward ends it: whoever has the shards on the host may write to them next
-            self.means.lanes.host_waits_for_copies()
+        if self._is_graphless and self.means.lanes.are_concurrent:  # else backward ends it
+            self.means.lanes.host_waits_for_copies()  # whoever has the shards on the host may write to them next
         self._leave_span()
+        if self.forwards.has_told:
+            self.forwards.take_back()
         if self._is_graphless and not self.journal.has_planned_forward():
             self.journal.replan()
 

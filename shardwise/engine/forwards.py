@@ -7,6 +7,8 @@ import threading
 from dataclasses import dataclass
 from types import FrameType
 
+from shardwise.comm.last_words import in_short, leave
+from shardwise.errors import ShardwiseError
 from shardwise.units.unit import Unit
 
 # torch's words where a tensor is read whose storage has no memory.
@@ -45,9 +47,11 @@ class Forwards(list[Forward]):
 
     Attributes:
         frame: that; held, since another could have its address, until the forward has ended.
+        has_told: the other ranks may read why one has ended by an exception.
     """
 
     frame: FrameType | None = None
+    has_told = False
     _thread = 0
 
     def remember_call(self) -> None:
@@ -67,6 +71,17 @@ class Forwards(list[Forward]):
         while frame is not None and frame is not self.frame:
             frame = frame.f_back
         return frame is None
+
+    def tell(self, error: BaseException | None) -> None:
+        """Leave for the other ranks why forward has ended here; an error of ours has told them itself."""
+        if isinstance(error, Exception) and not isinstance(error, ShardwiseError):
+            leave(f"{type(error).__name__}: {in_short(error)}")
+            self.has_told = True
+
+    def take_back(self) -> None:
+        """Take back what was told: a later forward has come to its end, where all ranks meet."""
+        leave("")
+        self.has_told = False
 
     def clear(self) -> None:
         """Forget all."""

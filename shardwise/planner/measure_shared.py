@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -74,18 +75,15 @@ def measured_shared(ranks: int) -> OnOneHost:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        return _slowest([_figures_of(process) for process in started])
-    finally:
+    with ExitStack() as stack:
+        started = [stack.enter_context(_start([*command, str(rank), str(ranks), str(port)])) for rank in range(ranks)]
         for process in started:
-            process.kill()
-            process.wait()
+            stack.callback(process.kill)
+        return _slowest([_figures_of(process) for process in started])
+
+
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def _slowest(found: list[Figures]) -> OnOneHost:

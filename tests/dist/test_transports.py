@@ -169,9 +169,9 @@ class Fuse(nn.Module):
         return x
 
 
-@on_ranks(2, group_timeout_s=60.0)
-def test_an_exception_on_one_rank_reaches_the_others() -> None:
-    """With collectives they would wait until the timeout of the group: here 60 s, the test allows 20."""
+@on_ranks(2, group_timeout_s=7.0)
+def test_an_exception_on_one_rank_reaches_the_others_with_its_reason_while_that_rank_goes_on() -> None:
+    """It waits for them in its next forward until the timeout: they must not ask it for long what it will not say."""
     rank, fuse = dist.get_rank(), Fuse()
     model = nn.Sequential(nn.Linear(8, 8), fuse, nn.Linear(8, 8), nn.Linear(8, 8))
     for layer in (model[0], model[2], model[3]):
@@ -183,14 +183,12 @@ def test_an_exception_on_one_rank_reaches_the_others() -> None:
     for _ in range(3):
         model.zero_grad()
         fuse.blows = rank == 1
-        start = time.monotonic()
         if rank == 1:
             with pytest.raises(ValueError, match="blown"):
                 model(batch)
         else:
-            with pytest.raises(DesyncError, match="rank 1 left the forward or backward"):
+            with pytest.raises(DesyncError, match="rank 1 left the forward or backward .*of rank 1: ValueError: blown"):
                 model(batch).sum().backward()
-        assert time.monotonic() - start < 20, "nobody told this rank"
         fuse.blows = False
         model.zero_grad()
         model(batch).sum().backward()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from shardwise.planner import measure
+from shardwise.errors import ConfigError
+from shardwise.planner import measure, measure_shared
 from shardwise.planner.dry_run import dry_run
 from shardwise.planner.hardware import HARDWARE, Wire
 from shardwise.planner.measure_shared import OnOneHost, measured_shared
@@ -65,3 +67,10 @@ def test_ranks_of_this_host_find_out_what_units_take() -> None:
     assert 0 <= found.wire.latency_s < 1
     assert 0 <= found.host_s_per_unit < 1
     assert 0 < found.host_s_per_update < 1
+
+
+def test_processes_that_end_without_figures_are_cited_and_leave_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_shared, "_PROGRAM", "raise SystemExit('no memory here')")
+    with pytest.raises(ConfigError, match="cannot be measured: no memory here; give 'shared'"):
+        measured_shared(3)
+    gc.collect()  # warns of open pipes, which fails this test
