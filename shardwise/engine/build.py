@@ -90,12 +90,7 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     device = preset.axes.device
     managed = _managed_modules(roots)
     found = _find_parameters(managed, preset.ignored)
-    lazy = [item.fqn for item in found if is_lazy(item.param)]
-    if lazy:
-        raise ConfigError(
-            f"{lazy[0]} has no shape yet, as all parameters of lazy modules before their first forward. Run one forward of "
-            "the plain model, on every rank with the same random seed, and shard it then"
-        )
+    _refuse_unfit(found)
     _move_buffers(managed, device)
     _find_owned(found)
     for item in found:
@@ -180,6 +175,20 @@ def _find_parameters(managed: Iterable[tuple[str, nn.Module]], ignored: frozense
                 item = found[id(param)] = _Found(param, f"{path}.{name}" if path else name, module)
             item.slots.append(Slot.of(module, name))
     return list(found.values())
+
+
+def _refuse_unfit(found: Iterable[_Found]) -> None:
+    for item in found:
+        if is_lazy(item.param):
+            raise ConfigError(
+                f"{item.fqn} has no shape yet, as all parameters of lazy modules before their first forward. Run one forward "
+                "of the plain model, on every rank with the same random seed, and shard it then"
+            )
+        if isinstance(item.module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{item.fqn} belongs to a module of torch.jit.script or trace, which reads its parameters where no other can "
+                "be put. Shard the plain module (and compile it with torch.compile), or name its parameters in ignored_params"
+            )
 
 
 def _find_owned(found: Iterable[_Found]) -> None:

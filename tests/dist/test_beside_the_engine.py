@@ -483,3 +483,17 @@ def test_lazy_parameters_are_named_and_nothing_is_changed(door: Any) -> None:
     plain = copy.deepcopy(model)
     door(model)
     assert_trains_alike(model, plain)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", [fully_shard, replicate])
+def test_scripted_modules_are_named_and_train_beside_the_others_where_they_are_ignored(door: Any) -> None:
+    torch.manual_seed(0)
+    first, last = nn.Linear(6, 9), nn.Linear(9, 6).requires_grad_(False)
+    plain = copy.deepcopy(nn.Sequential(first, last))
+    model = nn.Sequential(first, torch.jit.trace(last, torch.ones(2, 9)))
+    with pytest.raises(ConfigError, match=r"1\.weight belongs to a module of torch.jit.script or trace"):
+        door(model)
+    assert type(model) is nn.Sequential
+    door(model, ignored_params=set(model[1].parameters()))
+    assert_trains_alike(model, plain)
