@@ -292,11 +292,14 @@ class Engine:
     def gradient_arrived(self, unit: Unit) -> None:
         """Hear that a gradient is there which is the last one, or of a unit whose backward has not begun."""
         self._begin_backward()
-        backward = unit.backward
-        if backward.stage is not Stage.RUNNING and torch_private.graph_task_id() != self.watch.task:
+        backward, is_nested = unit.backward, torch_private.graph_task_id() != self.watch.task
+        if backward.stage is not Stage.RUNNING and is_nested:
             backward.note_nested()
         if backward.is_complete and not unit.policy.reduces_unused:
-            self.after_backward(unit)
+            if not (
+                is_nested and self._is_lending(unit)
+            ):  # the borrower's uses are the outer graph's: they may be yet to come
+                self.after_backward(unit)
         elif backward.early is not None:
             self.reductions.launch_early(unit, backward.early)
 
