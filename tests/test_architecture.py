@@ -241,6 +241,62 @@ def test_no_function_returns_a_bare_tuple_of_many() -> None:
     assert not found, "name the parts in a frozen dataclass"
 
 
+# Classes of more attributes that stay whole, and the one idea of each.  (Records, values of named fields, are not counted.)
+ONE_IDEA = {
+    "units/group.py:ShardGroup": "where a parameter's forms, its memory and its ways to other ranks meet",
+    "units/unit.py:Unit": "one set of parameters: what it is, what users have set of it, and what was done with it",
+    "units/backward.py:UnitBackward": "how far one backward has come",
+    "units/gradients.py:Reduction": "gradients on their way: what each leg of it leaves for the next",
+    "units/flat_bucket.py:FlatBucket": "one allocation, and who lives where in it",
+    "units/shards.py:Shards": "moves between shards and full parameters, each made once",
+    "engine/engine.py:Engine": "it says when: the values to which it says so",
+    "engine/journal.py:Journal": "one step beside its plan",
+    "engine/reductions.py:Reductions": "reductions on their way, from launched to committed or put off",
+    "engine/group_links.py:GroupLink": "one link, and what its users have said of themselves before it is made",
+    "comm/links/host.py:HostLink": "addresses of shared words, looked up once",
+    "comm/links/mates.py:Mates": "the words of one host's ranks",
+    "comm/device_watch.py:DeviceWatch": "one wait, watched from beside it",
+    "zero/stepper.py:ShareStepper": "one share of an optimizer's work, and what its step needs",
+    "api/zero.py:ZeroRedundancyOptimizer": "the public names of torch's class",
+    "transaction/ledger.py:Ledger": "the state before one step",
+    "transaction/agreement.py:Agreement": "ranks that agree on one step after another",
+    "checkpoint/saving.py:Saver": "one folder that is saved into",
+    "doctor/watch.py:Watch": "one thread that listens",
+    "plan/prefetch.py:_Simulation": "the units of a step as it goes on, without tensors",
+    "planner/rank_memory.py:_Rank": "what one rank holds, by kind",
+    "planner/op_watch.py:OpWatch": "counts from mark to mark",
+    "testing/fuzz/sides.py:Side": "one contender of the fuzzer",
+    "testing/fuzz/reference.py:ReferenceSide": "one rank of plain torch",
+    "testing/fuzz/draw.py:_Program": "a program as it is drawn",
+}
+MOST_ATTRIBUTES = 10
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """Return what the methods of a class assign to ``self``."""
+    targets: list[ast.expr] = []
+    for inner in (inner for method in node.body if isinstance(method, ast.FunctionDef) for inner in ast.walk(method)):
+        if isinstance(inner, ast.Assign):
+            targets += [each for target in inner.targets for each in getattr(target, "elts", [target])]
+        elif isinstance(inner, ast.AnnAssign | ast.AugAssign):
+            targets.append(inner.target)
+    return {
+        target.attr
+        for target in targets
+        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
+    }
+
+
+def test_classes_of_many_attributes_hold_one_idea_that_is_named_here() -> None:
+    found = {
+        f"{path.relative_to(ROOT).as_posix()}:{node.name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and len(attributes_of(node)) > MOST_ATTRIBUTES
+    }
+    assert found == ONE_IDEA.keys(), "two ideas? Split it. One? Say which, in ONE_IDEA"
+
+
 # Files of one name in several rooms, because each is what the name says in its room.
 SAME_IDEA = {
     "__main__",  # what ``python -m`` runs

@@ -128,8 +128,8 @@ class FlatBucket:
     def move_in(self) -> None:
         """Bring every parameter home that nobody else holds; note that the others are loose."""
         for param in self.params:
-            if param.local is not param.counted_local():
-                param.count_on()
+            if param.local is not param.count.local():
+                param.count.go_on(param.sharded, param.local)
         self.loose = [
             index
             for index, (param, _, address) in enumerate(self._places)
@@ -155,8 +155,8 @@ class FlatBucket:
             sharded, local = param.sharded, locals_[index]
             if local.dtype is not dtype or local.device != device:
                 return False
-            if local is not param.counted_local():
-                param.count_on()
+            if local is not param.count.local():
+                param.count.go_on(sharded, local)
             if local.__dict__:
                 self.has_attributes = True
             if sharded.grad_dtype is not (dtype if param.grad_dtype is None else param.grad_dtype.dtype):

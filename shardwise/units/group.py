@@ -382,8 +382,9 @@ class ShardGroup:
                         f"{param.fqn} was replaced while a forward or backward ran that gathers what was there before. Put "
                         "another parameter in its place before forward or after backward"
                     )
-            if param.last_version != param.seen_version:
-                param.seen_version = param.last_version
+            count = param.count
+            if count.last != count.gathered:
+                count.gathered = count.last
                 if param.full is not None and param.full is not param.sharded:
                     written.append(param.full)
         if written:
@@ -407,8 +408,9 @@ class ShardGroup:
         total = 0
         counted = torch_private.versions_of([param.sharded for param in self.params])
         for param, version in zip(self.params, counted, strict=True):
-            param.last_version = version + param.version_base
-            total += param.last_version
+            count = param.count
+            count.last = version + count.base
+            total += count.last
         return total
 
     def mark_in_use(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:

@@ -15,6 +15,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.layout.shard import ChunkShard
 from shardwise.torch_private import DTensorSpec
 from shardwise.units.precision import GradDtype, MixedPrecisionPolicy, dtype_of_full
+from shardwise.units.version_count import VersionCount
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,7 @@ class UnitParam:
         shard_shape: of this rank's shard.
         is_handed_out: user code can reach the shard; before, while it is being made, its memory may change at will.
         full_version, full_address: what torch had counted of writes to the full form, and where it lay, when it was registered.
-        last_version: `version` when its unit last looked.  seen_version: when the full form was last gathered from it, and
-            what has been put in since that is no write.
-        counted_local: weak reference to the local tensor whose writes count in `version`.
+        count: of the writes to the shard.
         ordinal: its index among the parameters of its unit.
         is_hooked: the full parameter reports its gradients.  hook_id: of the hook that does so.
         keeps_dtype: it is used in its own dtype whatever the precision of its unit.
@@ -104,9 +103,7 @@ class UnitParam:
     hung: nn.Parameter | None = None
     full_version: int = 0
     full_address: int = 0
-    last_version: int = 0
-    seen_version: int = -1
-    counted_local: Callable[[], torch.Tensor | None] = field(default=_nothing)
+    count: VersionCount = field(default_factory=VersionCount)
     ordinal: int = 0
     is_hooked: bool = False
     hook_id: int = -1
@@ -115,7 +112,6 @@ class UnitParam:
     module: Callable[[], nn.Module | None] = field(default=_nothing)
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
     made_of: tuple[int, Callable[[], torch.Tensor | None]] = (0, _nothing)
-    version_base: int = 0
     is_touched: bool = False
     is_touchy: bool = False
 
@@ -156,29 +152,15 @@ class UnitParam:
     @property
     def version(self) -> int:
         """A number that changes whenever the shard is written to, as far as torch counts writes."""
-        return self.sharded._version + self.local._version + self.version_base
+        return (
+            self.sharded._version + self.local._version + self.count.base
+        )  # not :meth:`VersionCount.of`: this is every step
 
     def replace_local(self, local: torch.Tensor) -> None:
         """Make ``local``, of the same values, the memory of the shard; that is no write."""
         before = self.version
         torch_private.set_local(self.sharded, local)
-        self.version_base += before - self.version
-        if local is self.local:
-            self.counted_local = weakref.ref(local)
-
-    def count_on(self) -> None:
-        """Go on counting where another local tensor, whose count begins anew, has taken the place of the shard.
-
-        It is another version, whatever was written to either.  To autograd it is a write only if it has been written to:
-        on one process conversions leave what a graph holds as it is counted.
-        """
-        local = self.local
-        if local is self.sharded:
-            return  # a plain parameter: what counts its writes stays
-        before, self.counted_local = self.last_version, weakref.ref(local)
-        self.version_base += before + 1 - self.version
-        if self.seen_version == before and not (self.sharded._version or local._version):
-            self.seen_version += 1
+        self.count.keep(before, self.sharded, self.local)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Hang ``parameter``, one of its forms, in every slot."""

@@ -154,7 +154,7 @@ def _bring_back(group: ShardGroup, param: UnitParam) -> None:
     param.is_touched = False
     torch.autograd.graph.increment_version(param.sharded)
     mark_full([param])
-    param.full_version, param.seen_version = full._version, param.version
+    param.full_version, param.count.gathered = full._version, param.version
     if full.data_ptr() != param.full_address and group.packing is not None:
         # ``.data`` was assigned to: back to the memory that is gathered into.
         torch_private.set_data(full, group.packing.make_full(param, group.pool).detach())
