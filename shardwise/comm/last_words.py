@@ -82,6 +82,14 @@ def words_of(store: dist.Store | None, rank: int, patience_s: float = 0.0) -> st
     return ""
 
 
+def has_said_all(store: dist.Store, rank: int) -> bool:
+    """Return True if global ``rank`` has left words and does not ask the others any more, or if no words can come."""
+    with suppress(TransportError):
+        text = JobStore(store, BRIEF_S).peek(_key(rank)) or ""
+        return bool(text) and not text.endswith(ASKS)
+    return True
+
+
 def cited(store: dist.Store | None, ranks: Sequence[int], patience_s: float = ASKING_S) -> str:
     """Return the words of global ``ranks`` as a message goes on with them: "; the last error of rank 3: ..."."""
     end = time.monotonic() + patience_s

@@ -17,7 +17,7 @@ from multiprocessing.util import Finalize
 import torch.distributed as dist
 
 from shardwise.comm.alive import is_gone, say_left
-from shardwise.comm.last_words import in_short, leave, out_of_reach, words_of
+from shardwise.comm.last_words import has_said_all, in_short, leave, out_of_reach
 from shardwise.comm.mending import break_off_all
 from shardwise.comm.store import keeps_store
 from shardwise.errors import ShardwiseError, TransportError
@@ -49,8 +49,8 @@ def will_leave(store: dist.Store) -> None:
 def leave_job() -> None:
     """Let nobody wait for this process, whose program has ended by an error; does nothing after any other end.
 
-    Who keeps the store of the job stays until the others have ended or said why they fail, at most 6 s; those of a host that
-    does not answer will not.
+    Who keeps the store of the job stays until the others have ended or said why they fail, at most 6 s: who asks for the reason
+    asks there.  Those of a host that does not answer will not.
     """
     store, error = _stores.pop(os.getpid(), None), getattr(sys, "last_value", None)
     if store is None or not dist.is_initialized() or (os.getpid() not in _is_leaving and error is None):
@@ -73,6 +73,8 @@ def _stay_for(others: list[int], store: dist.Store) -> None:
     start, left = time.monotonic(), others
     while left and (waited_s := time.monotonic() - start) < _STAY_S:
         left = [
-            rank for rank in left if not is_gone(store, rank) and not (waited_s > _LINGER_S and words_of(store, rank))
+            rank
+            for rank in left
+            if not is_gone(store, rank) and not (waited_s > _LINGER_S and has_said_all(store, rank))
         ]
         time.sleep(0.05)

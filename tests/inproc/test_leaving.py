@@ -15,7 +15,7 @@ from helpers.posts import announce_as, announce_elsewhere
 from shardwise.black_box import explain_end
 from shardwise.comm import leaving
 from shardwise.comm.alive import is_gone, on_host, say_left
-from shardwise.comm.last_words import put
+from shardwise.comm.last_words import ASKS, put
 from shardwise.comm.leaving import leave_job, watch_end
 
 
@@ -94,6 +94,24 @@ def test_who_keeps_the_store_stays_for_ranks_that_live_on_only_until_they_have_s
     put(job, 1, "DesyncError: rank 0 is gone")
     leaving.will_leave(job)
     leave_job()  # ends
+
+
+def test_who_keeps_the_store_stays_for_ranks_that_ask_there_for_the_reason(
+    job: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaving, "keeps_store", lambda store: True)
+    monkeypatch.setattr(leaving, "_STAY_S", 600.0)
+    monkeypatch.setattr(leaving, "_LINGER_S", 0.1)
+    announce_as(job, 1, os.getpid())
+    put(job, 1, f"rank 1 failed{ASKS}")
+    leaving.will_leave(job)
+    left = threading.Thread(target=leave_job, daemon=True)
+    left.start()
+    time.sleep(0.5)
+    assert left.is_alive()
+    put(job, 1, "DesyncError: rank 0 is gone")
+    left.join(timeout=30)
+    assert not left.is_alive()
 
 
 def test_who_keeps_the_store_does_not_stay_for_ranks_of_a_host_that_does_not_answer(
