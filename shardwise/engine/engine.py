@@ -296,9 +296,8 @@ class Engine:
         if backward.stage is not Stage.RUNNING and is_nested:
             backward.note_nested()
         if backward.is_complete and not unit.policy.reduces_unused:
-            if not (
-                is_nested and self._is_lending(unit)
-            ):  # the borrower's uses are the outer graph's: they may be yet to come
+            # A borrower's uses are the outer graph's: they may be yet to come.
+            if not (is_nested and self._is_lending(unit)):
                 self.after_backward(unit)
         elif backward.early is not None:
             self.reductions.launch_early(unit, backward.early)

@@ -151,10 +151,8 @@ class UnitParam:
 
     @property
     def version(self) -> int:
-        """A number that changes whenever the shard is written to, as far as torch counts writes."""
-        return (
-            self.sharded._version + self.local._version + self.count.base
-        )  # not :meth:`VersionCount.of`: this is every step
+        """A number that changes whenever the shard is written to, as far as torch counts writes; asked at every step."""
+        return self.sharded._version + self.local._version + self.count.base
 
     def replace_local(self, local: torch.Tensor) -> None:
         """Make ``local``, of the same values, the memory of the shard; that is no write."""
