@@ -87,18 +87,7 @@ def test_who_keeps_the_store_stays_until_the_others_have_ended(
 def test_who_keeps_the_store_stays_for_ranks_that_live_on_only_until_they_have_said_why(
     job: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leaving, "keeps_store", lambda store: True)
-    monkeypatch.setattr(leaving, "_STAY_S", 600.0)
-    monkeypatch.setattr(leaving, "_LINGER_S", 0.1)
-    announce_as(job, 1, os.getpid())
-    put(job, 1, "DesyncError: rank 0 is gone")
-    leaving.will_leave(job)
-    leave_job()  # ends
-
-
-def test_who_keeps_the_store_stays_for_ranks_that_ask_there_for_the_reason(
-    job: dist.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Not while they ask there for the reason."""
     monkeypatch.setattr(leaving, "keeps_store", lambda store: True)
     monkeypatch.setattr(leaving, "_STAY_S", 600.0)
     monkeypatch.setattr(leaving, "_LINGER_S", 0.1)
