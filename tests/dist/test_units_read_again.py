@@ -212,6 +212,36 @@ class LentInARecomputedSegment(nn.Module):
         return checkpoint(lambda x: self.second(torch.sin(self.first(x))), x, use_reentrant=False)
 
 
+class TiedAcrossACheckpoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.weight = self.inner.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(checkpoint(self.inner, self.first(x), use_reentrant=True)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("forwards", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("reshard", [None, False])
+def test_a_lent_weight_stays_full_after_a_nested_backward_while_the_borrower_may_need_it(
+    reshard: bool | None, forwards: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    model = TiedAcrossACheckpoint()
+    plain = copy.deepcopy(model)
+    fully_shard(model.inner, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    for step in range(4):
+        for each in (model, plain):
+            each.zero_grad()
+            torch.stack([each(batch(step)).square().mean() for _ in range(forwards[step % 2])]).sum().backward()
+        average_gradients(plain)
+        for left, right in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(full(right.grad), left.grad)
+
+
 @on_ranks(2)
 def test_a_unit_that_lends_a_weight_keeps_it_while_the_borrower_is_recomputed() -> None:
     torch.manual_seed(0)
