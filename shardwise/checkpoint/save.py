@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from shardwise import torch_private
 from shardwise.checkpoint.contents import Contents, Known
 from shardwise.checkpoint.saving import Saver
 from shardwise.checkpoint.state import contents_of
 from shardwise.comm.roll_call import open_roll_call
 from shardwise.errors import ConfigError
 
-# A save in the background outlives the call that began it, and the next call must find it.  By folder and group.
-_savers: dict[tuple[Path, int], tuple[Saver, dist.ProcessGroup | None]] = {}
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The saver of a folder and a group: a save in the background outlives its call, and the next call must find it."""
+
+    folder: Path
+    saver: Saver
+    group: weakref.ref[dist.ProcessGroup] | None
+
+    def is_of(self, group: dist.ProcessGroup | None) -> bool:
+        return group is None if self.group is None else group is not None and self.group() is group
+
+
+_savers: list[_Kept] = []
 
 
 def save(
@@ -83,14 +98,14 @@ def finish(folder: str | Path, group: dist.ProcessGroup | None = None) -> None:
     """
     path = Path(folder).absolute()
     failures: list[BaseException] = []
-    for key in [key for key, (_, known) in _savers.items() if key[0] == path and group in (None, known)]:
-        saver, _ = _savers.pop(key)
+    for kept in [kept for kept in _savers if kept.folder == path and (group is None or kept.is_of(group))]:
+        _savers.remove(kept)
         try:
-            saver.wait()
+            kept.saver.wait()
         except Exception as error:
             failures.append(error)
         finally:
-            saver.close(keeps_lock=any(other == path for other, _ in _savers))
+            kept.saver.close(keeps_lock=any(other.folder == path for other in _savers))
     if failures:
         raise failures[0]
 
@@ -99,11 +114,23 @@ def _saver_of(folder: Path, group: dist.ProcessGroup | None) -> Saver:
     path = folder.absolute()
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    known, known_group = _savers.get((path, id(group)), (None, None))
-    if known is None or known_group is not group:
-        known = Saver(path, open_roll_call(group, f"checkpoint/{path}"))
-        _savers[(path, id(group))] = (known, group)
-    for (other, _), (saver, _) in _savers.items():
-        if other == path:
-            saver.settle()  # one at a time, of whatever group: who begins a save clears up what is unfinished
-    return known
+    saver = next((kept.saver for kept in _savers if kept.folder == path and kept.is_of(group)), None)
+    if saver is None:
+        _let_go_of_ended_groups()
+        saver = Saver(path, open_roll_call(group, f"checkpoint/{path}"))
+        _savers.append(_Kept(path, saver, None if group is None else weakref.ref(group)))
+    for kept in _savers:
+        if kept.folder == path:
+            kept.saver.settle()  # one at a time, of whatever group: who begins a save clears up what is unfinished
+    return saver
+
+
+def _let_go_of_ended_groups() -> None:
+    """Nobody saves with a group that was destroyed: with it go a whole copy of the state and the group's threads.
+
+    The lock, and what a save in the background failed of, stay for :func:`finish`.
+    """
+    alive = torch_private.all_groups() if dist.is_available() else []
+    for kept in _savers:
+        if kept.group is not None and not any(kept.is_of(group) for group in alive):
+            kept.saver.retire()

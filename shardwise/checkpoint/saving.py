@@ -143,8 +143,14 @@ class Saver:
     def close(self, keeps_lock: bool = False) -> None:
         """Give the host memory back, and the lock if no other group of this process saves into the folder."""
         self.host = HostCopy()
-        if self._roll.rank == 0 and not keeps_lock:
+        if self.rank == 0 and not keeps_lock:
             give_back(self.folder)
+
+    def retire(self) -> None:
+        """Keep what :meth:`wait` and :meth:`close` need alone: the group is gone, no save can follow."""
+        if self._thread is not None and self._thread.is_alive():
+            return  # its peers may be gone, too: not waited for before somebody asks
+        self.host, self._plan, self._known, self._roll = HostCopy(), None, {}, RollCall(None)
 
     # ---- phases ----
 

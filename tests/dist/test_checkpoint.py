@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +105,14 @@ def test_training_during_the_write_changes_nothing_in_the_file(tmp_path: Path) -
 
 @on_ranks(2)
 def test_a_save_in_the_background_is_waited_for_by_the_next_and_its_memory_is_used_again(tmp_path: Path) -> None:
-    from shardwise.checkpoint.save import _savers
+    from shardwise.checkpoint.save import _saver_of
 
     model, optimizer = made("fully_shard")
     places = set()
     for step in range(3):
         train(model, optimizer, [step])
         save(tmp_path, state_of(model, optimizer), step=step, wait=False, keep=2)
-        (saver,) = [saver for (path, _), (saver, _) in _savers.items() if path == tmp_path]
+        saver = _saver_of(tmp_path, None)
         assert saver.host.buffer is not None
         places.add((saver.host.buffer.data_ptr(), saver.host.buffer.numel()))
     finish(tmp_path)
@@ -121,7 +123,7 @@ def test_a_save_in_the_background_is_waited_for_by_the_next_and_its_memory_is_us
 
 @on_ranks(2)
 def test_a_save_in_the_background_is_of_the_state_there_is_however_it_has_changed(tmp_path: Path) -> None:
-    from shardwise.checkpoint.save import _savers
+    from shardwise.checkpoint.save import _saver_of
 
     states = (
         {"x": torch.ones(3), "y": torch.zeros(2)},
@@ -132,7 +134,7 @@ def test_a_save_in_the_background_is_of_the_state_there_is_however_it_has_change
     )
     for step, state in enumerate(states):
         save(tmp_path, {"a": state}, step=step, wait=False)
-        _savers[tmp_path, id(dist.group.WORLD)][0].wait()  # what it keeps for the next save stays
+        _saver_of(tmp_path, None).wait()  # what it keeps for the next save stays
         dist.barrier()
         found: dict[str, Any] = {}
         load(tmp_path, {"a": found})
@@ -145,7 +147,7 @@ def test_a_save_in_the_background_is_of_the_state_there_is_however_it_has_change
 
 @on_ranks(2)
 def test_the_plan_of_the_last_save_serves_the_next_one_until_what_is_held_changes(tmp_path: Path) -> None:
-    from shardwise.checkpoint.save import _savers
+    from shardwise.checkpoint.save import _saver_of
 
     model, optimizer = made("fully_shard")
     train(model, optimizer, [0])
@@ -154,7 +156,7 @@ def test_the_plan_of_the_last_save_serves_the_next_one_until_what_is_held_change
         if step == 3:
             model, optimizer = made("fully_shard")  # no state yet
         save(tmp_path, state_of(model, optimizer), step=step, wait=False)
-        plans.append(_savers[tmp_path, id(dist.group.WORLD)][0]._plan)
+        plans.append(_saver_of(tmp_path, None)._plan)
     assert plans[0] is plans[1] is plans[2]
     assert plans[3] is not plans[2]
     finish(tmp_path)
@@ -192,7 +194,7 @@ def test_a_save_in_the_background_that_cannot_begin_fails_on_every_rank_before_i
 
 @on_ranks(2)
 def test_groups_save_into_a_folder_one_after_the_other_and_are_finished_one_by_one(tmp_path: Path) -> None:
-    from shardwise.checkpoint.save import _savers
+    from shardwise.checkpoint.save import _saver_of
 
     alone = dist.new_group([0])
     create, is_first = DiskFiles.create, dist.get_rank() == 0
@@ -204,7 +206,7 @@ def test_groups_save_into_a_folder_one_after_the_other_and_are_finished_one_by_o
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DiskFiles, "create", fails)
             save(tmp_path, {"own": {"x": torch.ones(2)}}, step=1, group=alone, wait=False)
-            _savers[tmp_path, id(alone)][0].settle()
+            _saver_of(tmp_path, alone).settle()
             finish(tmp_path / "elsewhere")
     dist.barrier()
     save(tmp_path, {"a": {"x": torch.ones(3)}}, step=2, wait=False)  # what the other group's became of is its own
@@ -215,6 +217,26 @@ def test_groups_save_into_a_folder_one_after_the_other_and_are_finished_one_by_o
         with pytest.raises(CheckpointError, match="step 1 was not saved"):
             finish(tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002"]
+
+
+@on_ranks(2)
+def test_a_group_that_has_ended_keeps_no_memory_of_what_it_saved_and_its_folder_can_be_finished(tmp_path: Path) -> None:
+    from shardwise.checkpoint.save import _saver_of
+
+    pair = dist.new_group([0, 1])
+    save(tmp_path / "a", {"a": {"x": torch.ones(2)}}, step=1, group=pair, wait=False)
+    ended = _saver_of(tmp_path / "a", pair)
+    gone = weakref.ref(pair)
+    dist.destroy_process_group(pair)
+    del pair
+    assert ended.host.buffer is not None
+    save(tmp_path / "b", {"a": {"x": torch.ones(3)}}, step=2)
+    gc.collect()
+    assert ended.host.buffer is None and gone() is None
+    finish(tmp_path / "a")
+    dist.barrier()
+    assert not (tmp_path / "a" / ".lock").exists() and (tmp_path / "b" / ".lock").exists()
+    finish(tmp_path / "b")
 
 
 @on_ranks(2)
