@@ -747,12 +747,14 @@ without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.Di
 
 def forget_meshes() -> None:
     """Empty DTensor's caches: they keep meshes, and so ended process groups with their threads, while the process lives."""
-    from torch.distributed.tensor import _redistribute, debug
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
+    topologies = getattr(_collective_utils, "MeshTopoInfo", None)
     for place, name in (
         (debug, "_clear_sharding_prop_cache"),
         (_redistribute, "clear_redistribute_planner_cache"),
         (getattr(_redistribute, "_gen_transform_infos", None), "cache_clear"),
+        (getattr(topologies, "build_from_mesh", None), "cache_clear"),
     ):
         clear: Callable[[], None] | None = getattr(place, name, None)
         if clear is not None:

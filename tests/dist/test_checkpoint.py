@@ -232,10 +232,12 @@ def test_a_group_that_has_ended_keeps_no_memory_of_what_it_saved_and_its_folder_
     assert ended.host.buffer is not None
     save(tmp_path / "b", {"a": {"x": torch.ones(3)}}, step=2)
     gc.collect()
-    assert ended.host.buffer is None and gone() is None
+    assert ended.host.buffer is None
+    assert gone() is None
     finish(tmp_path / "a")
     dist.barrier()
-    assert not (tmp_path / "a" / ".lock").exists() and (tmp_path / "b" / ".lock").exists()
+    assert not (tmp_path / "a" / ".lock").exists()
+    assert (tmp_path / "b" / ".lock").exists()
     finish(tmp_path / "b")
 
 

@@ -549,6 +549,9 @@ def test_a_forgotten_mesh_is_freed(fake_ranks: object) -> None:
     mesh = init_device_mesh("cpu", (4,))
     DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]).full_tensor().add(1)
     (DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]) + 1).redistribute(placements=[Replicate()])
+    columns = DTensor.from_local(torch.zeros(4, 2), mesh, [Shard(1)])
+    columns @ DTensor.from_local(torch.zeros(8, 2), mesh, [Shard(1)])  # two ways, of which torch takes the cheaper one
+    del columns
     freed = weakref.ref(mesh)
     del mesh
     gc.collect()

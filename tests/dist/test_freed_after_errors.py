@@ -1,0 +1,92 @@
+"""A model whose last step has failed can be given up: once another backward has run, nothing keeps it, as with torch."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import on_ranks
+from torch import nn
+
+from shardwise import fully_shard, replicate, shard_model
+from shardwise.testing.models import Block
+
+
+class Blown(Exception):
+    pass
+
+
+def _blow(*_: Any) -> None:
+    raise Blown
+
+
+class BlowsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise Blown
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.place = Block(6, 10), ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.place == "forward":
+            raise Blown
+        y = self.block(x)
+        return BlowsInBackward.apply(y) if self.place == "backward" else y
+
+
+def _by_blocks(door: Callable[..., Any], **options: Any) -> Callable[[nn.Sequential], Any]:
+    return lambda model: [door(each, **options) for each in (*model, model)]
+
+
+DOORS: dict[str, Callable[[Any], Any]] = {
+    "fully_shard": _by_blocks(fully_shard),
+    "keeps": _by_blocks(fully_shard, reshard_after_forward=False),
+    "shard_model": shard_model,
+    "replicate": _by_blocks(replicate),
+    "replicate_older": lambda model: replicate(model, device_ids=None),
+}
+FAILURES: dict[str, Callable[[Fails, nn.Parameter], Any]] = {
+    "forward": lambda module, _: setattr(module, "place", "forward"),
+    "backward": lambda module, _: setattr(module, "place", "backward"),
+    "hook": lambda _, weight: weight.register_hook(_blow),
+    "hook that returns something else": lambda _, weight: weight.register_hook(lambda _: torch.zeros(1)),
+    "hook after accumulation": lambda _, weight: weight.register_post_accumulate_grad_hook(_blow),
+    "hook before a module's backward": lambda module, _: module.register_full_backward_pre_hook(_blow),
+    "hook before a module's forward": lambda module, _: module.register_forward_pre_hook(_blow),
+}
+
+
+def _try(door: str, failure: str, warm: bool) -> weakref.ref[nn.Module]:
+    model = nn.Sequential(Fails(), Fails())
+    DOORS[door](model)
+    if warm:
+        model(torch.ones(3, 6)).sum().backward()
+    FAILURES[failure](model[0], model[0].block.up.weight)
+    with pytest.raises((Blown, RuntimeError)):
+        model(torch.ones(3, 6)).sum().backward()
+    return weakref.ref(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_model_whose_step_failed_is_freed_with_all_it_holds(door: str, warm: bool) -> None:
+    for failure in FAILURES:
+        freed = _try(door, failure, warm)
+        nn.Linear(2, 2)(
+            torch.ones(2, 2)
+        ).sum().backward()  # torch keeps the last error of its threads until another backward
+        gc.collect()
+        assert freed() is None, failure
