@@ -394,11 +394,9 @@ class Engine:
 
     def run_hooks(self, params: list[UnitParam]) -> None:
         """Run what users have registered to follow the accumulation of gradients."""
-        failed, self.reductions.failed_hook = (
-            self.reductions.failed_hook,
-            None,
-        )  # kept, it would keep the model for ever
-        if self.reductions.is_followed or failed is not None:
+        reductions = self.reductions
+        failed, reductions.failed_hook = reductions.failed_hook, None  # kept, it would keep the model for ever
+        if reductions.is_followed or failed is not None:
             run_gradient_hooks(params, failed)
 
     @staticmethod
