@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -87,6 +87,15 @@ def _int8_recommended(model: GPT, setup: Setup) -> nn.Module:
     return shard_model(model, mesh=setup.mesh, compression=_INT8)
 
 
+def _gathered_ahead(num_bytes: int) -> Callable[[GPT, Setup], nn.Module]:
+    def wrap(model: GPT, setup: Setup) -> nn.Module:
+        sharded = shard_model(model, mesh=setup.mesh)
+        sharded.set_gather_ahead_bytes(num_bytes)
+        return sharded
+
+    return wrap
+
+
 def _overlapped_zero(model: nn.Module) -> Optimizer:
     overlap = {"overlap_grad_reduce": not isinstance(model, DDP), "overlap_param_gather": True}
     return ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="even", lr=LR, **overlap)
@@ -121,6 +130,8 @@ def _contenders() -> dict[str, Contender]:
         replace(zero_1, name="shardwise ZeRO-1 overlapped", build_optimizer=_overlapped_zero),
         replace(zero_1, name="shardwise ZeRO-1 in backward", build_optimizer=_zero_in_backward),
         replace(zero_2, name="shardwise ZeRO-2 overlapped", build_optimizer=_overlapped_zero),
+        replace(recommended, name="shardwise recommended ahead", wrap=_gathered_ahead(0)),
+        replace(recommended, name="shardwise recommended far ahead", wrap=_gathered_ahead(1 << 40)),
         replace(recommended, name=_FLAT, transport="gloo"),
         replace(recommended, name="shardwise recommended int8", wrap=_int8_recommended, dtype="bf16"),
         replace(replicated, name="shardwise replicate int8", wrap=_int8_replicated, dtype="bf16"),
