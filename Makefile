@@ -6,6 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO := runs/demo
 DOCS := .venv-docs
 export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # else each of a thousand processes compiles the package anew
 
 .PHONY: help demo test check docs guard bench gpu fuzz chaos clients clean
 help:

@@ -18,5 +18,9 @@ collect_ignore_glob = [] if all(map(importlib.util.find_spec, ("datasets", "tran
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Hide the pool of the other tests."""
-    with WorkerPool(max_ranks=4, timeout_s=300.0, preload=("torch", "torch._dynamo", "pytest", *PACKAGES)) as workers:
+    with WorkerPool(
+        max_ranks=4,
+        timeout_s=300.0,
+        preload=("torch", "torch._dynamo", "pytest", *PACKAGES, "shardwise.testing.frozen"),
+    ) as workers:
         yield workers

@@ -1,5 +1,6 @@
 """The worker pool itself: results by rank, failures with every rank's report, and life after a hang."""
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -46,6 +47,15 @@ def test_fresh_calls_run_in_new_processes_and_forked_ones_leave_the_workers(prel
         fresh = own.run(_process, num_ranks=1, fresh=True)
         assert fresh != before
         assert own.run(_process, num_ranks=1) == (before if preload else fresh)
+
+
+def _frozen() -> int:
+    return gc.get_freeze_count()
+
+
+def test_collections_in_a_forked_process_leave_what_its_server_has_imported_alone() -> None:
+    with WorkerPool(max_ranks=1, preload=PRELOAD) as own:
+        assert own.run(_frozen, num_ranks=1)[0] > 100_000
 
 
 def _shard_and_count_threads(rows: int) -> int:

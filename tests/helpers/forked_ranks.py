@@ -16,7 +16,14 @@ import pytest
 from shardwise.cli import local_ranks
 from shardwise.cli.exits import LAUNCHER_VARIABLE
 
-PRELOAD = ["torch", "shardwise.cli.rank", "shardwise.recipes.train", "shardwise.recipes.run_log", "shardwise.cli.main"]
+PRELOAD = [
+    "torch",
+    "shardwise.cli.rank",
+    "shardwise.recipes.train",
+    "shardwise.recipes.run_log",
+    "shardwise.cli.main",
+    "shardwise.testing.frozen",
+]
 
 
 class ForkedRank:

@@ -18,7 +18,14 @@ import torch.distributed as dist
 
 SEGMENT = "memfd:shardwise"
 # What takes a process seconds to import, and leaves CUDA alone: processes that are forked later could not use it.
-PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "pytest", "shardwise.testing.models")
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "pytest",
+    "shardwise.testing.models",
+    "shardwise.testing.frozen",
+)
 
 
 @dataclass(frozen=True, slots=True)

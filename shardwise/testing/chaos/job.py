@@ -36,7 +36,13 @@ from shardwise.testing.chaos.program import DIVERGENCES, Program
 from shardwise.testing.chaos.rank_program import train
 from shardwise.testing.faults import Fault, inject
 
-_PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "shardwise.testing.chaos.rank_program")
+_PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "shardwise.testing.chaos.rank_program",
+    "shardwise.testing.frozen",
+)
 _STALL_S = 4.0
 _LEAVE_S = 5.0  # for ranks that have said how they ended to end
 _PROCESSES = threading.Lock()  # multiprocessing asks after all children of this process, whichever thread started them

@@ -20,7 +20,13 @@ from shardwise.testing.fuzz.render import render
 from shardwise.testing.fuzz.sides import Play, Seat
 from shardwise.testing.pool import WorkerPool
 
-PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "shardwise.testing.fuzz.play")
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "shardwise.testing.fuzz.play",
+    "shardwise.testing.frozen",
+)
 LIMIT_S = 20.0  # of one contender; a hang is told from slowness by it
 Tales = list[list[Tale]]  # by phase, then by rank
 
