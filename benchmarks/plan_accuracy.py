@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import shard_model
+from shardwise import ZeroRedundancyOptimizer, shard_model
 from shardwise.planner.dry_run import DryRun, dry_run
 from shardwise.planner.hardware import HARDWARE, Hardware
 from shardwise.planner.measure import measured, with_ranks
@@ -156,7 +156,12 @@ class Job:
         if setting.tensor > 1:
             split_heads(plain, split)
         self.model = shard_tied(case, plain, mesh) if case.model == "tied" else self.door.wrap(plain, self.config, mesh)
-        self.optimizer = self.door.build_optimizer(self.model, self.config)
+        # ZeRO sends runs of parameters in its own order: one group, as in the code that a plan prints, not matrices first.
+        self.optimizer = (
+            ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.AdamW, partition="even", fused=True)
+            if setting.door == "gradients"
+            else self.door.build_optimizer(self.model, self.config)
+        )
         # Nothing is learned: from one batch again and again a model makes denormals within some steps, with which products
         # take up to ten times as long.
         for group in self.optimizer.param_groups:
