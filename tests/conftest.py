@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -28,6 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let xdist take files in the order of collection: by number of tests, the longest files would come last, one by one."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection go through what stays as long as the process: thousands of tests and the modules they import."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -238,6 +238,7 @@ def test_a_group_that_has_ended_keeps_no_memory_of_what_it_saved_and_its_folder_
     dist.barrier()
     assert not (tmp_path / "a" / ".lock").exists()
     assert (tmp_path / "b" / ".lock").exists()
+    dist.barrier()
     finish(tmp_path / "b")
 
 
