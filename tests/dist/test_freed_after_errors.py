@@ -85,8 +85,6 @@ def _try(door: str, failure: str, warm: bool) -> weakref.ref[nn.Module]:
 def test_a_model_whose_step_failed_is_freed_with_all_it_holds(door: str, warm: bool) -> None:
     for failure in FAILURES:
         freed = _try(door, failure, warm)
-        nn.Linear(2, 2)(
-            torch.ones(2, 2)
-        ).sum().backward()  # torch keeps the last error of its threads until another backward
+        nn.Linear(2, 2)(torch.ones(2, 2)).sum().backward()  # until then torch keeps the last error of this thread
         gc.collect()
         assert freed() is None, failure
