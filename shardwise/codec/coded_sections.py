@@ -84,9 +84,10 @@ class CodedSection:
 
     def take_coded(self, sections: torch.Tensor) -> torch.Tensor:
         """Return what is to be coded of ``sections`` (R, numel) as float32 rows (R, coded_numel), padding zero."""
-        found = torch.zeros(sections.shape[0], self.coded_numel, dtype=torch.float32, device=sections.device)
+        found = torch.empty(sections.shape[0], self.coded_numel, dtype=torch.float32, device=sections.device)
         for _, start, numel, coded in self.runs:
             found.narrow(1, coded, numel).copy_(sections.narrow(1, start, numel))
+            found.narrow(1, coded + numel, align(numel, self.code.block) - numel).zero_()
         return found
 
     def put_coded(self, rows: torch.Tensor, sections: torch.Tensor) -> None:
@@ -107,7 +108,9 @@ class CodedSection:
         for start, numel in self.rest:
             sections.narrow(1, start, numel).copy_(source.narrow(1, at, numel))
             at += numel
-        self.put_coded(self.code.decode(self.codes_in(messages), self.coded_numel), sections)
+        codes = self.codes_in(messages)
+        for _, start, numel, coded in self.runs:
+            self.code.decode_run(codes, self.coded_numel, coded, sections.narrow(1, start, numel))
 
     def sum_of(self, messages: torch.Tensor) -> torch.Tensor:
         """Return the float32 sum (1, numel) of what ``messages`` (R, message_bytes) say, in the order of their rows."""

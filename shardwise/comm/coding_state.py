@@ -37,10 +37,10 @@ class Meter:
     plain_bytes: int = 0
     has_warned: bool = False
 
-    def see(self, true: torch.Tensor, lost: torch.Tensor, params: Sequence[NamedTensor]) -> None:
+    def see(self, true: Sequence[torch.Tensor], lost: Sequence[torch.Tensor], params: Sequence[NamedTensor]) -> None:
         """Note that coding has lost ``lost`` of ``true``, once for each collective; on an accelerator nobody waits for it."""
         tiny = torch.finfo(torch.float32).tiny
-        last = torch.linalg.vector_norm(lost) / torch.linalg.vector_norm(true).clamp_min(tiny)
+        last = _norm(lost) / _norm(true).clamp_min(tiny)
         self.worst = last if self.worst is None else torch.fmax(self.worst, last)
         self.last = last
         self.num_calls += 1
@@ -64,6 +64,11 @@ class Meter:
         """Count the bytes of one collective."""
         self.sent_bytes += sent
         self.plain_bytes += plain
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm of all of them."""
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]))
 
 
 @dataclass(slots=True, eq=False)

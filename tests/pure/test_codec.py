@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from shardwise import CompressionPolicy, ConfigError
+from shardwise.codec import block_codes
 from shardwise.codec.block_codes import BlockCode
 from shardwise.codec.coded_sections import CodedSection
-from shardwise.codec.compression_policy import takes
+from shardwise.codec.compression_policy import Coding, takes
 from shardwise.layout.bucket import build_bucket
 from shardwise.layout.shard import ChunkShard
 
@@ -39,6 +40,49 @@ def test_int8_is_off_by_half_the_scale_of_its_block_at_most() -> None:
 def test_bf16_is_off_by_one_part_in_256_at_most() -> None:
     rows = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
     assert torch.all((there_and_back(BlockCode("bf16", 8), rows) - rows).abs() <= rows.abs() / 256)
+
+
+@pytest.mark.parametrize("coding", ["int8", "bf16"])
+def test_what_is_lost_is_what_does_not_come_back(coding: Coding) -> None:
+    for seed in range(12):
+        rows = drawn(seed, 1 + seed % 3, 6 * 8)
+        rows[0, 13] = (1.0, float("inf"), float("nan"))[seed % 3]
+        code = BlockCode(coding, 8)
+        coded = torch.empty(rows.shape[0], code.num_bytes(rows.shape[1]), dtype=torch.uint8)
+        lost = torch.empty_like(rows)
+        code.encode(rows, coded, lost)
+        assert torch.equal(lost.nan_to_num(), (rows - code.decode(coded, rows.shape[1])).nan_to_num())
+
+
+def test_rows_longer_than_what_is_coded_at_once_have_the_codes_of_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, rows = BlockCode("int8", 8), drawn(3, 2, 11 * 8)
+    whole, cut = (torch.zeros(2, code.num_bytes(88), dtype=torch.uint8) for _ in range(2))
+    lost, lost_cut = torch.empty_like(rows), torch.empty_like(rows)
+    code.encode(rows, whole, lost)
+    back = code.decode(whole, 88)
+    monkeypatch.setattr(block_codes, "_AT_ONCE", 40)  # three blocks of each row
+    code.encode(rows, cut, lost_cut)
+    assert torch.equal(cut, whole)
+    assert torch.equal(lost_cut, lost)
+    assert torch.equal(code.decode(whole, 88), back)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("coding", ["int8", "bf16"])
+def test_a_run_decodes_to_what_the_whole_has_there(
+    coding: Coding, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_codes, "_AT_ONCE", 40)
+    code, rows = BlockCode(coding, 8), torch.randn(2, 80, generator=torch.Generator().manual_seed(0))
+    coded = torch.empty(2, code.num_bytes(80), dtype=torch.uint8)
+    code.encode(rows, coded)
+    for first, numel in ((0, 80), (8, 1), (16, 0), (0, 33), (40, 40), (24, 51)):
+        around = torch.full((2, numel + 4), 7.0, dtype=dtype)
+        code.decode_run(coded, 80, first, around.narrow(1, 2, numel))
+        expected = code.decode(coded, 80)[:, first : first + numel].to(dtype)
+        assert torch.equal(around[:, 2 : 2 + numel], expected)
+        assert torch.all(around[:, :2] == 7)
+        assert torch.all(around[:, 2 + numel :] == 7)
 
 
 def test_zeros_and_the_largest_of_a_block_come_back_as_they_are() -> None:

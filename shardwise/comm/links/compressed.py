@@ -33,9 +33,9 @@ from shardwise.layout.bucket import align
 
 def _encoded(section: CodedSection, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Code ``rows`` into the messages ``out``; return what that has lost of them."""
-    codes = section.codes_in(out)
-    section.code.encode(rows, codes)
-    return rows - section.code.decode(codes, section.coded_numel)
+    lost = torch.empty_like(rows)
+    section.code.encode(rows, section.codes_in(out), lost)
+    return lost
 
 
 class _CodedGather:
@@ -66,7 +66,7 @@ class _CodedGather:
                 lost.append(_encoded(section, true[-1], part))
             start += section.message_bytes
         params = [param for ends in self._ends for param in ends.params]
-        self._compression.gathers.see(torch.cat(true, dim=1), torch.cat(lost, dim=1), params)
+        self._compression.gathers.see(true, lost, params)
         return message.view(-1)
 
     def deliver(self, packed: torch.Tensor) -> None:
@@ -152,7 +152,7 @@ class CompressedCommunicator(RoutedCommunicator):
         self._compression.add_residuals(true, section, params)
         lost = _encoded(section, true, messages)
         self._compression.keep_residuals(lost, section, params)
-        self._compression.reductions.see(true, lost, params)
+        self._compression.reductions.see([true], [lost], params)
         return messages
 
     def _deliver_sum(self, pieces: ScatterEnds, section: CodedSection, received: torch.Tensor, scale: Scale) -> None:
@@ -205,9 +205,9 @@ class CompressedCommunicator(RoutedCommunicator):
         rows = true.view(size, numel)
         sent = torch.zeros(size, num_bytes, dtype=torch.uint8, device=tensor.device)
         received = torch.empty_like(sent)
-        code.encode(rows, sent[:, : code.num_bytes(numel)])
-        lost = rows - code.decode(sent[:, : code.num_bytes(numel)], numel)
-        compression.reductions.see(rows, lost, params)
+        lost = torch.empty_like(rows)
+        code.encode(rows, sent[:, : code.num_bytes(numel)], lost)
+        compression.reductions.see([rows], [lost], params)
         compression.reductions.count(
             2 * num_bytes * (size - 1), 2 * section.coded_numel * tensor.dtype.itemsize * (size - 1) // size
         )
@@ -216,9 +216,9 @@ class CompressedCommunicator(RoutedCommunicator):
         for row in received.unsqueeze(1):
             total += code.decode(row[:, : code.num_bytes(numel)], numel)
         result = torch.zeros(1, num_bytes, dtype=torch.uint8, device=tensor.device)
-        code.encode(total, result[:, : code.num_bytes(numel)])
-        # What the second coding loses of the sum, its rank brings with its own next gradient.
-        lost[mine] += (total - code.decode(result[:, : code.num_bytes(numel)], numel))[0]
+        lost_of_sum = torch.empty_like(total)
+        code.encode(total, result[:, : code.num_bytes(numel)], lost_of_sum)
+        lost[mine] += lost_of_sum[0]  # its rank brings it with its own next gradient
         compression.keep_residuals(lost.view(1, -1), section, params)
         _wait(all_gather_single(received.view(-1), result.view(-1), self.packed.group, async_op=False))
         sums = code.decode(received[:, : code.num_bytes(numel)], numel).view(1, -1)
