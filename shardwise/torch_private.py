@@ -200,6 +200,17 @@ is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 """Returns True while a profiler records on this thread."""
 
 
+innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+"""Returns what ``torch.func`` runs on this thread (``vmap``, ``grad``, ``jvp``), or None."""
+
+
+def beside_transforms() -> AbstractContextManager[object]:
+    """Return a context in which tensors are made and computed with as outside ``torch.func``'s transforms."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
 def same_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """Return a context in which writes to ``tensor`` do not count as changes for autograd's checks."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)

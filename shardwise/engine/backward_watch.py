@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 
 from shardwise import torch_private
+from shardwise.torch_private import innermost_transform
 
 
 class BackwardEnd:
@@ -19,7 +20,11 @@ class BackwardEnd:
     def __call__(self) -> None:
         finish = self._finish()
         if finish is not None:
-            finish()
+            if innermost_transform() is None:
+                finish()
+            else:
+                with torch_private.beside_transforms():
+                    finish()
 
 
 class BackwardWatch:

@@ -28,6 +28,7 @@ from shardwise.units.local_gradients import run_gradient_hooks
 from shardwise.units.param import UnitParam
 from shardwise.units.state import Gathering, Subsharded
 from shardwise.units.unit import Unit
+from shardwise.units.user_writes import Written
 
 live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -247,11 +248,15 @@ class Engine:
             # In a span others read the shards: what modules have written to full parameters goes there only now.
             late, self._late = self._late, []
             for unit in late:
-                self.written.post(unit, f"{self._num_forwards}/{self.units.index(unit)}", self.journal.bulletin)
+                unit.take_writes(self._post_writes)
                 unit.reshard()
             for unit in self.units:
                 if unit.is_full:
-                    unit.keep()
+                    unit.keep(self._post_writes)
+
+    def _post_writes(self, unit: Unit, written: Written) -> None:
+        place = f"{self._num_forwards}/{self.units.index(unit)}/{unit.writes.num_compared}"
+        self.written.post(unit, written, place, self.journal.bulletin)
 
     def reshard_in_step(self, unit: Unit, after_forward: bool = False) -> None:
         """Give the full parameters of ``unit`` back, at the end of the span if somebody has written to them."""

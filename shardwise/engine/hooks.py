@@ -26,6 +26,7 @@ from shardwise.engine.notes import logger, note
 from shardwise.engine.profiled import record_transfers
 from shardwise.engine.roots import live_engine
 from shardwise.errors import StateError
+from shardwise.torch_private import beside_transforms, innermost_transform
 from shardwise.units.unit import is_in_backward
 
 Args = tuple[Any, ...]
@@ -54,9 +55,14 @@ def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _range(what: str, unit: str) -> AbstractContextManager[object]:
-    """Log that ``what`` begins for ``unit``; return a context that a profiler shows as one range."""
+    """Log that ``what`` begins for ``unit``; return a context that a profiler shows as one range.
+
+    What ``torch.func`` transforms is what the module computes, not what is gathered for it.
+    """
     if logger.isEnabledFor(logging.DEBUG):
         note(what, unit)
+    if innermost_transform() is not None:
+        return beside_transforms()
     if torch_private.is_profiling():
         record_transfers()
         return torch.profiler.record_function(f"FSDP::{what} ({unit})")
@@ -230,7 +236,8 @@ class Hooks:
         """Runs when the gradients of all inputs of one forward are known."""
         engine = self._engine()
         if engine is not None:
-            engine.inputs_done(self._unit, through)
+            with _NO_RANGE if innermost_transform() is None else beside_transforms():
+                engine.inputs_done(self._unit, through)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Hooks:
         result = memo[id(self)] = Hooks(copy.deepcopy(self._attachment, memo))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from shardwise.comm.bulletin import Bulletin
 from shardwise.engine.journal import Journal
 from shardwise.units.unit import Unit
+from shardwise.units.user_writes import Written
 
 _MAX_COMPARED = 2  # forwards per unit
 
@@ -24,10 +25,10 @@ class WrittenAlike:
     def __init__(self) -> None:
         self.posted: list[tuple[str, list[str]]] = []
 
-    def post(self, unit: Unit, place: str, bulletin: Bulletin | None) -> None:
+    def post(self, unit: Unit, written: Written, place: str, bulletin: Bulletin | None) -> None:
         """Leave what a forward has written to the full parameters of ``unit`` for the other ranks to read."""
         if bulletin is not None and unit.writes.num_compared < _MAX_COMPARED:
-            values = unit.writes.values(unit.groups)
+            values = unit.writes.values(written)
             if values:
                 unit.writes.num_compared += 1
                 bulletin.post_writes(place, values)

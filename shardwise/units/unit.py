@@ -28,7 +28,7 @@ from shardwise.units.param import UnitParam
 from shardwise.units.precision import MixedPrecisionPolicy
 from shardwise.units.shared_buckets import sharing_of
 from shardwise.units.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
-from shardwise.units.user_writes import UserWrites
+from shardwise.units.user_writes import UserWrites, Written
 
 
 class Host(Protocol):
@@ -415,12 +415,14 @@ class Unit:
             self.state = Unsharded(Source(state.source.version, span))
         return True
 
-    def take_writes(self) -> None:
+    def take_writes(self, see: Callable[[Unit, Written], None] | None = None) -> None:
         """Let what was written to full parameters go to the shards; not in a span, in which others read them.
 
-        Every rank takes its rows: all must have written the same.
+        Every rank takes its rows: all must have written the same.  ``see`` is called with what was written, before.
         """
         if self.is_full and (written := self.writes.find(self.groups)):
+            if see is not None:
+                see(self, written)
             self.writes.take(written)
 
     @property
@@ -431,9 +433,9 @@ class Unit:
             for param in self.params
         )
 
-    def keep(self) -> None:
-        """Leave full parameters registered although no forward or backward runs."""
-        self.take_writes()
+    def keep(self, see: Callable[[Unit, Written], None] | None = None) -> None:
+        """Leave full parameters registered although no forward or backward runs; ``see`` as for :meth:`take_writes`."""
+        self.take_writes(see)
         self.writes.keep(self.groups)
 
     # ---- gradients ----

@@ -70,11 +70,12 @@ class UserWrites:
                 for param in bucket.params:
                     mark_kept(param, take)
 
-    def values(self, groups: Sequence[ShardGroup]) -> list[str]:
+    @staticmethod
+    def values(written: Written) -> list[str]:
         """Return digests of what forward has written, where all ranks have the same parameters."""
         return [
             f"{param.fqn} with digest {digest_of(torch_private.data_of(param.full)):x}"
-            for _, param in self.find(groups)
+            for _, param in written
             if param.full is not None and param.inner_spec is None and not param.is_touched
         ]
 

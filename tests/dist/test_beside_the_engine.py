@@ -371,8 +371,9 @@ def test_values_that_are_not_numbers_are_no_writes() -> None:
     assert not any(param.is_touchy for unit in engine_of(model).units for param in unit.params)
 
 
+@pytest.mark.parametrize("stays_full", [False, True])
 @on_ranks(2)
-def test_ranks_that_write_different_values_in_forward_are_named() -> None:
+def test_ranks_that_write_different_values_in_forward_are_named(stays_full: bool) -> None:
     class Limited(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -381,7 +382,7 @@ def test_ranks_that_write_different_values_in_forward_are_named() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.block(self.table((x.abs() * 10).long() % 11).mean(1) + x)
 
-    model = _sharded(_blocks(Limited))
+    model = fully_shard(_blocks(Limited)) if stays_full else _sharded(_blocks(Limited))
     with pytest.raises(
         DesyncError, match=r"different values to parameters in forward.*table\.weight is not the same on rank"
     ):

@@ -815,3 +815,22 @@ def test_all_groups_are_aborted_between_the_group_calls_of_nccl(monkeypatch: pyt
     private.abort_groups()
     assert done == ["start", "first", "second", "end"]
     assert hasattr(dist.ProcessGroup, "abort")
+
+
+def test_tensors_beside_transforms_are_plain_ones_and_the_transform_goes_on() -> None:
+    assert private.innermost_transform() is None
+    with private.beside_transforms():
+        assert private.innermost_transform() is None
+    made: list[tuple[int, int]] = []
+
+    def through(x: torch.Tensor) -> torch.Tensor:
+        assert private.innermost_transform() is not None
+        with private.beside_transforms():
+            assert private.innermost_transform() is None
+            made.append((torch.empty(3).untyped_storage().nbytes(), torch.ones(2).data_ptr()))
+        assert private.innermost_transform() is not None
+        return x.square().sum()
+
+    assert torch.equal(torch.func.grad(through)(torch.ones(2)), torch.full((2,), 2.0))
+    assert made[0][0] == 12
+    assert made[0][1]

@@ -1,0 +1,80 @@
+"""``torch.func``'s transforms over the inputs of a sharded module: what they say of the module before sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.compare import full
+from helpers.ranks import on_ranks
+from torch import nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+
+from shardwise import MixedPrecisionPolicy, fully_shard, replicate, shard_model
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(5, 7), nn.Tanh()), nn.Sequential(nn.Linear(7, 3, bias=False), nn.Tanh())
+    )
+
+
+def _per_block(model: nn.Sequential, **options: Any) -> nn.Module:
+    for block in model:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+DOORS: dict[str, Callable[[nn.Sequential], Any]] = {
+    "fully_shard": _per_block,
+    "resharded": lambda model: _per_block(model, reshard_after_forward=True),
+    "full": lambda model: _per_block(model, reshard_after_forward=False),
+    "smaller mesh": lambda model: _per_block(model, reshard_after_forward=2),
+    "mixed": lambda model: _per_block(model, mp_policy=MixedPrecisionPolicy(torch.float64, torch.float64)),
+    "shard_model": shard_model,
+    "replicate": replicate,
+    "replicate, older": lambda model: replicate(model, device_ids=None),
+}
+
+Program = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
+PROGRAMS: dict[str, Program] = {
+    "jacrev": lambda run, x: jacrev(run)(x),
+    "jacfwd": lambda run, x: jacfwd(run)(x),
+    "jvp": lambda run, x: jvp(run, (x,), (torch.ones_like(x),))[1],
+    "vmap": lambda run, x: vmap(run)(x),
+    "grad": lambda run, x: grad(lambda rows: run(rows).square().sum())(x),
+    "grad per sample": lambda run, x: vmap(grad(lambda row: run(row).square().sum()))(x),
+    "hessian": lambda run, x: hessian(lambda rows: run(rows).square().sum())(x),
+}
+
+
+def _first_and_later(door: Callable[[nn.Sequential], Any], program: Program) -> None:
+    """Transform a model in its first forward, train it, and transform it again."""
+    x, plain, model = torch.linspace(-1, 1, 10).view(2, 5), _model(), _model()
+    model = door(model) or model
+    optimizers = [torch.optim.SGD(trained.parameters(), lr=0.1) for trained in (plain, model)]
+    for _ in range(2):
+        for run, expected in (
+            (model, program(plain, x)),
+            (lambda rows: functional_call(model, {}, (rows,)), program(plain, x)),
+        ):
+            torch.testing.assert_close(program(run, x).to(x.dtype), expected, rtol=1e-5, atol=1e-6)
+        for trained, optimizer in zip((plain, model), optimizers, strict=True):
+            trained(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(mine), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_a_transform_over_the_inputs_of_a_model_is_that_of_one_process(door: str) -> None:
+    for name, program in PROGRAMS.items():
+        try:
+            _first_and_later(DOORS[door], program)
+        except Exception as error:
+            raise AssertionError(f"{name}: {error}") from error
