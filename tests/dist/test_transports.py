@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.compare import full
+from helpers.compare import full, local
 from helpers.inside import engine_of, parts_from
 from helpers.ranks import on_ranks
 from helpers.sharded import build_sharded
@@ -43,7 +43,7 @@ def routes_of(model: nn.Module) -> set[str]:
 
 
 def train(model: nn.Module, name: str, num_steps: int, flat: bool) -> list[torch.Tensor]:
-    """Return losses, then gradients and parameters of every step, as whole tensors."""
+    """Return losses, then this rank's parts of gradients and parameters, of every step."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if flat:
         optimizer: torch.optim.Optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.01)
@@ -57,10 +57,10 @@ def train(model: nn.Module, name: str, num_steps: int, flat: bool) -> list[torch
             loss = model(batch).square().mean()
             loss.backward()
             seen.append(loss.detach())
-        seen += [full(param.grad).clone() for param in model.parameters() if param.grad is not None]
+        seen += [local(param.grad).clone() for param in model.parameters() if param.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
-        seen += [full(param.detach()).clone() for param in model.parameters()]
+        seen += [local(param.detach()).clone() for param in model.parameters()]
     return seen
 
 
