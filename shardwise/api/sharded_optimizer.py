@@ -42,6 +42,7 @@ from shardwise.optim.pieces import (
 )
 from shardwise.optim.protocol import Stepper
 from shardwise.optim.registry import UpdateRule
+from shardwise.optim.state_hooks import after_load, after_state_dict, before_load, before_state_dict
 from shardwise.optim.steppers import make_stepper
 from shardwise.optim.whole_matrix import WholeMatrixStep
 
@@ -210,11 +211,8 @@ class ShardedOptimizer(Optimizer):
         ``form``: how parameters are named: "indexed" as in a plain optimizer's state dict, "flat" with the keys of
         torch's ``flatten_optimizer_state_dict``, for checkpoints that others of that form read.
         """
-        for hook in torch_private.state_dict_hooks(self, "state_dict_pre"):
-            hook(self)
-        result = self._named_dict(self._stepper.states())
-        for hook in torch_private.state_dict_hooks(self, "state_dict_post"):
-            result = hook(self, result) or result
+        before_state_dict(self)
+        result = after_state_dict(self, self._named_dict(self._stepper.states()))
         return result if form == "named" else in_form(form, result["state"], result["param_groups"])
 
     def blank_state_dict(self, form: StateForm = "named", checkpoint: Checkpoint | None = None) -> dict[str, Any]:
@@ -269,9 +267,7 @@ class ShardedOptimizer(Optimizer):
 
         Raises: ConfigError if groups or names differ, LayoutError if a value does not fit its parameter.
         """
-        loaded: dict[str, Any] = dict(state_dict)
-        for hook in torch_private.state_dict_hooks(self, "load_state_dict_pre"):
-            loaded = hook(self, loaded) or loaded
+        loaded = before_load(self, state_dict)
         own = self._names_by_group()
         if is_flat(loaded):
             loaded = unflattened(loaded, own)
@@ -289,8 +285,7 @@ class ShardedOptimizer(Optimizer):
             self._stepper.load(self._unwrapped(given, adopt), options)
         copy_options(options, self.param_groups)
         copy_options(self._stepper.optimizer.param_groups, self.param_groups)
-        for hook in torch_private.state_dict_hooks(self, "load_state_dict_post"):
-            hook(self)
+        after_load(self)
 
     # ---- what else the inner optimizer has ----
 

@@ -25,6 +25,7 @@ from shardwise.optim.checkpointed import Checkpoint
 from shardwise.optim.clip import Limit
 from shardwise.optim.named_state import BlankState, HeldState, refuse_other_state
 from shardwise.optim.owned_gradient import OwnedGradient
+from shardwise.optim.state_hooks import after_load, after_state_dict, before_load, before_state_dict
 from shardwise.zero.checkpoint import ShardedState
 from shardwise.zero.checks import (
     Partition,
@@ -123,6 +124,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Optimizer.__init__(self, given, defaults)
             share = make_share(self._groups, partition, self.world_size, self.rank)
             local = make_local_optimizer(share, self._groups, lambda groups: plain(groups, **defaults))
+            self.defaults = dict(local.optim.defaults)  # schedulers look there for what the optimizer has
             overlapped = Overlapped(overlap_grad_reduce, overlap_param_gather)
             self._stepper = ShareStepper(local, self._board, parameters_as_bucket_view, overlapped)
             kind = f"partition={partition!r}, {optimizer_class.__name__}, {overlapped}"
@@ -251,15 +253,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"`consolidate_state_dict(to={self.rank})` on all ranks beforehand if you meant to save the global "
                 "state, or save `.sharded()` with torch.distributed.checkpoint without consolidation."
             )
-        return whole_state_dict(consolidated.state, self._groups)
+        before_state_dict(self)
+        return after_state_dict(self, whole_state_dict(consolidated.state, self._groups))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Load a whole state (ours, torch's or the plain optimizer's); this rank keeps copies of its share.
 
         Not collective; ``state_dict`` is not changed.  Raises: ConfigError (a ValueError) if groups do not match.
         """
-        load_whole(self._stepper.local, state_dict)
+        load_whole(self._stepper.local, before_load(self, state_dict))
         self._stepper.mark_loaded()
+        after_load(self)
 
     def sharded(
         self, names: Mapping[str, torch.Tensor] | None = None, loading: bool | Checkpoint = False, flat: bool = False

@@ -131,3 +131,47 @@ def test_param_groups_may_be_other_dicts_with_other_options(door: str) -> None:
     assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
     if isinstance(optimizer, ShardedOptimizer):
         assert sorted(optimizer.state_dict()["state"]) == sorted(name for name, _ in model.named_parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", DOORS)
+def test_hooks_on_state_dicts_are_called_and_may_put_another_in_its_place(door: str) -> None:
+    model, optimizer = _made(door)
+    _step(model, optimizer)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict(to=0)
+        if optimizer.rank:
+            return
+    called: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda _: called.append("before"))
+    optimizer.register_state_dict_post_hook(lambda _, found: called.append("after") or {**found, "note": 7})  # type: ignore[func-returns-value]
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, given: {**given, "param_groups": slower(given["param_groups"])}
+    )
+    optimizer.register_load_state_dict_post_hook(lambda _: called.append("loaded"))
+
+    def slower(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**group, "lr": 0.01} for group in groups]
+
+    found = optimizer.state_dict()
+    assert found.pop("note") == 7
+    optimizer.load_state_dict(found)
+    assert called == ["before", "after", "loaded"]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01]
+    assert [group["lr"] for group in found["param_groups"]] == [0.1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", DOORS)
+def test_defaults_are_those_of_the_optimizer_which_schedulers_of_momentum_look_at(door: str) -> None:
+    model, optimizer = _made(door)
+    plain = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1, momentum=0.9)
+    assert optimizer.defaults == plain.defaults
+    schedulers = [torch.optim.lr_scheduler.OneCycleLR(each, max_lr=0.5, total_steps=6) for each in (optimizer, plain)]
+    for _ in range(3):
+        _step(model, optimizer)
+        plain.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    mine, expected = ({key: each.param_groups[0][key] for key in ("lr", "momentum")} for each in (optimizer, plain))
+    assert mine == expected
