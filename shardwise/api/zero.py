@@ -75,6 +75,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Attributes:
         rank, world_size: this rank's number in ``process_group``, and how many it has.
         initialized: the constructor has ended.
+        defaults: those of the local optimizer.
 
     Construction is collective.  Errors of a single rank reach all ranks as DesyncError, which names rank and cause.
     Raises: TypeError, ConfigError (a ValueError) for wrong arguments; DesyncError if ranks pass different parameters.
