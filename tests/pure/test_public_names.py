@@ -54,8 +54,8 @@ FOR_USERS = {
     "UnshardHandle": "wait",
     "Wire": "bytes_per_s latency_s",
     "use_in": "replaced",
-    "ZeroRedundancyOptimizer": f"""{_OPTIMIZER} consolidate_state_dict defaults initialized join_device join_hook join_process_group
-        no_sync optim overlap_grad_reduce overlap_param_gather overlap_with_ddp parameters_as_bucket_view partition
+    "ZeroRedundancyOptimizer": f"""{_OPTIMIZER} consolidate_state_dict defaults initialized join_device join_hook
+        join_process_group no_sync optim overlap_grad_reduce overlap_param_gather overlap_with_ddp parameters_as_bucket_view partition
         process_group rank reduce_gradients sharded wait_for_params world_size""",
 }
 CLASSES = {
