@@ -55,8 +55,8 @@ FOR_USERS = {
     "Wire": "bytes_per_s latency_s",
     "use_in": "replaced",
     "ZeroRedundancyOptimizer": f"""{_OPTIMIZER} consolidate_state_dict defaults initialized join_device join_hook
-        join_process_group no_sync optim overlap_grad_reduce overlap_param_gather overlap_with_ddp parameters_as_bucket_view partition
-        process_group rank reduce_gradients sharded wait_for_params world_size""",
+        join_process_group no_sync optim overlap_grad_reduce overlap_param_gather overlap_with_ddp parameters_as_bucket_view
+        partition process_group rank reduce_gradients sharded wait_for_params world_size""",
 }
 CLASSES = {
     name: found
