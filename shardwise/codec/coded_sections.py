@@ -82,9 +82,15 @@ class CodedSection:
     def _rest_in(self, messages: torch.Tensor) -> torch.Tensor:
         return messages[:, : self.rest_numel * self.dtype.itemsize].view(self.dtype)
 
-    def take_coded(self, sections: torch.Tensor) -> torch.Tensor:
-        """Return what is to be coded of ``sections`` (R, numel) as float32 rows (R, coded_numel), padding zero."""
-        found = torch.empty(sections.shape[0], self.coded_numel, dtype=torch.float32, device=sections.device)
+    def take_coded(self, sections: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return what is to be coded of ``sections`` (R, numel) as float32 rows (R, coded_numel), padding zero.
+
+        They are written to ``out`` where it is given: (R, coded_numel or more), zero where there is more.
+        """
+        found = out
+        if found is None:
+            found = torch.empty(sections.shape[0], self.coded_numel, dtype=torch.float32, device=sections.device)
+        found.narrow(1, self.coded_numel, found.shape[1] - self.coded_numel).zero_()
         for _, start, numel, coded in self.runs:
             found.narrow(1, coded, numel).copy_(sections.narrow(1, start, numel))
             found.narrow(1, coded + numel, align(numel, self.code.block) - numel).zero_()

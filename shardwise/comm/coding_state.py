@@ -37,10 +37,12 @@ class Meter:
     plain_bytes: int = 0
     has_warned: bool = False
 
-    def see(self, true: Sequence[torch.Tensor], lost: Sequence[torch.Tensor], params: Sequence[NamedTensor]) -> None:
-        """Note that coding has lost ``lost`` of ``true``, once for each collective; on an accelerator nobody waits for it."""
-        tiny = torch.finfo(torch.float32).tiny
-        last = _norm(lost) / _norm(true).clamp_min(tiny)
+    def see(self, was: torch.Tensor, lost: torch.Tensor, params: Sequence[NamedTensor]) -> None:
+        """Note the :func:`norm_of` what was coded, and of what coding has lost of it, once for each collective.
+
+        On an accelerator nobody waits for it.
+        """
+        last = lost / was.clamp_min(torch.finfo(torch.float32).tiny)
         self.worst = last if self.worst is None else torch.fmax(self.worst, last)
         self.last = last
         self.num_calls += 1
@@ -66,8 +68,8 @@ class Meter:
         self.plain_bytes += plain
 
 
-def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm of all of them."""
+def norm_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm of all elements of ``tensors``, float32, 0-dim."""
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]))
 
 

@@ -8,6 +8,7 @@ import torch
 
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.lanes import Lanes, device_of
+from shardwise.comm.links.coded_sums import CodedSums
 from shardwise.comm.links.link import Transport
 from shardwise.comm.links.routes import Spans
 from shardwise.engine.group_links import GroupLink
@@ -21,6 +22,7 @@ class Means:
         lanes, pool: where collectives run and where their memory comes from.
         transport: which links this rank wants.
         spans: when links between ranks may be used.  links: those links, by name of their process group.
+        coded_sums: sums over replicas that are on their way, coded.
     """
 
     device: torch.device
@@ -28,6 +30,7 @@ class Means:
     pool: BufferPool
     transport: Transport = "auto"
     spans: Spans = field(default_factory=Spans)
+    coded_sums: CodedSums = field(default_factory=CodedSums)
     links: dict[str, GroupLink] = field(default_factory=dict[str, GroupLink])
 
     @classmethod

@@ -107,7 +107,7 @@ def communicators(group: ShardGroup, means: Means) -> GroupComm:
     ) -> RoutedCommunicator:
         packed = C10dCommunicator(process_group, lane, means.pool, group.custom, fetch)
         if coded is not None:
-            return CompressedCommunicator(packed, means.spans, coded)
+            return CompressedCommunicator(packed, means.spans, coded, means.coded_sums)
         return RoutedCommunicator(packed, means.spans)
 
     custom = group.custom

@@ -6,7 +6,6 @@ Collectives are those of the process group's backend, on its lane, so that it is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 
@@ -14,8 +13,8 @@ from shardwise import torch_private
 from shardwise.black_box import hearers, note, now, remember, tell, thread
 from shardwise.codec.coded_sections import CodedSection
 from shardwise.comm.buffers import BufferPool
-from shardwise.comm.c10d import C10dCommunicator, Launched, OnLane, OnLaneInPlace, all_gather_single, all_to_all_rows
-from shardwise.comm.coding_state import Compression
+from shardwise.comm.c10d import C10dCommunicator, Launched, OnLane, OnLaneInPlace, all_to_all_rows
+from shardwise.comm.coding_state import Compression, norm_of
 from shardwise.comm.communicator import (
     BucketEnds,
     GatherEnds,
@@ -25,17 +24,10 @@ from shardwise.comm.communicator import (
     ScatterEnds,
     SumContents,
 )
+from shardwise.comm.links.coded_sums import CodedSum, CodedSums
 from shardwise.comm.links.link import Link
 from shardwise.comm.links.parts import section_parts
 from shardwise.comm.links.routes import LeftOut, RoutedCommunicator, Spans
-from shardwise.layout.bucket import align
-
-
-def _encoded(section: CodedSection, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Code ``rows`` into the messages ``out``; return what that has lost of them."""
-    lost = torch.empty_like(rows)
-    section.code.encode(rows, section.codes_in(out), lost)
-    return lost
 
 
 class _CodedGather:
@@ -56,17 +48,19 @@ class _CodedGather:
     def shard(self) -> torch.Tensor:
         message = torch.zeros(1, self._message_bytes, dtype=torch.uint8, device=self._pool.device)
         start = 0
-        true: list[torch.Tensor] = []
+        norms: list[torch.Tensor] = []
         lost: list[torch.Tensor] = []
         for ends, section in zip(self._ends, self._sections, strict=True):
             part, mine = message.narrow(1, start, section.message_bytes), ends.section().view(1, -1)
             section.put_rest(mine, part)
             if section.runs:
-                true.append(section.take_coded(mine))
-                lost.append(_encoded(section, true[-1], part))
+                rows = section.take_coded(mine)
+                norms.append(norm_of([rows]))
+                section.code.encode(rows, section.codes_in(part), rows)
+                lost.append(rows)
             start += section.message_bytes
         params = [param for ends in self._ends for param in ends.params]
-        self._compression.gathers.see(true, lost, params)
+        self._compression.gathers.see(norm_of(norms), norm_of(lost), params)
         return message.view(-1)
 
     def deliver(self, packed: torch.Tensor) -> None:
@@ -88,9 +82,10 @@ class CompressedCommunicator(RoutedCommunicator):
     Collectives that a user has set of their own go before.
     """
 
-    def __init__(self, packed: C10dCommunicator, spans: Spans, compression: Compression) -> None:
+    def __init__(self, packed: C10dCommunicator, spans: Spans, compression: Compression, sums: CodedSums) -> None:
         super().__init__(packed, spans)
         self._compression = compression
+        self._sums = sums
 
     @property
     def planned_link(self) -> Link | None:
@@ -148,11 +143,12 @@ class CompressedCommunicator(RoutedCommunicator):
     def _messages(self, rows: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> torch.Tensor:
         messages = torch.zeros(rows.shape[0], section.message_bytes, dtype=torch.uint8, device=rows.device)
         section.put_rest(rows, messages)
-        true = section.take_coded(rows)
-        self._compression.add_residuals(true, section, params)
-        lost = _encoded(section, true, messages)
-        self._compression.keep_residuals(lost, section, params)
-        self._compression.reductions.see([true], [lost], params)
+        coded = section.take_coded(rows)
+        self._compression.add_residuals(coded, section, params)
+        was = norm_of([coded])
+        section.code.encode(coded, section.codes_in(messages), coded)  # is what that has lost from here on
+        self._compression.keep_residuals(coded, section, params)
+        self._compression.reductions.see(was, norm_of([coded]), params)
         return messages
 
     def _deliver_sum(self, pieces: ScatterEnds, section: CodedSection, received: torch.Tensor, scale: Scale) -> None:
@@ -165,11 +161,7 @@ class CompressedCommunicator(RoutedCommunicator):
         return float(self.size) if scale.divisor is None else scale.divisor
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Pending:
-        """Reduce in place: coded parts to one rank each, which sums them, and the sums, coded again, to all.
-
-        On the host it ends before it returns: a second collective follows the first, and which others come between must
-        be the same on all ranks.
-        """
+        """Reduce in place: coded parts to one rank each, which sums them, and the sums, coded again, to all."""
         if note("reduction", "replicas", [tensor]):
             return LeftOut()
         coding, lane = self._compression.policy.reduce, self.packed.lane
@@ -178,54 +170,12 @@ class CompressedCommunicator(RoutedCommunicator):
             section = self._compression.section_of(contents, tensor.dtype, coding)
         if contents is None or section is None or not section.runs:
             return self.packed.all_reduce(tensor, scale)
+        coded = CodedSum(self.packed, self._compression, section, tensor, contents.params, scale)
+        if not lane.is_concurrent:
+            return self._sums.launch(coded)
         lane.wait_current()
-        with lane.run() if lane.is_concurrent else nullcontext():
-            self._reduce_rest(tensor, section, scale)
-            self._reduce_coded(tensor, section, contents.params, scale)
-        return (
-            OnLaneInPlace(lane) if lane.is_concurrent else Launched(None, lambda: None, lambda: None, self.packed.group)
-        )
-
-    def _reduce_rest(self, tensor: torch.Tensor, section: CodedSection, scale: Scale) -> None:
-        windows = [tensor.narrow(0, start, numel) for start, numel in section.rest]
-        if windows:
-            rest = torch.cat(windows)
-            self.packed.all_reduce_here(rest, scale)
-            torch_private.copy_all(windows, list(rest.split([window.numel() for window in windows])))
-
-    def _reduce_coded(
-        self, tensor: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor], scale: Scale
-    ) -> None:
-        compression, size, code, mine = self._compression, self.size, section.code, self.rank
-        numel = align(-(-section.coded_numel // size), code.block)  # of what one rank sums
-        num_bytes = align(code.num_bytes(numel), 16)
-        true = torch.zeros(1, size * numel, dtype=torch.float32, device=tensor.device)
-        true[:, : section.coded_numel] = section.take_coded(tensor.view(1, -1))
-        compression.add_residuals(true, section, params)
-        rows = true.view(size, numel)
-        sent = torch.zeros(size, num_bytes, dtype=torch.uint8, device=tensor.device)
-        received = torch.empty_like(sent)
-        lost = torch.empty_like(rows)
-        code.encode(rows, sent[:, : code.num_bytes(numel)], lost)
-        compression.reductions.see([rows], [lost], params)
-        compression.reductions.count(
-            2 * num_bytes * (size - 1), 2 * section.coded_numel * tensor.dtype.itemsize * (size - 1) // size
-        )
-        _wait(all_to_all_rows(received, sent, self.packed.group, async_op=False))
-        total = torch.zeros(1, numel, dtype=torch.float32, device=tensor.device)
-        for row in received.unsqueeze(1):
-            total += code.decode(row[:, : code.num_bytes(numel)], numel)
-        result = torch.zeros(1, num_bytes, dtype=torch.uint8, device=tensor.device)
-        lost_of_sum = torch.empty_like(total)
-        code.encode(total, result[:, : code.num_bytes(numel)], lost_of_sum)
-        lost[mine] += lost_of_sum[0]  # its rank brings it with its own next gradient
-        compression.keep_residuals(lost.view(1, -1), section, params)
-        _wait(all_gather_single(received.view(-1), result.view(-1), self.packed.group, async_op=False))
-        sums = code.decode(received[:, : code.num_bytes(numel)], numel).view(1, -1)
-        section.put_coded(sums.div_(self._divisor(scale)), tensor.view(1, -1))
-
-
-def _wait(work: object) -> None:
-    wait = getattr(work, "wait", None)
-    if wait is not None:
-        wait()
+        with lane.run():
+            coded.begin()
+            coded.turn()
+            coded.end()
+        return OnLaneInPlace(lane)
