@@ -276,3 +276,53 @@ def test_a_step_that_is_taken_back_takes_its_residuals_back() -> None:
     assert any(each.any() for each in seen[0].values())
     for name, before in seen[0].items():
         assert torch.equal(seen[1][name], before), name
+
+
+def replicated_blocks(policy: CompressionPolicy) -> nn.Sequential:
+    """Return four blocks, each a unit of replicas, whose sums are coded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(48, 48) for _ in range(4)])
+    for block in model:
+        replicate(block, compression=policy)
+    replicate(model, compression=policy)
+    return model
+
+
+def record_parts_and_sums(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets "s" where parts of a coded sum are sent, and "b" where what they sum to comes back."""
+    order: list[str] = []
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    for letter, name in (("s", "all_to_all_single"), ("b", gather)):
+        original = getattr(dist, name)
+
+        def call(*args: Any, letter: str = letter, original: Any = original, **kwargs: Any) -> Any:
+            order.append(letter)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(dist, name, call)
+    return order
+
+
+@on_ranks(2)
+def test_a_coded_sum_comes_back_while_those_of_the_next_units_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = record_parts_and_sums(monkeypatch)
+    backward(replicated_blocks(REDUCE), 0)
+    assert "".join(order) == "ssbsbsbb"
+
+
+@on_ranks(2)
+def test_a_backward_that_raises_leaves_no_coded_sum_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = CompressionPolicy(reduce="int8", block=64, min_bytes=1024, error_feedback=False)
+    model, plain = replicated_blocks(policy), replicated_blocks(policy)
+    handle = model[0].register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(model, 1)
+    handle.remove()
+    for seed in (2, 3):
+        for each in (model, plain):
+            order = record_parts_and_sums(monkeypatch)
+            each.zero_grad()
+            backward(each, seed)
+            assert "".join(order) == "ssbsbsbb"
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(local(param.grad), local(other.grad))
