@@ -134,7 +134,8 @@ class Reductions:
         added = self._absorb(launch, gradients) if self._deferred else launch.partial
         try:
             self._reduce(launch, gradients, added)
-            self._means.coded_sums.go_on()
+            if self._means.coded_sums.open:
+                self._means.coded_sums.go_on()
         except RuntimeError as error:
             if not concerns_others(error):
                 raise

@@ -148,41 +148,44 @@ class CodedSums:
 
     They turn when the next unit's have begun, or where they, or the one before them, are waited for: places to which every
     rank comes in the same order.  So they travel while backward goes on.
+
+    Attributes:
+        open: those sums.
     """
 
     def __init__(self) -> None:
-        self._open: list[CodedSum] = []
+        self.open: list[CodedSum] = []
         self._num_earlier = 0  # of those: begun before the last go_on()
 
     def launch(self, coded: CodedSum) -> Pending:
         """Begin ``coded``."""
         coded.begin()
-        self._open.append(coded)
+        self.open.append(coded)
         return _Sent(self, coded)
 
     def go_on(self) -> None:
         """Let turn what had begun before this was called the last time."""
         for _ in range(self._num_earlier):
             self._turn_first()
-        self._num_earlier = len(self._open)
+        self._num_earlier = len(self.open)
 
     def turn(self, coded: CodedSum) -> None:
         """Let ``coded`` and those before it turn, if they have not, and the one after it."""
-        while self._open and not coded.has_turned:
+        while self.open and not coded.has_turned:
             self._turn_first()
-        if self._open:
+        if self.open:
             self._turn_first()
 
     def _turn_first(self) -> None:
         self._num_earlier = max(self._num_earlier - 1, 0)
-        self._open.pop(0).turn()
+        self.open.pop(0).turn()
 
     def forget(self, coded: CodedSum) -> None:
         """Let ``coded`` never turn."""
         if not coded.has_turned:
-            number = self._open.index(coded)
+            number = self.open.index(coded)
             self._num_earlier -= number < self._num_earlier
-            del self._open[number]
+            del self.open[number]
 
 
 class _Sent:
