@@ -270,7 +270,7 @@ class Mates:
         words, name = self._words[place], self.name_of(place)
         span, mine = words[_OPEN] >> _CALL_BITS, self._mine[_OPEN] >> _CALL_BITS
         if not span:
-            return f"rank {name} had come to no forward yet"
+            return f"rank {name} had not come there"
         which = "the same" if span == mine else "an earlier" if span < mine else "a later"
         kind = "backward" if words[_OPEN] & _IN_BACKWARD else "forward"
         done = [
