@@ -84,6 +84,13 @@ def test_half_precision_is_drawn_where_it_is_exact() -> None:
     assert all(case.settings.arithmetic == "integers" and case.num_ranks != 3 for case in halves)
 
 
+def test_gradients_that_may_be_equal_by_chance_are_not_left_to_one_comparison() -> None:
+    alone, oddments = Contender("zero_alone", update="whole"), Node("Oddments", form="scalar wide")
+    assert suits(small(root=Node("Stack", children=(oddments, Node("Mlp")), segments=(Segment((0, 1)),))), alone)
+    for others in ((), (Node("Mlp", frozen=True),)):
+        assert not suits(small(root=Node("Stack", children=(oddments, *others), segments=(Segment((0,)),))), alone)
+
+
 def test_no_door_without_units_is_asked_for_methods_of_units() -> None:
     asks = small(*STEP, do.Unshard(0))
     assert suits(asks, Contender("fully_shard"))

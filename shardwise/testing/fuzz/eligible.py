@@ -85,11 +85,14 @@ def _has_whole_matrices(case: Case, contender: Contender) -> bool:
 def _averages(case: Case, contender: Contender) -> bool:
     """ZeRO alone takes what a closure has made as torch's class does; what else is not averaged its step refuses by name.
 
-    Before that torch's own clipping tells the norm of one rank's gradients, which nobody of ours sees.
+    Before that torch's own clipping tells the norm of one rank's gradients, which nobody of ours sees.  It compares in the
+    first step alone, where the few whole numbers of oddments may happen to be the same on all ranks.
     """
+    if contender.door != "zero_alone":
+        return True
     closes = any(isinstance(action, do.Step) and action.closure for action in case.actions)
     clips = any(isinstance(action, do.Clip) for action in case.actions)
-    return contender.door != "zero_alone" or not (closes or clips)
+    return not (closes or clips) and _has_matrices(case.model.root)
 
 
 def _hooks_gradients(case: Case, contender: Contender) -> bool:
@@ -332,6 +335,13 @@ def _rows_of_codes(node: Node) -> list[int]:
     """Return the rows of parameters of a tensor subclass, which DDP and ZeRO would have to send whole."""
     own = [node.size] if node.kind == "Quant" else []
     return own + [rows for child in node.children for rows in _rows_of_codes(child)]
+
+
+def _has_matrices(node: Node) -> bool:
+    """True if gradients of some parameters depend on more than a few numbers of a batch."""
+    if node.children:
+        return not node.frozen and any(_has_matrices(child) for child in node.children)
+    return _trains(node) and node.kind not in ("Oddments", "Stack")
 
 
 def _trains(node: Node) -> bool:
