@@ -452,6 +452,9 @@ class FSDPModule(_Base):
         # Module.to and its kin must meet the shards; flat memory is rebuilt at the next unshard.
         self.reshard()
         units = {owner for unit in self._units(recurse=True) for owner in (unit, *unit.borrows)}
+        engine = engine_of(self._unit())
+        if engine is not None and engine.awaits_backward:
+            engine.converted.note(param for unit in units for param in unit.params)
         with converting(self._unit().groups, units, fn) as convert:
             return super()._apply(convert, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -32,7 +32,8 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
     result = object.__new__(type(module))
     memo[id(module)] = result
     # torch copies gradients of DTensors with them, unlike those of other parameters.
-    apart = [(each.sharded, each.sharded.grad) for each in attachment.unit.params]
+    owners = (attachment.unit, *attachment.unit.borrows)
+    apart = [(each.sharded, each.sharded.grad) for owner in owners for each in owner.params]
     for sharded, _ in apart:
         sharded.grad = None
     try:

@@ -13,6 +13,7 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.comm.links.link import SpanKind
 from shardwise.engine.backward_watch import BackwardWatch
+from shardwise.engine.converted import Converted
 from shardwise.engine.forwards import Forward, Forwards, explain_no_memory
 from shardwise.engine.journal import Journal
 from shardwise.engine.manual import ManualFinalization
@@ -66,7 +67,7 @@ class Engine:
         is_last_backward: False defers waiting for reductions to a later backward.
         outside: what users do to the model beside it; None before a root's first forward.
         written: what forwards have written to parameters, to be compared between ranks.
-        awaits_backward: a forward has built a graph since the last backward.
+        awaits_backward: a forward has built a graph since the last backward.  converted: what was converted since.
         post_optim_event: what the next step waits for instead of all that was done before; used once.
     """
 
@@ -88,6 +89,7 @@ class Engine:
         self._num_forwards = 0
         self._is_graphless = False  # the last forward built no graph
         self.awaits_backward = False
+        self.converted = Converted()
         live_engines.add(self)
 
     def adopt(self, units: Iterable[Unit]) -> None:
@@ -230,6 +232,8 @@ class Engine:
                 unit.reshard()
         self._is_graphless = not torch.is_grad_enabled()
         self.awaits_backward = not self._is_graphless
+        if self.awaits_backward and self.converted.before:  # of another graph
+            self.converted = Converted()
         if self._is_graphless and self.means.lanes.are_concurrent:  # else backward ends it
             self.means.lanes.host_waits_for_copies()  # whoever has the shards on the host may write to them next
         self._leave_span()
@@ -357,6 +361,8 @@ class Engine:
                 return
             self.abort_backward()
         self.awaits_backward = False
+        if self.converted.before:
+            self.converted.check(self.journal)
         self.manual.check_completed("a backward")
         self.manual.begin_backward()
         new_end = self.watch.begin()

@@ -105,3 +105,15 @@ def test_a_copy_prefetches_its_own_units() -> None:
     assert [ref() for ref in second.backward_prefetch] == [first]
     _backward(copied, 0)
     assert_same(copied, _reference(0))
+
+
+@on_ranks(1, 2)
+def test_a_copy_begins_without_gradients_of_weights_that_another_unit_lends() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    model[0].weight = model[1].weight
+    fully_shard(model[1])  # owns the weight, which is met in the other module first
+    fully_shard(model)
+    _backward(model, 0)
+    copied = copy.deepcopy(model)
+    assert all(param.grad is not None for param in model.parameters())
+    assert all(param.grad is None for param in copied.parameters())

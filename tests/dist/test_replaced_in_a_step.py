@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.compare import assert_same, average_gradients, local
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import FSDPModule, StateError, ZeroRedundancyOptimizer, fully_shard, replicate
+from shardwise import DesyncError, FSDPModule, StateError, ZeroRedundancyOptimizer, fully_shard, replicate
 
 older_replicate = functools.partial(replicate, device_ids=None)
 DOORS: list[Callable[..., Any]] = [fully_shard, replicate, older_replicate]
@@ -163,3 +164,52 @@ def test_plain_parameters_that_are_converted_after_a_forward_get_gradients_that_
         assert gradient is not None
         assert gradient.dtype == torch.float32
         torch.testing.assert_close(gradient, want.float(), atol=1e-5, rtol=1e-5)
+
+
+def _write_past_torchs_count(model: nn.Sequential) -> None:
+    model.double().float()
+    model[0].bias.data.add_(1.0)  # of the converted shard alone: the graph's values on one process stay
+
+
+def _rounded(model: nn.Sequential) -> None:
+    model.bfloat16().float()
+
+
+def _and_back(model: nn.Sequential) -> None:
+    model.double().float()
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("door", [fully_shard, replicate])
+@pytest.mark.parametrize("change", [_write_past_torchs_count, _rounded, _and_back])
+def test_values_that_change_by_a_conversion_between_forward_and_backward_are_named(door: Any, change: Any) -> None:
+    model = _through(door, _model())
+    model(batch(0)).sum().backward()
+    before = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    loss = model(batch(0)).sum()
+    change(model)
+    if change is _and_back:
+        loss.backward()
+        for param, gradient in zip(model.parameters(), before, strict=True):
+            assert torch.equal(local(param.grad), local(gradient))
+        return
+    with pytest.raises((StateError, DesyncError), match="conver.* between a forward and its backward"):
+        loss.backward()
+    model(batch(0)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", [fully_shard, replicate])
+def test_what_is_converted_and_loaded_before_another_forward_is_nobodys_business(door: Any) -> None:
+    model, plain = _through(door, _model()), _model()
+    for each in (model, plain):
+        each(batch(0)).sum()  # of which no backward comes
+        each.double().float()
+        with torch.no_grad():
+            for param in each.parameters():
+                param.mul_(0.5)
+        each(batch(0)).sum().backward()
+    average_gradients(plain)
+    assert_same(model, plain)
