@@ -453,8 +453,8 @@ class FSDPModule(_Base):
         self.reshard()
         units = {owner for unit in self._units(recurse=True) for owner in (unit, *unit.borrows)}
         engine = engine_of(self._unit())
-        if engine is not None and engine.awaits_backward:
-            engine.converted.note(param for unit in units for param in unit.params)
+        if engine is not None:
+            engine.converted.note((param for unit in units for param in unit.params), engine.awaits_backward)
         with converting(self._unit().groups, units, fn) as convert:
             return super()._apply(convert, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 

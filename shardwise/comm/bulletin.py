@@ -113,6 +113,32 @@ class Bulletin:
                 self.tell(Position(position.num_calls, position.recent, problem))
                 raise DesyncError(f"{problem}\n{_RULE}")
 
+    def union(self, topic: str, mine: Sequence[str], position: Position) -> set[str]:
+        """Return what any rank gives as ``mine``, the same on every rank; all ask at the same place of their program.
+
+        Raises: DesyncError if a rank does not ask.
+        """
+        posts = self._posts
+        self._counts[topic] += 1
+        place = f"{topic}/{self._counts[topic]}"
+        if posts.rank:
+            posts.post(place, json.dumps(list(mine)))
+            peers, place, limit_s = (0,), f"{place}/all", posts.timeout_s + GRACE_S
+        else:
+            peers, limit_s = posts.peers(), posts.timeout_s
+        found = posts.collect(place, peers, limit_s)
+        absent = [other for other in peers if other not in found]
+        if absent:
+            problem = posts.absence(
+                absent, f"rank {self._rank} comes with new {topic}, not so {posts.named(absent)}: {_listed(mine)}"
+            )
+            self.tell(Position(position.num_calls, position.recent, problem))
+            raise DesyncError(f"{problem}\n{_RULE}")
+        every = {*mine}.union(*(json.loads(theirs) for theirs in found.values()))
+        if not posts.rank:
+            posts.post(f"{place}/all", json.dumps(sorted(every)))
+        return every
+
     def check_deviation(self, what: str, position: Position) -> None:
         """Raise DesyncError unless all ranks leave their plan here, in the way that ``what`` says.
 

@@ -1,7 +1,8 @@
-"""Conversions between a forward and its backward: backward gathers shards anew, and the graph wants what forward had gathered.
+"""Conversions of shards that forwards have gathered: what has other values after them, on any rank.
 
-On one process a conversion puts other memory in place, so that what is written after it does not reach the graph.  Writes that
-torch counts are found by their versions; for the others, and for what a conversion has rounded, values are compared here.
+On one process a conversion puts other memory in place, which leaves what a graph holds as it is.  Here backward gathers shards
+anew: values that a conversion has rounded, or that were written to it through ``.data``, which torch does not count, are not
+those that the graph was made with.
 """
 
 from __future__ import annotations
@@ -15,44 +16,45 @@ from shardwise.engine.journal import Journal
 from shardwise.errors import StateError
 from shardwise.units.param import UnitParam
 
-_WHAT = "values that conversions between a forward and its backward have changed"
-
 
 class Converted:
-    """What was converted since a forward that awaits its backward.
+    """What was converted since shards were last put together.
 
     Attributes:
         before: dtypes and digests of the shards before the first conversion.
+        awaits_backward: a forward had built a graph then of which no backward had come.
     """
 
     def __init__(self) -> None:
         self.before: dict[UnitParam, tuple[torch.dtype, int]] = {}
+        self.awaits_backward = False
 
-    def note(self, params: Iterable[UnitParam]) -> None:
+    def note(self, params: Iterable[UnitParam], awaits_backward: bool) -> None:
         """Remember what ``params`` are: they are about to be converted.
 
         Those that nobody gathers stay in the graph.  What was replaced is named where its gradient comes.
         """
+        self.awaits_backward = awaits_backward
         for param in params:
             is_gathered = param.full is not None and param.full is not param.sharded
             if is_gathered and param.is_registered and param not in self.before and not param.local.is_meta:
                 self.before[param] = param.local.dtype, digest_of(param.local)
 
-    def check(self, journal: Journal) -> None:
-        """Raise StateError or DesyncError on every rank if something has other values than before.
+    def settle(self, journal: Journal, is_backward: bool) -> None:
+        """Tell what has kept its values on all ranks from what is to count as written.
 
-        What has another dtype now is named where its gradient comes.
+        Raises: StateError on every rank where a backward begins that needs what was; DesyncError unless all ranks convert.
         """
         before, self.before = self.before, {}
-        changed: list[str] = []
-        for param, (dtype, digest) in before.items():
-            if param.local.dtype is dtype and digest_of(param.local) != digest:
-                changed.append(param.fqn)
+        changed = {param.fqn for param, was in before.items() if was != (param.local.dtype, digest_of(param.local))}
         if journal.bulletin is not None:
-            journal.bulletin.check_facts(_WHAT, changed, journal.position())
-        if changed:
-            raise StateError(
-                f"{changed[0]} was converted between a forward and its backward, and has other values now: written to "
-                "through .data, or rounded. Backward wants those of the forward, which are gone. Convert parameters, and "
-                "write to them, before forward or after backward"
-            )
+            changed = journal.bulletin.union("conversions of parameters", sorted(changed), journal.position())
+        for param, (dtype, _) in before.items():
+            if param.fqn not in changed:
+                param.count.has_kept_values = param.local is not param.count.local()
+            elif is_backward and self.awaits_backward and param.local.dtype is dtype:
+                raise StateError(
+                    f"{param.fqn} was converted between a forward and its backward, and has other values now: written to "
+                    "through .data, or rounded. Backward wants those of the forward, which are gone. Convert parameters, "
+                    "and write to them, before forward or after backward"
+                )

@@ -67,7 +67,8 @@ class Engine:
         is_last_backward: False defers waiting for reductions to a later backward.
         outside: what users do to the model beside it; None before a root's first forward.
         written: what forwards have written to parameters, to be compared between ranks.
-        awaits_backward: a forward has built a graph since the last backward.  converted: what was converted since.
+        awaits_backward: a forward has built a graph since the last backward.
+        converted: what was converted since shards were put together.
         post_optim_event: what the next step waits for instead of all that was done before; used once.
     """
 
@@ -200,6 +201,8 @@ class Engine:
             for unit in self.units:
                 if unit.uses_default_reshard:
                     unit.reshard()
+        if self.converted.before:
+            self.converted.settle(self.journal, is_backward=False)
         self.enter_span("forward")
         event, self.post_optim_event = self.post_optim_event, None
         lanes = self.means.lanes
@@ -232,8 +235,6 @@ class Engine:
                 unit.reshard()
         self._is_graphless = not torch.is_grad_enabled()
         self.awaits_backward = not self._is_graphless
-        if self.awaits_backward and self.converted.before:  # of another graph
-            self.converted = Converted()
         if self._is_graphless and self.means.lanes.are_concurrent:  # else backward ends it
             self.means.lanes.host_waits_for_copies()  # whoever has the shards on the host may write to them next
         self._leave_span()
@@ -362,7 +363,7 @@ class Engine:
             self.abort_backward()
         self.awaits_backward = False
         if self.converted.before:
-            self.converted.check(self.journal)
+            self.converted.settle(self.journal, is_backward=True)
         self.manual.check_completed("a backward")
         self.manual.begin_backward()
         new_end = self.watch.begin()

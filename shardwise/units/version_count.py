@@ -20,14 +20,16 @@ class VersionCount:
         last: the version when its unit last looked.
         gathered: the version that the full form was last gathered from, and what has been put in since that is no write.
         local: weak reference to the local tensor whose writes are counted, if the shard is a DTensor.
+        has_kept_values: what was put in the place of that has its values, on all ranks.
     """
 
-    __slots__ = ("base", "gathered", "last", "local")
+    __slots__ = ("base", "gathered", "has_kept_values", "last", "local")
 
     def __init__(self) -> None:
         self.base = 0
         self.last = 0
         self.gathered = -1
+        self.has_kept_values = False
         self.local: Callable[[], torch.Tensor | None] = _nothing
 
     def of(self, sharded: torch.Tensor, local: torch.Tensor) -> int:
@@ -43,12 +45,12 @@ class VersionCount:
     def go_on(self, sharded: torch.Tensor, local: torch.Tensor) -> None:
         """Go on counting where user code has put ``local`` in the place of another.
 
-        It is another version, whatever was written to either.  To autograd it is a write only if it has been written to:
-        on one process conversions leave what a graph holds as it is counted.
+        It is another version, whatever was written to either.  To autograd it is no write if it has kept its values: on one
+        process conversions leave what a graph holds as it is.
         """
         if local is sharded:
             return  # a plain parameter: what counts its writes stays
-        before = self.last
+        before, is_same, self.has_kept_values = self.last, self.has_kept_values, False
         self.keep(before + 1, sharded, local)
-        if self.gathered == before and not (sharded._version or local._version):
+        if self.gathered == before and is_same and not (sharded._version or local._version):
             self.gathered += 1
