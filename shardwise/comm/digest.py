@@ -11,6 +11,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def digest_of(values: torch.Tensor) -> int:
     """Return a number that depends on every bit of ``values`` and on their order; 0 for zeros."""
+    values = torch.view_as_real(values) if values.is_complex() else values
     numbers = values.detach().reshape(-1).view(_INTEGERS[values.element_size()])
     weights = torch.arange(1, min(CHUNK_NUMEL, numbers.numel()) + 1, device=values.device) * _ODD
     weights = (weights ^ (weights >> 31)) * _ODD | 1

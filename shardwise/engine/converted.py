@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 from shardwise.comm.digest import digest_of
 from shardwise.engine.journal import Journal
 from shardwise.errors import StateError
 from shardwise.units.param import UnitParam
+
+
+def _has_bits(local: torch.Tensor) -> bool:
+    return type(local) in (torch.Tensor, nn.Parameter) and not local.is_meta
 
 
 class Converted:
@@ -32,12 +37,13 @@ class Converted:
     def note(self, params: Iterable[UnitParam], awaits_backward: bool) -> None:
         """Remember what ``params`` are: they are about to be converted.
 
-        Those that nobody gathers stay in the graph.  What was replaced is named where its gradient comes.
+        Those that nobody gathers stay in the graph.  What was replaced is named where its gradient comes.  Tensors of users'
+        classes need have no bits to look at: they count as written.
         """
         self.awaits_backward = awaits_backward
         for param in params:
             is_gathered = param.full is not None and param.full is not param.sharded
-            if is_gathered and param.is_registered and param not in self.before and not param.local.is_meta:
+            if is_gathered and param.is_registered and param not in self.before and _has_bits(param.local):
                 self.before[param] = param.local.dtype, digest_of(param.local)
 
     def settle(self, journal: Journal, is_backward: bool) -> None:

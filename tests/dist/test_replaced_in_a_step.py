@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import FSDPModule, StateError, ZeroRedundancyOptimizer, fully_shard, replicate
+from shardwise.testing.fuzz.codes import Codes
 
 older_replicate = functools.partial(replicate, device_ids=None)
 DOORS: list[Callable[..., Any]] = [fully_shard, replicate, older_replicate]
@@ -223,6 +224,28 @@ def test_graphs_of_before_a_conversion_are_told_apart_from_those_of_after_it(
         losses[0].backward()
     average_gradients(plain)
     assert_same(model, plain)
+
+
+class _Quantized(nn.Module):
+    """A frozen weight of a class that allows little, and a trained one of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(Codes(torch.arange(24, dtype=torch.int8).view(4, 6)), requires_grad=False)
+        self.turns = nn.Parameter(torch.ones(4, 4, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.codes.dequantize().T).to(torch.complex128) @ self.turns).abs()
+
+
+@on_ranks(1, 2)
+def test_conversions_of_what_has_no_plain_bits_are_no_matter() -> None:
+    model = fully_shard(_Quantized())
+    for _ in range(2):
+        loss = model(batch(0)).sum()
+        model.to("cpu")
+        loss.backward()
+    assert local(model.turns.grad).abs().sum() > 0
 
 
 @on_ranks(2)
