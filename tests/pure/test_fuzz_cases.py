@@ -91,6 +91,12 @@ def test_gradients_that_may_be_equal_by_chance_are_not_left_to_one_comparison() 
         assert not suits(small(root=Node("Stack", children=(oddments, *others), segments=(Segment((0,)),))), alone)
 
 
+def test_closures_are_not_left_to_a_ddp_that_a_conversion_has_unhooked() -> None:
+    converts, closes, zero = do.Change("convert"), do.Step(closure=True), Contender("zero1", update="even")
+    assert not suits(small(converts, closes), zero)
+    assert all(suits(small(*actions), zero) for actions in ((closes,), (converts, *STEP)))
+
+
 def test_no_door_without_units_is_asked_for_methods_of_units() -> None:
     asks = small(*STEP, do.Unshard(0))
     assert suits(asks, Contender("fully_shard"))

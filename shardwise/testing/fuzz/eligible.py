@@ -86,12 +86,14 @@ def _averages(case: Case, contender: Contender) -> bool:
     """ZeRO alone takes what a closure has made as torch's class does; what else is not averaged its step refuses by name.
 
     Before that torch's own clipping tells the norm of one rank's gradients, which nobody of ours sees.  It compares in the
-    first step alone, where the few whole numbers of oddments may happen to be the same on all ranks.
+    first step alone, where the few whole numbers of oddments may happen to be the same on all ranks.  DDP averages nothing
+    any more once a conversion has replaced what its hooks hang on.
     """
-    if contender.door != "zero_alone":
-        return True
     closes = any(isinstance(action, do.Step) and action.closure for action in case.actions)
     clips = any(isinstance(action, do.Clip) for action in case.actions)
+    converts = any(isinstance(action, do.Change) and action.how == "convert" for action in case.actions)
+    if contender.door != "zero_alone":
+        return not (contender.door == "zero1" and closes and converts)
     return not (closes or clips) and _has_matrices(case.model.root)
 
 
