@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -110,8 +111,7 @@ class Bulletin:
                     "parameter, so that all must write the same: gather what the values are made of first, or write on one "
                     "rank and broadcast"
                 )
-                self.tell(Position(position.num_calls, position.recent, problem))
-                raise DesyncError(f"{problem}\n{_RULE}")
+                self._refuse(problem, position)
 
     def union(self, topic: str, mine: Sequence[str], position: Position) -> set[str]:
         """Return what any rank gives as ``mine``, the same on every rank; all ask at the same place of their program.
@@ -132,8 +132,7 @@ class Bulletin:
             problem = posts.absence(
                 absent, f"rank {self._rank} comes with new {topic}, not so {posts.named(absent)}: {_listed(mine)}"
             )
-            self.tell(Position(position.num_calls, position.recent, problem))
-            raise DesyncError(f"{problem}\n{_RULE}")
+            self._refuse(problem, position)
         every = {*mine}.union(*(json.loads(theirs) for theirs in found.values()))
         if not posts.rank:
             posts.post(f"{place}/all", json.dumps(sorted(every)))
@@ -176,8 +175,11 @@ class Bulletin:
             absent = [other for other in peers if other not in found]
             problem = posts.absence(absent, late(posts.named(absent)))
         if problem:
-            self.tell(Position(position.num_calls, position.recent, problem))
-            raise DesyncError(f"{problem}\n{_RULE}")
+            self._refuse(problem, position)
+
+    def _refuse(self, problem: str, position: Position) -> NoReturn:
+        self.tell(Position(position.num_calls, position.recent, problem))
+        raise DesyncError(f"{problem}\n{_RULE}")
 
     def tell(self, position: Position) -> None:
         """Leave where this rank is, and why it goes no further, for the others to read."""

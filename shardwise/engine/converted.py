@@ -49,11 +49,13 @@ class Converted:
     def settle(self, journal: Journal, is_backward: bool) -> None:
         """Tell what has kept its values on all ranks from what is to count as written.
 
+        Ranks ask each other about what is cut over them alone: of the rest each has all, and one may run a forward alone.
+
         Raises: StateError on every rank where a backward begins that needs what was; DesyncError unless all ranks convert.
         """
         before, self.before = self.before, {}
         changed = {param.fqn for param, was in before.items() if was != (param.local.dtype, digest_of(param.local))}
-        if journal.bulletin is not None:
+        if journal.bulletin is not None and any(param.shard.num_shards > 1 for param in before):
             changed = journal.bulletin.union("conversions of parameters", sorted(changed), journal.position())
         for param, (dtype, _) in before.items():
             if param.fqn not in changed:

@@ -25,6 +25,9 @@ from shardwise import (
     transaction,
 )
 from shardwise.checkpoint import load, save
+from shardwise.comm.links import coded_sums
+from shardwise.engine.attachment import attachment_of
+from shardwise.engine.engine import engine_of
 
 BOTH = CompressionPolicy(gather="int8", reduce="int8", block=64, min_bytes=1024)
 REDUCE = CompressionPolicy(reduce="int8", block=64, min_bytes=1024)
@@ -326,3 +329,37 @@ def test_a_backward_that_raises_leaves_no_coded_sum_behind(monkeypatch: pytest.M
             assert "".join(order) == "ssbsbsbb"
         for param, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(local(param.grad), local(other.grad))
+
+
+@on_ranks(2)
+def test_what_two_sums_of_a_parameter_that_are_on_their_way_have_lost_is_brought_once() -> None:
+    model, plain = twins()
+    replicate(model, compression=REDUCE)  # one unit: nothing follows its sums but its own of the next backward
+    wanted = averaged(plain, range(6))
+    for seed in range(6):
+        model.set_is_last_backward(seed % 3 == 2)
+        backward(model, seed)
+    for key, residual in model.compression_state().state_dict().items():
+        sent = full(model.get_parameter(key).grad)
+        torch.testing.assert_close(sent + full(residual) / dist.get_world_size(), wanted[key], rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(2)
+def test_coded_sums_take_the_memory_of_three_units_or_of_what_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak_bytes(num_blocks: int) -> int:
+        model = nn.Sequential(*[nn.Linear(48, 48) for _ in range(num_blocks)])
+        for block in model:
+            replicate(block, compression=REDUCE)
+        replicate(model, compression=REDUCE)
+        backward(model, 0)
+        attachment = attachment_of(model)
+        engine = attachment and engine_of(attachment.unit)
+        assert engine is not None
+        engine.means.pool.reset_peak()
+        backward(model, 1)
+        return engine.means.pool.peak_leased_bytes
+
+    three, nine = peak_bytes(3), peak_bytes(9)
+    assert 0 < nine <= three
+    monkeypatch.setattr(coded_sums, "MOST_OPEN_BYTES", 0)
+    assert peak_bytes(9) < nine

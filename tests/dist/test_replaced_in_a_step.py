@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.compare import assert_same, average_gradients, local
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
@@ -261,3 +262,13 @@ def test_what_is_converted_and_loaded_before_another_forward_is_nobodys_business
         each(batch(0)).sum().backward()
     average_gradients(plain)
     assert_same(model, plain)
+
+
+@on_ranks(2)
+def test_a_rank_may_evaluate_alone_what_nobody_has_cut_after_a_conversion() -> None:
+    model = _through(replicate, _model())
+    model(batch(0)).sum().backward()
+    model.double().float()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            assert model(batch(1)).isfinite().all()

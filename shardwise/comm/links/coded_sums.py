@@ -19,6 +19,8 @@ from shardwise.comm.coding_state import Compression, norm_of
 from shardwise.comm.communicator import NamedTensor, Pending, Scale
 from shardwise.layout.bucket import align
 
+MOST_OPEN_BYTES = 1 << 26  # of sums that have not ended; one that is larger may have another of its size beside it
+
 
 @dataclass(slots=True, eq=False)
 class CodedSum:
@@ -36,6 +38,7 @@ class CodedSum:
     params: Sequence[NamedTensor]
     scale: Scale
     has_turned: bool = False
+    has_ended: bool = False
     _numel: int = field(init=False)  # of what one rank sums
     _rows: torch.Tensor = field(init=False)  # what is sent, then what coding has lost of it, then the sum
     _sent: torch.Tensor = field(init=False)
@@ -83,6 +86,7 @@ class CodedSum:
 
     def end(self) -> None:
         """Put the sum in its place."""
+        self.has_ended = True
         self._wait()
         section = self.section
         section.code.decode_run(self._codes(self._received), self._numel, 0, self._rows)
@@ -100,7 +104,7 @@ class CodedSum:
 
     def cancel(self) -> None:
         """Let what is on its way end, if it can, and forget it; other ranks do at the same place."""
-        self.has_turned = True
+        self.has_turned = self.has_ended = True
         on_way, exact, self._on_way, self._exact = self._on_way, self._exact, None, None
         for pending in (on_way, exact):
             if pending is not None:
@@ -108,6 +112,15 @@ class CodedSum:
         for lease in self._leases:
             lease.lose()  # what has not ended may still be written to
         self._leases.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes until it has ended, but for what is exact and for scales."""
+        return 6 * self.section.coded_numel  # float32, and codes in two buffers
+
+    def shares_with(self, other: CodedSum) -> bool:
+        """Return True if both are of gradients of one parameter: what one of them has lost, the next is to bring."""
+        return self.compression is other.compression and not {*map(id, self.params)}.isdisjoint(map(id, other.params))
 
     def _sum_rest(self) -> None:
         windows = self._windows()
@@ -144,10 +157,11 @@ class CodedSum:
 
 
 class CodedSums:
-    """Sums that have begun and not turned yet, in their order, of all groups of an engine.
+    """Sums that have begun and not ended, in their order, of all groups of an engine.
 
-    They turn when the next unit's have begun, or where they, or the one before them, are waited for: places to which every
-    rank comes in the same order.  So they travel while backward goes on.
+    They turn when the next unit's have begun and end when those of the one after it have, or where somebody waits for them or
+    for the one before, or where more would take too much memory: places to which every rank comes in the same order.  So they
+    travel while backward goes on.
 
     Attributes:
         open: those sums.
@@ -159,33 +173,47 @@ class CodedSums:
 
     def launch(self, coded: CodedSum) -> Pending:
         """Begin ``coded``."""
+        while self.open and sum([each.num_bytes for each in self.open]) > max(MOST_OPEN_BYTES, coded.num_bytes):
+            self.end(self.open[0])
+        for each in [each for each in self.open if each.shares_with(coded)]:
+            self._turn(each)
         coded.begin()
         self.open.append(coded)
         return _Sent(self, coded)
 
     def go_on(self) -> None:
-        """Let turn what had begun before this was called the last time."""
-        for _ in range(self._num_earlier):
-            self._turn_first()
+        """Let end what had turned, and let turn what had begun, before this was called the last time."""
+        earlier = self.open[: self._num_earlier]
+        turned = [each for each in earlier if each.has_turned]
+        if earlier:
+            self._turn(earlier[-1])
+        for each in turned:
+            self.end(each)
         self._num_earlier = len(self.open)
 
-    def turn(self, coded: CodedSum) -> None:
-        """Let ``coded`` and those before it turn, if they have not, and the one after it."""
-        while self.open and not coded.has_turned:
-            self._turn_first()
-        if self.open:
-            self._turn_first()
-
-    def _turn_first(self) -> None:
-        self._num_earlier = max(self._num_earlier - 1, 0)
-        self.open.pop(0).turn()
+    def end(self, coded: CodedSum) -> None:
+        """Let ``coded`` end, if it has not; let turn what comes before it, and the one after it."""
+        if coded.has_ended:
+            return
+        self._turn(coded)
+        following = self.open[self.open.index(coded) + 1 :][:1]
+        for each in following:
+            self._turn(each)
+        self.forget(coded)
+        coded.end()
 
     def forget(self, coded: CodedSum) -> None:
-        """Let ``coded`` never turn."""
-        if not coded.has_turned:
+        """Leave ``coded`` out from here on."""
+        if coded in self.open:
             number = self.open.index(coded)
             self._num_earlier -= number < self._num_earlier
             del self.open[number]
+
+    def _turn(self, coded: CodedSum) -> None:
+        """Let ``coded`` turn and those before it, if they have not."""
+        for each in self.open[: self.open.index(coded) + 1]:
+            if not each.has_turned:
+                each.turn()
 
 
 class _Sent:
@@ -204,11 +232,10 @@ class _Sent:
     def wait(self) -> None:
         coded, self._coded = self._coded, None
         if coded is not None:
-            self._sums.turn(coded)
-            coded.end()
+            self._sums.end(coded)
 
     def cancel(self) -> None:
         coded, self._coded = self._coded, None
-        if coded is not None:
+        if coded is not None and not coded.has_ended:
             self._sums.forget(coded)
             coded.cancel()
