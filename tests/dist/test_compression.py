@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -291,30 +293,33 @@ def replicated_blocks(policy: CompressionPolicy) -> nn.Sequential:
     return model
 
 
-def record_parts_and_sums(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that gets "s" where parts of a coded sum are sent, and "b" where what they sum to comes back."""
+@contextmanager
+def parts_and_sums() -> Generator[list[str]]:
+    """Yield a list that gets "s" where parts of a coded sum are sent, and "b" where what they sum to comes back."""
     order: list[str] = []
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    for letter, name in (("s", "all_to_all_single"), ("b", gather)):
-        original = getattr(dist, name)
+    with pytest.MonkeyPatch.context() as patched:
+        for letter, name in (("s", "all_to_all_single"), ("b", gather)):
+            original = getattr(dist, name)
 
-        def call(*args: Any, letter: str = letter, original: Any = original, **kwargs: Any) -> Any:
-            order.append(letter)
-            return original(*args, **kwargs)
+            def call(*args: Any, letter: str = letter, original: Any = original, **kwargs: Any) -> Any:
+                order.append(letter)
+                return original(*args, **kwargs)
 
-        monkeypatch.setattr(dist, name, call)
-    return order
+            patched.setattr(dist, name, call)
+        yield order
 
 
 @on_ranks(2)
-def test_a_coded_sum_comes_back_while_those_of_the_next_units_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = record_parts_and_sums(monkeypatch)
-    backward(replicated_blocks(REDUCE), 0)
+def test_a_coded_sum_comes_back_while_those_of_the_next_units_are_on_their_way() -> None:
+    model = replicated_blocks(REDUCE)
+    with parts_and_sums() as order:
+        backward(model, 0)
     assert "".join(order) == "ssbsbsbb"
 
 
 @on_ranks(2)
-def test_a_backward_that_raises_leaves_no_coded_sum_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_that_raises_leaves_no_coded_sum_behind() -> None:
     policy = CompressionPolicy(reduce="int8", block=64, min_bytes=1024, error_feedback=False)
     model, plain = replicated_blocks(policy), replicated_blocks(policy)
     handle = model[0].register_full_backward_pre_hook(lambda *_: 1 / 0)
@@ -323,9 +328,9 @@ def test_a_backward_that_raises_leaves_no_coded_sum_behind(monkeypatch: pytest.M
     handle.remove()
     for seed in (2, 3):
         for each in (model, plain):
-            order = record_parts_and_sums(monkeypatch)
             each.zero_grad()
-            backward(each, seed)
+            with parts_and_sums() as order:
+                backward(each, seed)
             assert "".join(order) == "ssbsbsbb"
         for param, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(local(param.grad), local(other.grad))
@@ -345,7 +350,7 @@ def test_what_two_sums_of_a_parameter_that_are_on_their_way_have_lost_is_brought
 
 
 @on_ranks(2)
-def test_coded_sums_take_the_memory_of_three_units_or_of_what_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coded_sums_take_the_memory_of_three_units_or_of_what_may_be_open() -> None:
     def peak_bytes(num_blocks: int) -> int:
         model = nn.Sequential(*[nn.Linear(48, 48) for _ in range(num_blocks)])
         for block in model:
@@ -361,5 +366,6 @@ def test_coded_sums_take_the_memory_of_three_units_or_of_what_may_be_open(monkey
 
     three, nine = peak_bytes(3), peak_bytes(9)
     assert 0 < nine <= three
-    monkeypatch.setattr(coded_sums, "MOST_OPEN_BYTES", 0)
-    assert peak_bytes(9) < nine
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(coded_sums, "MOST_OPEN_BYTES", 0)
+        assert peak_bytes(9) < nine

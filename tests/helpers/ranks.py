@@ -39,7 +39,8 @@ def on_ranks(*sizes: int, **options: Any) -> Callable[[Test], Test]:
     """Run the decorated test on every rank of a group of each of ``sizes``, in the session's workers.
 
     The body sees a process group; pytest's arguments (parametrize, fixtures) reach it from the one process that collects
-    tests, so they must be picklable.  A failure comes back with every rank's traceback.
+    tests, so they must be picklable.  ``monkeypatch`` is refused: ranks would get copies that nobody undoes, and outlive the
+    test; ``with pytest.MonkeyPatch.context()`` in the body does.  A failure comes back with every rank's traceback.
 
     Args:
         sizes: numbers of ranks, one test each; none if the test is parametrized with ``num_ranks`` (and what goes with it).
@@ -55,6 +56,8 @@ def on_ranks(*sizes: int, **options: Any) -> Callable[[Test], Test]:
 
     def decorate(body: Test) -> Test:
         taken = list(inspect.signature(body).parameters)
+        if "monkeypatch" in taken:
+            raise TypeError(f"{body.__name__}: take pytest.MonkeyPatch.context() in the body: ranks outlive a test")
         several = len(sizes) != 1
 
         @functools.wraps(body)
