@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any, cast, overload
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import torch_private
 from shardwise.api.fully_shard import check_compression, check_modules, modules_in
@@ -22,6 +24,14 @@ from shardwise.engine.hooks import keep_buffers_equal
 from shardwise.errors import ConfigError
 from shardwise.units.axes import DataParallelMeshDims, MeshAxes
 from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
+
+
+_DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel).parameters) - {"module"}
+_OLDER_ARGUMENTS = _DDP_ARGUMENTS | {
+    "device_id",
+    "device_mesh",
+    "forward_sync_buffers",
+}  # some torches lack the last ones
 
 
 class ReplicateModule(FSDPModule):
@@ -85,19 +95,21 @@ def replicate(
         mp_policy, offload_policy, ignored_params: as for :func:`shardwise.fully_shard`.
         dp_mesh_dims: names the replicate axes of a full SPMD mesh; shard axes are refused.
         compression: how gradients travel in fewer bits; ``gather`` must be None.
-        ddp: the older way's ``process_group``, ``device_ids``, ``device_id``, ``broadcast_buffers`` (default True); the
-            tuning arguments of DDP (bucket sizes, ``static_graph``, ``find_unused_parameters``, ``gradient_as_bucket_view``)
-            have nothing to tune here and are taken as they are.
+        ddp: the older way's ``process_group``, ``device_mesh``, ``device_ids``, ``device_id``, ``init_sync``,
+            ``forward_sync_buffers`` and ``broadcast_buffers``, which mean what they mean to ``DistributedDataParallel``; its
+            tuning arguments (bucket sizes, ``static_graph``, ``find_unused_parameters``, ``gradient_as_bucket_view``) have
+            nothing to tune here and are taken as they are.
 
     Returns: ``module``, its class mixed with :class:`ReplicateModule`.
 
-    Raises: RuntimeError for a module that ``fully_shard`` manages, or a ``device_id`` of a wrong type; ValueError for a mesh
-        that is not 1-D.
+    Raises: RuntimeError for a module that ``fully_shard`` manages, or a ``device_id`` of a wrong type; TypeError for an
+        argument that neither way has; ValueError for a mesh that is not 1-D, and for DDP's ``mixed_precision``.
 
     Example:
         >>> from shardwise import replicate
         >>> replicate(model)  # doctest: +SKIP
     """
+    _check_older(ddp)
     modules = modules_in(module, "replicate")
     for each in modules:
         if attachment_of(each) is not None and not isinstance(each, ReplicateModule):
@@ -110,13 +122,12 @@ def replicate(
     precision, offload = precision_from(mp_policy), offload_from(offload_policy)
     preset = Preset(axes, False, precision, offload, None, frozenset(ignored), is_plain, compression)
     check_compression(compression, axes, "replicate")
-    if is_plain:
-        tensors = [t for each in modules for t in (*each.parameters(), *each.buffers()) if id(t) not in ignored]
-        plain = [tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)]
-        broadcast_from_first(plain, axes.mesh.get_group(0))
+    if is_plain and ddp.get("init_sync", True):
+        shared = [tensor.detach() for tensor in _start_tensors(modules, ddp) if id(tensor) not in ignored]
+        broadcast_from_first(shared, axes.mesh.get_group(0))
     attachment = build_unit(modules, preset)
     for each in attachment.unit.modules:
-        if is_plain and ddp.get("broadcast_buffers", True):
+        if is_plain and _shares_buffers(ddp):
             keep_buffers_equal(each, axes.mesh.get_group(0))
         mix_in(each, ReplicateModule, "Replicate")
     return cast("ReplicateModule | list[ReplicateModule]", module)
@@ -135,6 +146,34 @@ def _mesh_axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> Me
     if mesh.ndim != 1:
         raise ConfigError(f"replicate expects a 1D DeviceMesh but got {mesh}")
     return MeshAxes(mesh, replicate_mesh_dim=0)
+
+
+def _check_older(ddp: dict[str, Any]) -> None:
+    unknown = sorted(set(ddp) - _OLDER_ARGUMENTS)
+    if unknown:
+        raise TypeError(
+            f"replicate() has no argument {', '.join(unknown)}. It takes mesh, mp_policy, offload_policy, ignored_params, "
+            f"dp_mesh_dims and compression, or, called the older way, ignored_modules and what DistributedDataParallel takes"
+        )
+    if ddp.get("mixed_precision") is not None:
+        raise ConfigError(
+            "replicate() does not take DDP's mixed_precision: pass mp_policy=MixedPrecisionPolicy(param_dtype=..., "
+            "reduce_dtype=...) and no argument of DistributedDataParallel"
+        )
+
+
+def _shares_buffers(ddp: dict[str, Any]) -> bool:
+    """True if buffers are made equal before forwards: ``broadcast_buffers`` is the older name, None the default of both."""
+    newer, older = ddp.get("forward_sync_buffers"), ddp.get("broadcast_buffers")
+    return older is not False if newer is None else bool(newer)
+
+
+def _start_tensors(modules: list[nn.Module], ddp: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the plain tensors that DDP makes equal at the start: buffers, unless the older name says no."""
+    found: list[torch.Tensor] = [param for each in modules for param in each.parameters()]
+    if _shares_buffers(ddp) or ddp.get("forward_sync_buffers") is not None:
+        found += [buffer for each in modules for buffer in each.buffers()]
+    return [tensor for tensor in found if not isinstance(tensor, DTensor)]
 
 
 def _plain_axes(ddp: dict[str, Any]) -> MeshAxes:

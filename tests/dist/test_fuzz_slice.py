@@ -33,6 +33,7 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "compiled": (0,),
     "resume": (0, 2, 3),
     "hooks": (0, 1, 2),
+    "mixed": (0, 1, 2),
     "zero": (0, 1, 2),
 }
 

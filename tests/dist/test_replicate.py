@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,49 @@ def test_wrong_arguments_are_refused() -> None:
         replicate(fully_shard(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="expects a 1D DeviceMesh"):
         replicate(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")))
+    with pytest.raises(ValueError, match="does not take DDP's mixed_precision: pass mp_policy"):
+        replicate(nn.Linear(2, 2), mixed_precision=object())
+    for wrong in (
+        {"reshard_after_forward": True},
+        {"mp_polcy": None},
+        {"shard_placement_fn": None, "device_ids": None},
+    ):
+        module = nn.Linear(2, 2)
+        with pytest.raises(TypeError, match=f"has no argument {next(iter(wrong))}. It takes mesh, mp_policy"):
+            replicate(module, **wrong)
+        assert type(module) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_synced", "are_at_start", "are_later"),
+    [
+        ({"broadcast_buffers": None}, True, True, True),
+        ({"broadcast_buffers": False}, True, False, False),
+        ({"forward_sync_buffers": False}, True, True, False),
+        ({"forward_sync_buffers": True, "broadcast_buffers": False}, True, True, True),
+        ({"init_sync": False}, False, False, True),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+@on_ranks(2)
+def test_the_older_way_makes_equal_what_ddp_does(
+    arguments: dict[str, Any], is_synced: bool, are_at_start: bool, are_later: bool
+) -> None:
+    def own(fill: float) -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.register_buffer("mark", torch.tensor([fill]))
+        nn.init.constant_(module.weight, fill)
+        return module
+
+    rank = float(dist.get_rank())
+    model, ddp = replicate(own(rank), **arguments), DistributedDataParallel(own(rank), **arguments)
+    for module in (model, ddp.module):
+        assert module.weight[0, 0] == (0.0 if is_synced else rank)
+        assert module.mark == (0.0 if are_at_start else rank)
+    for module in (model, ddp):
+        (module.module if module is ddp else module).mark.fill_(rank)
+        module(torch.ones(1, 2)).sum().backward()
+    assert model.mark == ddp.module.mark == (0.0 if are_later else rank)
 
 
 @on_ranks(1, 2)

@@ -12,7 +12,7 @@ from shardwise.testing.fuzz import actions as do
 from shardwise.testing.fuzz.areas import AREAS
 from shardwise.testing.fuzz.case import Case, Contender, Model, Node, Optim, Segment, Settings, from_json, to_json
 from shardwise.testing.fuzz.draw import draw
-from shardwise.testing.fuzz.draw_model import places
+from shardwise.testing.fuzz.draw_model import MODULE_HOOKS, places
 from shardwise.testing.fuzz.eligible import OURS, is_ours, peer_of, suits
 from shardwise.testing.fuzz.optims import OPTIMIZERS
 from shardwise.testing.fuzz.render import path_of, render
@@ -82,6 +82,27 @@ def test_half_precision_is_drawn_where_it_is_exact() -> None:
     halves = [case for seed in range(200) if (case := draw(seed, "precision")).settings.compute]
     assert {case.settings.compute for case in halves} == {"bfloat16", "float16"}
     assert all(case.settings.arithmetic == "integers" and case.num_ranks != 3 for case in halves)
+
+
+def test_units_have_things_for_themselves_behind_doors_that_are_called_per_unit() -> None:
+    drawn = [draw(seed, "mixed") for seed in range(200)]
+    own = [each for case in drawn for each in case.settings.own]
+    for name, values in {"other_door": 2, "flat": 2, "half": 2, "reshard": 3}.items():
+        assert len({getattr(each, name) for each in own}) == values
+    assert {each.door for case in drawn for each in case.contenders} == {
+        "fully_shard",
+        "replicate",
+        "torch_fully_shard",
+    }
+    halves = [case.settings for case in drawn if any(each.half for each in case.settings.own)]
+    assert all(settings.arithmetic == "integers" for settings in halves)
+
+
+def test_every_hook_on_modules_is_drawn_before_and_after_sharding() -> None:
+    drawn = [draw(seed, "hooks") for seed in range(200)]
+    after = {action.form for case in drawn for action in case.actions if isinstance(action, do.HookModule)}
+    before = {node.form for case in drawn for _, node in places(case.model.root) if node.kind == "Hooked"}
+    assert before == after == set(MODULE_HOOKS)
 
 
 def test_gradients_that_may_be_equal_by_chance_are_not_left_to_one_comparison() -> None:

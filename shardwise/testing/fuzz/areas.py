@@ -22,7 +22,7 @@ class Weights:
 
     Attributes, of models:
         kinds: of leaves.  oddments: what odd parameters there are.  depth: of stacks in stacks.  children: of a stack, at most.
-        boxed, touched, gate, peek: that a child is wrapped so.  twice, skipped: how a stack calls a child.
+        boxed, touched, hooked, gate, peek: that a child is wrapped so.  twice, skipped: how a stack calls a child.
         recompute: of a segment.  tie: of two alike modules.  frozen: of a leaf.  unit: that a module is one.
         merge: that neighbouring units become one.  top_down: that the root is sharded before its blocks.
     Attributes, of programs:
@@ -32,6 +32,7 @@ class Weights:
         reals: that numbers are not whole.  meshes, reshards, policies, optims: relative weights; groups; large.
         offload, columns, bucket_view, sync_buffers; compiled: relative weights of backends.
         hooks: that users have registered hooks on gradients.  overlaps: of each of ZeRO's two overlaps.
+        own: of each thing that a unit may have for itself.
         turns: that every forward is followed by its backward and a step, and everything is used, as overlapped steps need it.
     Attributes, of contenders:
         doors: relative weights of contenders' doors.  num_contenders: of ours, per case.
@@ -45,6 +46,7 @@ class Weights:
     children: int = 3
     boxed: float = 0.1
     touched: float = 0.05
+    hooked: float = 0.0
     gate: float = 0.0
     peek: float = 0.0
     twice: float = 0.05
@@ -81,6 +83,7 @@ class Weights:
     turns: float = 0.0
     hooks: float = 0.0
     overlaps: float = 0.0
+    own: float = 0.0
     sync_buffers: float = 0.0
     compiled: Table = field(default_factory=table)
     doors: Table = field(
@@ -200,7 +203,8 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             tie=0.2,
             clip=0.1,
             recompute=0.1,
-            extras=table(hook_gradient=4, ahead=2, eval=2, freeze=0.5, change=0.5, set=2, unshard=0.5),
+            hooked=0.3,
+            extras=table(hook_gradient=4, hook_module=2, ahead=2, eval=2, freeze=0.5, change=0.5, set=2, unshard=0.5),
             meshes=table(flat=3, hybrid=1),
             doors=table(fully_shard=5, shard_model=1, replicate=2, replicate_older=1),
         ),
@@ -273,6 +277,22 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             extras=table(set=3, eval=2, change=1, take=1, save=1, load=1),
             kinds=table(Mlp=8, Oddments=1, Lookup=1),
             doors=table(fully_shard=4, shard_model=1),
+        ),
+        "mixed": replace(
+            _BASE,
+            own=0.3,
+            optims=table(modular=1),  # whole numbers stay as small as units in bfloat16 need them
+            meshes=table(flat=3, hybrid=1),
+            columns=0.1,
+            microbatches=2,
+            hold=0.4,
+            gap=0.2,
+            unit=0.8,
+            depth=3,
+            clip=0.1,
+            recompute=0.1,
+            extras=table(eval=2, change=2, take=1, set=2, unshard=1, freeze=0.5, save=0.5, load=0.5, copy_model=0.3),
+            doors=table(fully_shard=4, replicate=2),
         ),
         "precision": replace(
             _BASE,

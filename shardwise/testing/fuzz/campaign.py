@@ -84,7 +84,7 @@ def gist(text: str) -> str:
 def kinds_in(node: Node) -> set[str]:
     """Return the kinds, forms and ways of recomputation in a tree."""
     found = {node.kind if node.kind != "Oddments" else f"Oddments {node.form}"}
-    if node.kind in ("Boxed", "Touched"):
+    if node.kind in ("Boxed", "Touched", "Hooked"):
         found = {f"{node.kind} {node.form}"}
     found |= {segment.recompute for segment in node.segments if segment.recompute}
     if any(len(set(s.children)) < len(s.children) for s in node.segments):

@@ -68,6 +68,23 @@ class Optim:
 
 
 @dataclass(frozen=True, slots=True)
+class Own:
+    """What a unit has for itself, beside the settings of the case.
+
+    Attributes:
+        other_door: it is replicated where the others are sharded, and sharded where they are replicated.
+        flat: it is sharded over all ranks, whatever mesh the others have.
+        reshard: its own argument ``reshard_after_forward``.
+        half: it computes in bfloat16, unless it has others within it.
+    """
+
+    other_door: bool = False
+    flat: bool = False
+    reshard: bool | None = None
+    half: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """What holds for a whole case.
 
@@ -83,6 +100,7 @@ class Settings:
         sync_buffers: buffers are the first rank's before every forward in training, as DDP has it.
         hooks: parameters on whose gradients hooks of users are registered before anything is sharded: number, factor, and 1 for
             those that follow the accumulation, 0 for others.
+        own: what units have for themselves, by turns: unit ``n`` has entry ``n`` modulo their number.
         overlap_grads, overlap_params: of ZeRO without DDP, and of ZeRO: messages beside backward, and beside the next forward.
         compiled: blocks that are units are compiled whole after they were sharded, by this backend; "" for none.
     """
@@ -103,6 +121,7 @@ class Settings:
     sync_buffers: bool = False
     compiled: str = ""
     hooks: tuple[tuple[float, ...], ...] = ()
+    own: tuple[Own, ...] = ()
     overlap_grads: bool = False
     overlap_params: bool = False
 

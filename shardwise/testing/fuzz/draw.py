@@ -9,8 +9,8 @@ from typing import Any
 
 from shardwise.testing.fuzz import actions as do
 from shardwise.testing.fuzz.areas import AREAS, Weights
-from shardwise.testing.fuzz.case import Case, Contender, Optim, Settings
-from shardwise.testing.fuzz.draw_model import SIZES, draw_model, pick
+from shardwise.testing.fuzz.case import Case, Contender, Optim, Own, Settings
+from shardwise.testing.fuzz.draw_model import MODULE_HOOKS, SIZES, draw_model, pick
 from shardwise.testing.fuzz.eligible import OURS, is_ours, peer_of, suits
 from shardwise.testing.fuzz.optims import OPTIMIZERS
 
@@ -49,6 +49,8 @@ def draw(seed: int, area: str, max_ranks: int = 4) -> Case:
     model = draw_model(random, weights, reals, (2, 4) if settings.mesh == "tensor" else SIZES)
     if settings.mesh == "tensor":
         model = replace(model, ties=())  # torch's tensor parallelism unties
+    if any(own.half for own in settings.own):
+        model = replace(model, ties=())  # a weight lies in the dtype of the unit that lends it
     actions = _Program(random, weights, settings, num_ranks).draw()
     if area == "resume":
         actions = _with_restart(random, actions, max_ranks)
@@ -89,6 +91,8 @@ def _draw_settings(random: Random, weights: Weights, num_ranks: int) -> Settings
         sync_buffers=random.random() < weights.sync_buffers,
         **_draw_beside(random, weights),
     )
+    if any(own.half for own in settings.own):
+        settings = replace(settings, batch=2)
     # Half precision is compared where it is exact alone.
     return _in_reals(random, settings, weights) if not compute and random.random() < weights.reals else settings
 
@@ -100,14 +104,27 @@ def _draw_beside(random: Random, weights: Weights) -> dict[str, Any]:
         found["hooks"] = tuple(
             (float(random.randrange(60)), -1.0, float(random.random() < 0.5)) for _ in range(random.randint(1, 3))
         )
+    if weights.own:
+        found["own"] = tuple(_draw_own(random, weights.own) for _ in range(random.randint(2, 4)))
     if weights.overlaps:
         found |= {name: random.random() < weights.overlaps for name in ("overlap_grads", "overlap_params")}
     return found
 
 
+def _draw_own(random: Random, share: float) -> Own:
+    return Own(
+        other_door=random.random() < share,
+        flat=random.random() < share,
+        reshard=random.choice((None, True, False)),
+        half=random.random() < share,
+    )
+
+
 def _in_reals(random: Random, settings: Settings, weights: Weights) -> Settings:
     optim = Optim(pick(random, weights.real_optims), settings.optim.groups)
-    return replace(settings, arithmetic="reals", dtype="float64", batch=max(2, settings.batch), optim=optim)
+    own = tuple(replace(each, half=False) for each in settings.own)
+    batch = max(2, settings.batch)
+    return replace(settings, arithmetic="reals", dtype="float64", batch=batch, optim=optim, own=own)
 
 
 class _Program:
@@ -117,9 +134,10 @@ class _Program:
         self._random = random
         self._weights = weights
         self._exact = settings.arithmetic == "integers" and bool(OPTIMIZERS[settings.optim.name].is_exact)
-        self._is_half = settings.compute == "bfloat16"
+        self._is_half = settings.compute == "bfloat16" or any(own.half for own in settings.own)
         self._num_ranks = num_ranks
         self._has_replicas = settings.mesh == "hybrid"
+        self._may_defer = not any(own.other_door or own.flat for own in settings.own)
         self._found: list[do.Action] = []
         self._may_be_full = False
         self._reshards = True
@@ -150,6 +168,7 @@ class _Program:
             "hook_gradient": lambda: do.HookGradient(
                 self._index(), -1.0 if self._exact else random.choice((-1.0, 0.5)), random.random() < 0.5
             ),
+            "hook_module": lambda: do.HookModule(self._index(), random.choice(MODULE_HOOKS)),
             "ahead": lambda: do.GatherAhead(random.choice((0, 0, 200, 1000, 100_000))),
             "unshard": lambda: do.Unshard(self._index(), random.random() < 0.5),
             "reshard": lambda: do.Reshard(self._index()),
@@ -192,7 +211,8 @@ class _Program:
         count = self._random.randint(1, weights.microbatches)
         held = ""
         if count > 1 and self._chance(weights.hold):
-            held = self._random.choice(("requires_gradient_sync", *["requires_all_reduce"] * self._has_replicas))
+            methods = ("requires_gradient_sync", *["requires_all_reduce"] * (self._has_replicas and self._may_defer))
+            held = self._random.choice(methods)
         defers = count > 1 and self._chance(0.5 if held == "requires_all_reduce" else weights.hold / 4)
         for number in range(count):
             is_last = number == count - 1
@@ -238,6 +258,8 @@ class _Program:
 
     def _set(self) -> do.Action:
         method = pick(self._random, METHODS)
+        if method == "requires_all_reduce" and not self._may_defer:
+            method = "requires_gradient_sync"
         value = float(self._chance(0.5))
         if method == "gradient_divide_factor":
             value = self._random.choice((1.0, 2.0, 4.0)) if self._exact else self._random.choice((1.0, 3.0, 0.5))

@@ -14,6 +14,7 @@ from shardwise.testing.fuzz.case import Model, Node, Segment
 T = TypeVar("T")
 Place = tuple[int, ...]
 FORMS = ("view", "slice", "list", "dict", "pair", "box", "tuple")
+MODULE_HOOKS = ("pre", "pre with kwargs", "forward", "forward first", "backward", "backward pre")
 TOUCHES = ("add", "view", "fill", "none")
 SIZES = (1, 2, 3, 4, 5, 7)
 SIZED = ("Mlp", "Conv", "Lookup", "Follower", "Lstm")
@@ -57,6 +58,8 @@ def _draw_leaf(random: Random, weights: Weights, reals: bool, sizes: Sequence[in
         node = Node("Peek", children=(node,))
     if random.random() < weights.frozen:
         node = replace(node, frozen=True)
+    if weights.hooked and random.random() < weights.hooked:
+        node = Node("Hooked", form=random.choice(MODULE_HOOKS), children=(node,))
     if random.random() < weights.boxed:
         node = Node("Boxed", form=random.choice(FORMS), children=(node,))
     if random.random() < weights.touched:

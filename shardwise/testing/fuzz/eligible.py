@@ -176,9 +176,15 @@ def _has_units(case: Case, contender: Contender) -> bool:
 
 
 def _defers_alike(case: Case, contender: Contender) -> bool:
-    """Without an all-reduce, replicas of the whole model would hold everything back."""
+    """Without an all-reduce, replicas of the whole model would hold everything back; of some units, those alone."""
     defers = any(isinstance(action, do.Set) and action.method == "requires_all_reduce" for action in case.actions)
-    return not defers or contender.door not in ("replicate", "replicate_older")
+    mixes = any(own.other_door or own.flat for own in case.settings.own)
+    return not defers or not (mixes or contender.door in ("replicate", "replicate_older"))
+
+
+def _has_own(case: Case, contender: Contender) -> bool:
+    """What a unit has for itself is for doors that are called per unit."""
+    return not case.settings.own or contender.door in ("fully_shard", "replicate", "torch_fully_shard")
 
 
 def _torch_can(case: Case, contender: Contender) -> bool:
@@ -226,6 +232,7 @@ RULES: tuple[Callable[[Case, Contender], bool], ...] = (
     _joins,
     _has_units,
     _defers_alike,
+    _has_own,
     _torch_can,
     _means_the_same,
 )

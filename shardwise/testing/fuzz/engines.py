@@ -16,7 +16,7 @@ import shardwise
 from shardwise.engine.attachment import attachment_of
 from shardwise.engine.roots import live_engine
 from shardwise.testing.fuzz import peers
-from shardwise.testing.fuzz.case import Contender
+from shardwise.testing.fuzz.case import Contender, Own
 from shardwise.testing.fuzz.most_alive import Watch
 from shardwise.testing.fuzz.optims import OPTIMIZERS
 from shardwise.testing.fuzz.record import Record
@@ -62,6 +62,7 @@ MAKERS: dict[str, Maker] = {
     ),
     "torch_fully_shard": Maker(peers.fully_shard, peers.mixed_precision, peers.cpu_offload, is_ours=False),
 }
+_OTHERS = {"fully_shard": "replicate", "replicate": "fully_shard"}
 
 
 def mesh_of(meshes: Meshes, num_ranks: int, kind: str, device: str) -> DeviceMesh | None:
@@ -91,6 +92,7 @@ class EngineSide(Side):
             cast(Any, self.model).set_transport(contender.transport)
         shards = self.settings.mesh != "tensor" and seat.num_ranks > 1  # else full parameters may be DTensors too
         # On an accelerator units are padded for its kernels: more is planned than modules have registered.
+        shards &= not any(own.other_door for own in self.settings.own)  # replicas stay full
         self._is_counted = self._maker.is_ours and self._maker.reshards and shards and device == "cpu"
         self.watch = Watch(self.net) if self._is_counted else None
         # Of parameters that stay what they are every rank's own gradients show until they are averaged, as under DDP.
@@ -109,9 +111,12 @@ class EngineSide(Side):
             peers.tensor_parallel(model, mesh["heads"], plan)
             mesh = mesh["data"]
         units = (("",),) if self._maker.is_whole_model else self.play.units
-        for paths in units:
+        for number, paths in enumerate(units):
             modules = [model.get_submodule(path) for path in paths]
-            self._maker.shard(modules if len(modules) > 1 else modules[0], **self._arguments(mesh, is_root="" in paths))
+            own = self._own(number)
+            maker = MAKERS[_OTHERS.get(self.contender.door, self.contender.door)] if own.other_door else self._maker
+            arguments = self._arguments(maker, mesh, own, paths)
+            maker.shard(modules if len(modules) > 1 else modules[0], **arguments)
             if self.settings.compiled and self._maker.is_ours:
                 self._compile(modules)
         return model
@@ -122,27 +127,43 @@ class EngineSide(Side):
             if isinstance(module, Mlp):
                 module.compile(backend=self.settings.compiled, fullgraph=True)
 
-    def _arguments(self, mesh: DeviceMesh | None, is_root: bool) -> dict[str, Any]:
+    def _own(self, number: int) -> Own:
+        return self.settings.own[number % len(self.settings.own)] if self.settings.own else Own()
+
+    def _arguments(self, maker: Maker, mesh: DeviceMesh | None, own: Own, paths: tuple[str, ...]) -> dict[str, Any]:
         settings, found = self.settings, dict[str, Any]()
-        if mesh is not None:
+        if mesh is not None and not (own.flat or own.other_door):
             found["mesh"] = mesh
-        if settings.reshard is not None and self._maker.reshards:
-            found["reshard_after_forward"] = settings.reshard
+        reshard = settings.reshard if own.reshard is None else own.reshard
+        if reshard is not None and maker.reshards:
+            found["reshard_after_forward"] = reshard
+        is_root = "" in paths
         if settings.compute or settings.reduce or (settings.output and is_root):
-            found["mp_policy"] = self._maker.mixed_precision(
+            found["mp_policy"] = maker.mixed_precision(
                 param_dtype=peers.dtype_of(settings.compute),
                 reduce_dtype=peers.dtype_of(settings.reduce),
                 output_dtype=peers.dtype_of(settings.output if is_root else ""),  # others' go on into plain modules
             )
-        if settings.columns:
+        elif any(each.half for each in settings.own):  # then each takes what comes and hands out the same dtype
+            compute = "bfloat16" if own.half and self._is_alone(paths) else settings.dtype
+            found["mp_policy"] = maker.mixed_precision(
+                param_dtype=peers.dtype_of(compute), output_dtype=peers.dtype_of(settings.dtype)
+            )
+        if settings.columns and maker.reshards:
             found["shard_placement_fn"] = lambda param: Shard(1) if param.dim() > 1 else None
         if settings.offload:
-            found["offload_policy"] = self._maker.cpu_offload()
+            found["offload_policy"] = maker.cpu_offload()
         if self.contender.door == "replicate_older":
             found["sync_buffers"] = settings.sync_buffers
         if self._maker.is_whole_model:
             found["min_unit_bytes"] = 0 if self.play.seed % 2 else 400
         return found
+
+    def _is_alone(self, paths: tuple[str, ...]) -> bool:
+        """True for a unit of one module that has no other unit within it."""
+        below = paths[0] + "." if paths[0] else ""
+        inner = [path for others in self.play.units for path in others if path.startswith(below) and path not in paths]
+        return len(paths) == 1 and not inner
 
     def make_optimizer(self) -> Optimizer:
         if self.contender.update != "sharded":
@@ -162,7 +183,7 @@ class EngineSide(Side):
     def clip_norm(self, params: list[nn.Parameter], bound: float, norm_type: float) -> torch.Tensor:
         if self.contender.update == "sharded" and isinstance(self.optimizer, shardwise.ShardedOptimizer):
             return self.optimizer.clip_grad_norm_(bound, norm_type)
-        if self._maker.is_ours and (self.play.seed % 2 or norm_type != 2.0):
+        if self._maker.is_ours and (self.play.seed % 2 or norm_type != 2.0 or self.settings.own):
             return shardwise.clip_grad_norm_(params, bound, norm_type)
         return super().clip_norm(params, bound, norm_type)
 

@@ -36,7 +36,7 @@ def expression(node: Node) -> str:
     if node.kind == "Stack":
         segments = ", ".join(f"({each.children!r}, {each.recompute!r})" for each in node.segments)
         text = f"Stack([{', '.join(inner)}], [{segments}])"
-    elif node.kind in ("Boxed", "Touched"):
+    elif node.kind in ("Boxed", "Touched", "Hooked"):
         text = f"{node.kind}({inner[0]}, {node.form!r})"
     elif node.kind in ("Gate", "Peek"):
         text = f"{node.kind}({inner[0]})"
@@ -65,7 +65,7 @@ def render(case: Case, inline: bool = False, about: str = "") -> str:
 
 def _head(case: Case, build: str, inline: bool) -> str:
     lines = ["import copy", "import pickle", "", "import torch"]
-    imports = ["from shardwise.testing.fuzz.case import Contender, Optim, Settings"]
+    imports = ["from shardwise.testing.fuzz.case import Contender, Optim, Own, Settings"]
     act = f"act = {ACTS[case.settings.arithmetic][0]}"
     if not inline:
         names = ", ".join(name for name in ("wrap", *_classes(case.model.root), "fill"))

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from shardwise.testing.fuzz.case import WIDTH, Contender, Settings
 from shardwise.testing.fuzz.optims import OPTIMIZERS, groups_of
 from shardwise.testing.fuzz.record import Held, Part, Record, part_of, parts_in
-from shardwise.testing.fuzz.zoo import unbox
+from shardwise.testing.fuzz.zoo import hook_module, unbox
 
 Program = Callable[[Any], Any]
 MODULE = "shardwise_fuzz_case"
@@ -197,6 +197,10 @@ class Side:
             param.register_post_accumulate_grad_hook(_multiplying(factor))
         else:
             param.register_hook(lambda gradient: gradient * factor)
+
+    def hook_module(self, path: str, form: str) -> None:
+        """Let a hook of a user's turn the sign of what goes through the module at ``path``, or of its gradient."""
+        hook_module(self.net.get_submodule(path), form)
 
     def hooked(self, net: nn.Module) -> nn.Module:
         """Return ``net`` with the hooks of before it was sharded."""

@@ -295,6 +295,46 @@ class Gate(nn.Module):
         return self.c0(x) if self.on else x
 
 
+def hook_module(module: nn.Module, form: str) -> None:
+    """Register a hook on ``module`` that turns the sign of something: ``form`` says of what, and when."""
+
+    def turned(value: Any) -> Any:
+        return -value if isinstance(value, Tensor) else value
+
+    def turn_all(_: nn.Module, gradients: Any, *others: Any) -> Any:
+        return tuple(turned(each) for each in gradients)
+
+    if form == "pre":
+        module.register_forward_pre_hook(lambda _, args: tuple(turned(each) for each in args))
+    elif form == "pre with kwargs":
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: ((turned(args[0]), *args[1:]), kwargs), with_kwargs=True
+        )
+    elif form == "forward":
+        module.register_forward_hook(lambda _, args, output: turned(output))
+    elif form == "forward first":
+        module.register_forward_hook(lambda _, args, output: turned(output), prepend=True)
+    elif form == "backward":
+        module.register_full_backward_hook(turn_all)
+    elif form == "backward pre":
+        module.register_full_backward_pre_hook(turn_all)
+    else:
+        raise ValueError(f"no hook is called {form!r}")
+
+
+class Hooked(nn.Module):
+    """Has a hook of its user's on its child, registered before anything is sharded."""
+
+    def __init__(self, child: nn.Module, form: str) -> None:
+        super().__init__()
+        self.c0 = child
+        hook_module(child, form)
+
+    def forward(self, x: Any) -> Any:
+        """Shape: (batch, width) -> (batch, width)."""
+        return self.c0(unbox(x))
+
+
 class Stack(nn.Module):
     """Calls its children segment by segment: some twice, some never, some recomputed in backward.
 

@@ -12,6 +12,7 @@ from shardwise.testing.fuzz.actions.methods import (
     GatherAhead,
     Hook,
     HookGradient,
+    HookModule,
     Prefetch,
     Reshard,
     Set,
@@ -26,7 +27,7 @@ _ALL: tuple[type[Action], ...] = (
     *(Forward, Backward, CallUnit, InputGradient, Blow, JoinLoop, Switch),
     *(Step, ZeroGrad, Clip, Rate, Remake, Change, ChangeKept, Freeze),
     *(Take, Copy, Weigh, CopyModel, Save, Load, Restart),
-    *(Set, Hook, HookGradient, GatherAhead, Unshard, Wait, Reshard, Prefetch),
+    *(Set, Hook, HookGradient, HookModule, GatherAhead, Unshard, Wait, Reshard, Prefetch),
 )
 ACTIONS: dict[str, type[Action]] = {each.__name__: each for each in _ALL}
 
@@ -48,6 +49,7 @@ __all__ = [
     "GatherAhead",
     "Hook",
     "HookGradient",
+    "HookModule",
     "InputGradient",
     "JoinLoop",
     "Load",

@@ -71,6 +71,22 @@ class HookGradient(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class HookModule(Action):
+    """Register a hook of a user's on the first module of a unit; ``form``: see ``zoo.hook_module``."""
+
+    unit: int = 0
+    form: str = "forward"
+
+    @property
+    def is_engines(self) -> bool:
+        return True
+
+    def write(self, page: Page) -> None:
+        path = page.units[self.unit % len(page.units)]
+        page.write(f"s.hook_module({path!r}, {self.form!r})")
+
+
+@dataclass(frozen=True, slots=True)
 class GatherAhead(Action):
     """Say within how many bytes units are gathered ahead."""
 
