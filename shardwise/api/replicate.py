@@ -25,7 +25,6 @@ from shardwise.errors import ConfigError
 from shardwise.units.axes import DataParallelMeshDims, MeshAxes
 from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
 
-
 _DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel).parameters) - {"module"}
 _OLDER_ARGUMENTS = _DDP_ARGUMENTS | {
     "device_id",
