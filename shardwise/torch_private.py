@@ -456,10 +456,20 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def default_store() -> torch.distributed.Store | None:
     """Return the store that the default process group was made with, None if it cannot serve (a fake group's)."""
     store = torch.distributed.distributed_c10d._get_default_store()
-    inner = store
-    while isinstance(inner, torch.distributed.PrefixStore):
-        inner = inner.underlying_store
+    inner = _innermost(store)
     return None if type(inner) is torch.distributed.Store or "Fake" in type(inner).__name__ else store
+
+
+def are_threads() -> bool:
+    """Return True if the ranks are threads of this process, as in torch's tests: its memory is their store."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return type(_innermost(store)) is torch.distributed.HashStore and torch.distributed.get_world_size() > 1
+
+
+def _innermost(store: torch.distributed.Store) -> torch.distributed.Store:
+    while isinstance(store, torch.distributed.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def timeout_s_of(group: dist.ProcessGroup, device: torch.device | None = None) -> float:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 CHUNK_NUMEL = 1 << 20
+NUM_PROJECTIONS = 16
 _ODD = -7046029254386353131  # 2**64 / golden ratio, as a signed number: spreads consecutive integers over all bits
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -19,3 +24,44 @@ def digest_of(values: torch.Tensor) -> int:
     for chunk in numbers.split(CHUNK_NUMEL):
         total = total * _ODD + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
     return int(total.item())
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """What tells a tensor from another by more than yes or no.
+
+    Attributes:
+        norm: of all values.  projections: their sums with random signs.
+        tolerance: how far apart, of the norm, rounding in their dtype may bring two of them.
+    """
+
+    norm: float
+    projections: Sequence[float]
+    tolerance: float
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Sketch:
+        """Return the sketch of ``values``, the same on every device but for rounding."""
+        noise = torch.Generator("cpu").manual_seed(0)
+        total = torch.zeros(NUM_PROJECTIONS, dtype=torch.float64, device="cpu")
+        square = 0.0
+        flat = torch.view_as_real(values) if values.is_complex() else values
+        for chunk in flat.detach().reshape(-1).split(CHUNK_NUMEL // NUM_PROJECTIONS):
+            numbers = chunk.to("cpu", torch.float64)
+            signs = torch.randint(
+                0, 2, (NUM_PROJECTIONS, numbers.numel()), generator=noise, dtype=torch.int8, device="cpu"
+            )
+            total += (signs.double() * 2 - 1) @ numbers
+            square += float(numbers.square().sum())
+        eps = torch.finfo(flat.dtype).eps if flat.dtype.is_floating_point else 0.0
+        return cls(math.sqrt(square), total.tolist(), min(256 * eps, 0.02))
+
+    @property
+    def told(self) -> list[object]:
+        """What to make it of again on another rank, as JSON has it."""
+        return [self.norm, list(self.projections), self.tolerance]
+
+    def distance(self, other: Sketch) -> float:
+        """Return about the norm of the difference, over the larger norm; nan if that cannot be known."""
+        squares = [(a - b) ** 2 for a, b in zip(self.projections, other.projections, strict=True)]
+        return math.sqrt(sum(squares) / NUM_PROJECTIONS) / max(self.norm, other.norm, 1e-300)

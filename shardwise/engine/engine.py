@@ -20,6 +20,7 @@ from shardwise.engine.manual import ManualFinalization
 from shardwise.engine.means import Means
 from shardwise.engine.notes import note
 from shardwise.engine.reductions import Reductions
+from shardwise.engine.replicas import compare_replicas, have_replicas
 from shardwise.engine.staged import hold_assigned
 from shardwise.engine.written import WrittenAlike
 from shardwise.events import Op
@@ -69,6 +70,7 @@ class Engine:
         written: what forwards have written to parameters, to be compared between ranks.
         awaits_backward: a forward has built a graph since the last backward.
         converted: what was converted since shards were put together.
+        compares_replicas: nobody knows yet whether replicas hold the same.
         post_optim_event: what the next step waits for instead of all that was done before; used once.
     """
 
@@ -91,12 +93,14 @@ class Engine:
         self._is_graphless = False  # the last forward built no graph
         self.awaits_backward = False
         self.converted = Converted()
+        self.compares_replicas = False
         live_engines.add(self)
 
     def adopt(self, units: Iterable[Unit]) -> None:
         """Carry out the steps of ``units`` from here on."""
         self.units = list(units)
         self.journal.adopt(self.units)
+        self.compares_replicas = have_replicas(self.units)
         self._plain = [unit for unit in self.units if any(group.keeps_plain for group in unit.groups)]
         self._borrowers = {
             lender: [u for u in self.units if lender in u.borrows] for u in self.units for lender in u.borrows
@@ -240,8 +244,9 @@ class Engine:
         self._leave_span()
         if self.forwards.has_told:
             self.forwards.take_back()
-        if self._is_graphless and not self.journal.has_planned_forward():
-            self.journal.replan()
+        journal = self.journal
+        if self._is_graphless and (journal.gathers or journal.bulletin is None) and not journal.has_planned_forward():
+            journal.replan()
 
     def _leave_span(self) -> None:
         try:
@@ -392,10 +397,12 @@ class Engine:
                     self.reshard_in_step(unit)
                     self.journal.visit(unit, Edge.RELEASE_BACKWARD)
             self.watch.stop()
+            is_joint = self.journal.gathers or self.reductions.has_launched
             params = self.commit() if self.is_last_backward and not self.manual.is_on else self.defer()
             if self.written.posted:  # at places that all ranks have left behind, now that their gradients have come
                 self.written.check(self.journal)
-            self.journal.replan()
+            if is_joint:
+                self.journal.replan()
         except BaseException:
             self.abort_backward()
             raise
@@ -438,6 +445,10 @@ class Engine:
         self._leave_span()
         params = self.reductions.commit()
         self.show_gradients()
+        if params and self.compares_replicas:
+            if self.journal.bulletin is not None:
+                compare_replicas(self.units, self.journal.bulletin, self.journal.position())
+            self.compares_replicas = False
         return params
 
     def hide_gradients(self) -> None:

@@ -30,6 +30,9 @@ class Journal:
         bulletin: where ranks compare plans and say where they are when a collective fails; None without other ranks.
         agreed: which parameters' gradients may be reduced together: the ranks have agreed on each of these sets.
         numbers: of units, in plans.
+        gathers: forward needs other ranks.  Else one may go forward, or backward without sync, alone: ranks compare where
+            gradients are reduced.
+        unsaid: how this rank has left the plan since, and has not told the others.
     """
 
     def __init__(self) -> None:
@@ -41,6 +44,8 @@ class Journal:
         self.agreed: set[frozenset[UnitParam]] = set()
         self._units: Sequence[Unit] = ()
         self.numbers: dict[Unit, int] = {}
+        self.gathers = True
+        self.unsaid = ""
         self._agreed_buckets: set[tuple[tuple[int, ...], ...]] = set()
         self._ahead: list[list[Unit]] = []  # as in the plan
         self._visits: list[Visit] = []
@@ -52,6 +57,7 @@ class Journal:
         """Write down what ``units`` do from here on; ``units[i]`` is number i."""
         self._units = units
         self.numbers = {unit: number for number, unit in enumerate(units)}
+        self.gathers = any(group.is_collective for unit in units for group in unit.groups)
         self.plan = None
         self.agreed = set()
         self._agreed_buckets = set()
@@ -75,11 +81,13 @@ class Journal:
         """Start a step."""
         self._visits = []
         self._follows_plan = self.plan is not None
+        self.unsaid = ""
 
     def forget(self) -> None:
         """Drop the visits of a step that has failed."""
         self._visits = []
         self._follows_plan = False
+        self.unsaid = ""
 
     def visit(self, unit: Unit, edge: Edge) -> Sequence[Unit]:
         """Write down that ``unit`` passes ``edge``, before anything is done about it.
@@ -113,9 +121,16 @@ class Journal:
         self._left_order = f"expected unit '{name}', found unit '{unit.name}'"
         for instrument in self.instruments:
             instrument.on_event(OrderChanged(name, unit.name))
-        if self.bulletin is not None:
-            self.bulletin.check_deviation(f"{self._left_order} to {edge.value}", self.position())
+        self.unsaid = f"{self._left_order} to {edge.value}"
+        if self.gathers:
+            self.compare_deviation()
         return ()
+
+    def compare_deviation(self) -> None:
+        """Let the ranks compare how they have left the plan.  Raises: DesyncError if other ranks do not leave it so."""
+        unsaid, self.unsaid = self.unsaid, ""
+        if self.bulletin is not None:
+            self.bulletin.check_deviation(unsaid, self.position())
 
     def agree_on_gradients(self, unit: Unit, params: frozenset[UnitParam]) -> None:
         """Let the ranks compare what they are about to reduce, unless the way there compares it in every message.

@@ -90,6 +90,11 @@ class Reductions:
         self._early: _Launch | None = None  # of a unit whose backward still runs
 
     @property
+    def has_launched(self) -> bool:
+        """True when this backward has begun to reduce gradients."""
+        return bool(self._launched)
+
+    @property
     def has_deferred(self) -> bool:
         """True when gradients of earlier backwards wait for a last one."""
         return bool(self._deferred)
@@ -116,6 +121,8 @@ class Reductions:
         """Reduce ``fresh`` and what earlier backwards have left.  Raises: DesyncError, TransportError."""
         while self._in_flight and self._is_next_due(self._in_flight[0]):
             self._advance(self._in_flight.pop(0))
+        if self._journal.unsaid:
+            self._journal.compare_deviation()
         earlier = unit.earlier
         launch, self._early = self._early, None
         sent, held = (frozenset[UnitParam](), earlier.held) if launch is None else (launch.params, launch.held)
@@ -178,6 +185,8 @@ class Reductions:
     def launch_early(self, unit: Unit, early: EarlyBuckets) -> None:
         """Reduce what has come whole.  Raises: as :meth:`launch`."""
         if self._early is None:
+            if self._journal.unsaid:
+                self._journal.compare_deviation()
             if early.params not in self._journal.agreed:
                 self._journal.agree_on_gradients(unit, early.params)
             self._early = _Launch(unit, *unit.earlier.take(()))

@@ -13,31 +13,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 
 import torch
 
 from shardwise.comm.board import Board
-from shardwise.comm.digest import CHUNK_NUMEL, digest_of
+from shardwise.comm.digest import Sketch, digest_of
 from shardwise.errors import DesyncError
 from shardwise.optim.owned_gradient import OwnedGradient
 from shardwise.zero.local_pieces import flat_like
 from shardwise.zero.share import Share
 
 logger = logging.getLogger(__name__)
-
-NUM_PROJECTIONS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Sketch:
-    """One rank's gradient of one parameter: its norm, its projections on random signs, and how much rounding explains."""
-
-    norm: float
-    projections: Sequence[float]
-    tolerance: float
 
 
 def are_same(share: Share, board: Board, what: str, *, has_inputs: bool = True, only_warn: bool = False) -> bool:
@@ -56,7 +43,7 @@ def are_same(share: Share, board: Board, what: str, *, has_inputs: bool = True, 
         return any(are_there) and sum(map(bool, summaries)) > 1
     every = [json.loads(text) for text in board.gather(f"comparing each gradient of {what}", json.dumps(digests))]
     unlike = [index for index, column in enumerate(zip(*every, strict=True)) if len(set(column)) > 1]
-    sketches = {index: asdict(_sketch(gradients[index])) for index in unlike if gradients[index] is not None}
+    sketches = {index: Sketch.of(gradient).told for index in unlike if (gradient := gradients[index]) is not None}
     texts = board.gather(f"comparing some gradients of {what}", json.dumps(sketches))
     rows = [{rank: _sketch_in(text, index) for rank, text in enumerate(texts) if summaries[rank]} for index in unlike]
     _judge(share, what, dict(zip(unlike, rows, strict=True)), only_warn)
@@ -65,7 +52,7 @@ def are_same(share: Share, board: Board, what: str, *, has_inputs: bool = True, 
 
 def _sketch_in(text: str, index: int) -> Sketch | None:
     found = json.loads(text).get(str(index))
-    return None if found is None else Sketch(**found)
+    return None if found is None else Sketch(*found)
 
 
 def _gradient(param: torch.Tensor) -> torch.Tensor | None:
@@ -78,26 +65,12 @@ def _gradient(param: torch.Tensor) -> torch.Tensor | None:
     return flat_like(gradient.detach(), param)
 
 
-def _sketch(gradient: torch.Tensor | None) -> Sketch:
-    assert gradient is not None
-    noise = torch.Generator("cpu").manual_seed(0)
-    total = torch.zeros(NUM_PROJECTIONS, dtype=torch.float64, device="cpu")
-    square = 0.0
-    for chunk in gradient.split(CHUNK_NUMEL // NUM_PROJECTIONS):
-        values = torch.view_as_real(chunk).reshape(-1) if chunk.is_complex() else chunk
-        values = values.to("cpu", torch.float64)
-        signs = torch.randint(0, 2, (NUM_PROJECTIONS, values.numel()), generator=noise, dtype=torch.int8, device="cpu")
-        total += (signs.double() * 2 - 1) @ values
-        square += float(values.square().sum())
-    return Sketch(math.sqrt(square), total.tolist(), min(256 * torch.finfo(gradient.dtype).eps, 0.02))
-
-
 def _judge(share: Share, what: str, rows: Mapping[int, dict[int, Sketch | None]], only_warn: bool) -> None:
     largest = 0.0
     for index, row in rows.items():
         present = [sketch for sketch in row.values() if sketch is not None]
         lacking = [piece.owner for piece in share.by_param[index] if row.get(piece.owner, present[0]) is None]
-        apart = [_distance(present[0], sketch) for sketch in present]
+        apart = [present[0].distance(sketch) for sketch in present]
         if lacking or not all(distance <= present[0].tolerance for distance in apart):  # nan is far, too
             _complain(f"parameter {index} of shape {tuple(share.params[index].shape)}", what, row, lacking, only_warn)
             return
@@ -105,12 +78,6 @@ def _judge(share: Share, what: str, rows: Mapping[int, dict[int, Sketch | None]]
     if largest:
         text = "%s: gradients are not the same to the bit on all ranks; they differ by %.1e of their norm at most"
         logger.warning(text, what, largest)
-
-
-def _distance(left: Sketch, right: Sketch) -> float:
-    """Return about |left - right| / |left|; nan if that cannot be known."""
-    square = sum((a - b) ** 2 for a, b in zip(left.projections, right.projections, strict=True)) / NUM_PROJECTIONS
-    return math.sqrt(square) / max(left.norm, right.norm, 1e-300)
 
 
 def _complain(name: str, what: str, row: Mapping[int, Sketch | None], lacking: Sequence[int], only_warn: bool) -> None:

@@ -19,6 +19,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import ReplicateModule, StateError, fully_shard, replicate
+from shardwise.engine.attachment import attachment_of
+from shardwise.engine.roots import live_engine
 from shardwise.testing.models import Block
 
 
@@ -81,6 +83,7 @@ def test_the_older_way_keeps_plain_tensors_and_starts_from_rank_0() -> None:
 
 @on_ranks(2)
 def test_a_sharded_module_may_lie_inside() -> None:
+    torch.manual_seed(0)
     model = nn.Sequential(Block(7, 15), Block(7, 9))
     fully_shard(model[0])
     replicate(model)
@@ -138,7 +141,7 @@ def test_the_older_way_makes_equal_what_ddp_does(
         assert module.mark == (0.0 if are_at_start else rank)
     for module in (model, ddp):
         (module.module if module is ddp else module).mark.fill_(rank)
-        module(torch.ones(1, 2)).sum().backward()
+        module(torch.ones(1, 2))
     assert model.mark == ddp.module.mark == (0.0 if are_later else rank)
 
 
@@ -311,3 +314,57 @@ def test_the_older_way_keeps_buffers_equal_when_ddp_does() -> None:
     same = model(torch.ones(2, 7))
     dist.broadcast(first := same.detach().clone(), 0)
     assert torch.equal(same, first)
+
+
+class Forked(nn.Module):
+    """Goes past its second block where it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.is_short = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return x if self.is_short else self.second(x)
+
+
+@pytest.mark.parametrize("way", ["each", "whole", "older"])
+@on_ranks(2, group_timeout_s=20)
+def test_a_rank_may_go_forward_alone(way: str) -> None:
+    """At any time, by another way than training, and back without sync: nobody waits for the others, nor do they see it."""
+
+    def train() -> None:
+        for module in (model, reference):
+            module(torch.ones(2, 3) + dist.get_rank()).sum().backward()
+        average_gradients(reference)
+        for mine, plain in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(local(mine.grad), plain.grad)
+        model.zero_grad()
+        reference.zero_grad()
+
+    def go_alone(rank: int, is_short: bool) -> None:
+        if dist.get_rank() == rank:
+            model.is_short = is_short
+            with torch.no_grad():
+                model(torch.ones(1, 3))
+            model.set_requires_gradient_sync(False)
+            model(torch.ones(1, 3)).sum().backward()
+            model.set_requires_gradient_sync(True)
+            model.is_short = False
+            live_engine(attachment_of(model)).forget_step()  # what it holds back is its own affair
+            model.zero_grad()
+
+    torch.manual_seed(0)
+    model, reference = Forked(), Forked()
+    reference.load_state_dict(model.state_dict())
+    if way == "each":
+        replicate(model.first)
+        replicate(model.second)
+    model = replicate(model, device_ids=None) if way == "older" else replicate(model)
+    go_alone(0, False)
+    train()
+    for rank, is_short in ((1, True), (0, True), (1, False)):
+        go_alone(rank, is_short)
+        train()
+        train()

@@ -57,7 +57,7 @@ def test_a_narrow_model_takes_no_more_all_reduces_than_ddp_and_one_copy_of_each_
 
     ddp.register_comm_hook(None, lambda _, bucket: (buckets.append(bucket.index()), allreduce_hook(None, bucket))[1])
     model = replicated(num_blocks, width)
-    for step in range(2):
+    for step in range(3):
         x = torch.randn(2, width)
         buckets.clear()
         ddp(x).sum().backward()
@@ -66,7 +66,8 @@ def test_a_narrow_model_takes_no_more_all_reduces_than_ddp_and_one_copy_of_each_
             loss.backward()
         assert len(seen) == 1 <= len(buckets), (step, seen, buckets)
         # And the mark behind them, which torch 2.15 does not copy but fills in.
-        assert copies.count - len(list(model.parameters())) in (0, 1), step
+        if step:  # in the first, ranks compare what they begin with
+            assert copies.count - len(list(model.parameters())) in (0, 1), step
 
 
 @on_ranks(2)

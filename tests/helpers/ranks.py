@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.testing import WorkerPool
 
@@ -32,13 +33,14 @@ class Body:
 def _find_body(module: str, name: str, num_ranks: int | None) -> Test:
     """Import a test's module before its rank has a group: some of torch's keep the one that they find, and its threads."""
     body: Test = getattr(importlib.import_module(module), name).__wrapped__
+    torch.manual_seed(0)  # ranks outlive tests, each of which has drawn another number of numbers on them
     return body if num_ranks is None else functools.partial(body, num_ranks=num_ranks)
 
 
 def on_ranks(*sizes: int, **options: Any) -> Callable[[Test], Test]:
     """Run the decorated test on every rank of a group of each of ``sizes``, in the session's workers.
 
-    The body sees a process group; pytest's arguments (parametrize, fixtures) reach it from the one process that collects
+    The body sees a process group, and one seed on all ranks; pytest's arguments (parametrize, fixtures) reach it from the one process that collects
     tests, so they must be picklable.  ``monkeypatch`` is refused: ranks would get copies that nobody undoes, and outlive the
     test; ``with pytest.MonkeyPatch.context()`` in the body does.  A failure comes back with every rank's traceback.
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-from shardwise import FSDPModule, fully_shard
+from shardwise import FSDPModule, fully_shard, torch_private
 from shardwise.testing.models import Block, batch_for, build, units_of
 
 if not hasattr(ThreadLocalWorld, "comms"):
@@ -53,5 +53,6 @@ class TestThreads(MultiThreadedTestCase):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         model(torch.randn(2, 8)).sum().backward()
+        self.assertTrue(torch_private.are_threads())  # whose one generator gives replicas different weights: no error
         self.assertTrue(all(isinstance(module, FSDPModule) for module in (model, *model)))
         self.assertTrue(all(isinstance(param.grad, DTensor) for param in model.parameters()))

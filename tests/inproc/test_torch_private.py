@@ -428,6 +428,7 @@ def test_process_groups() -> None:
         group = dist.group.WORLD
         assert group is not None
         assert private.default_store() is not None
+        assert not private.are_threads()
         assert private.timeout_s_of(group, torch.device("cpu")) == private.timeout_s_of(group) == 7.0
         private.process_group_store(group).set("key", "text")
         assert private.process_group_store(group).get("key") == b"text"

@@ -1,0 +1,137 @@
+"""Replicas that begin with other values are named in the first backward that averages their gradients."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import on_ranks
+from torch import nn
+from torch.distributed.tensor import init_device_mesh
+
+from shardwise import DesyncError, fully_shard, replicate
+from shardwise.engine.replicas import SAMPLE_NUMEL, sample_of
+
+Door = Callable[[nn.Module], nn.Module]
+
+
+def hybrid(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replica", "shard"))
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def each(model: nn.Module) -> nn.Module:
+    replicate(model[0])
+    return replicate(model)
+
+
+def whole(model: nn.Module) -> nn.Module:
+    return replicate(model)
+
+
+def older(model: nn.Module) -> nn.Module:
+    return replicate(model, init_sync=False)
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3, bias=False)).to(dtype)
+
+
+def spoil(model: nn.Module, change: float = 0.5) -> None:
+    """Change a frozen row of the head, on the last rank alone."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        with torch.no_grad():
+            model[2].weight[2, 6] += change
+
+
+def step(model: nn.Module, rows: int = 4) -> None:
+    dtype = next(model.parameters()).dtype
+    model(torch.ones(rows, 5, dtype=dtype)).sum().backward()
+
+
+@pytest.mark.parametrize("door", [each, whole, older])
+@pytest.mark.parametrize("is_frozen", [False, True])
+@on_ranks(2)
+def test_replicas_that_differ_are_named_on_every_rank(door: Door, is_frozen: bool) -> None:
+    model = net()
+    model[2].requires_grad_(not is_frozen)
+    spoil(model)
+    norms = [torch.empty(()) for _ in range(2)]
+    dist.all_gather(norms, model[2].weight.detach().norm())
+    model = door(model)
+    said = f"2.weight is of norm {norms[0]:.6g} on rank 0, of norm {norms[1]:.6g} on rank 1. Each would add"
+    for _ in range(2):  # who goes on is told again
+        with pytest.raises(DesyncError, match=said):
+            step(model)
+
+
+@on_ranks(4)
+def test_replicas_of_shards_are_compared_with_their_own() -> None:
+    model = net()
+    spoil(model)
+    model = hybrid(model)
+    with pytest.raises(DesyncError, match="2.weight is of norm .* on rank 1, of norm .* on rank 3. Each would add"):
+        step(model)
+    model = hybrid(net())
+    for _ in range(2):
+        step(model)
+
+
+@pytest.mark.parametrize("door", [each, whole, older])
+@on_ranks(2)
+def test_values_that_are_made_equal_before_the_first_step_are_right(door: Door) -> None:
+    model = net()
+    spoil(model)
+    model = door(model)
+    if dist.get_rank() == 0:  # nobody waits for a replica that evaluates alone
+        with torch.no_grad():
+            model(torch.ones(1, 5))
+    model.set_requires_gradient_sync(False)
+    step(model)
+    model.set_requires_gradient_sync(True)
+    model.zero_grad()
+    for param in model.parameters():
+        dist.broadcast(param.to_local() if hasattr(param, "to_local") else param.detach(), 0)
+    step(copy.deepcopy(model))
+    step(model)
+
+
+@on_ranks(2)
+def test_what_differs_by_rounding_is_warned_of() -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("shardwise.engine.replicas").addHandler(handler)
+    model = net(torch.float64)
+    spoil(model, 1e-15)
+    model = whole(model)
+    for _ in range(2):
+        step(model)
+    logging.getLogger("shardwise.engine.replicas").removeHandler(handler)
+    assert len(told) == 1
+    assert "replicas do not begin with the same bits; they differ by" in told[0]
+
+
+@on_ranks(2)
+def test_a_rank_whose_values_are_not_numbers_is_named() -> None:
+    model = net()
+    spoil(model, float("nan"))
+    with pytest.raises(DesyncError, match="of norm nan on rank 1"):
+        step(whole(model))
+
+
+def test_a_sample_has_all_of_little_and_both_ends_of_much() -> None:
+    few = torch.arange(SAMPLE_NUMEL).reshape(2, -1)
+    assert torch.equal(sample_of(few), few.flatten())
+    for numel in (SAMPLE_NUMEL + 1, 3 * SAMPLE_NUMEL + 5, 10_000_019):
+        found = sample_of(torch.arange(numel))
+        assert len(found) <= SAMPLE_NUMEL
+        assert found[0] == 0
+        assert found[-1] == numel - 1
+        assert found[: len(found) // 4].diff().max() <= -(-2 * numel // SAMPLE_NUMEL)
