@@ -40,9 +40,10 @@ def _find_body(module: str, name: str, num_ranks: int | None) -> Test:
 def on_ranks(*sizes: int, **options: Any) -> Callable[[Test], Test]:
     """Run the decorated test on every rank of a group of each of ``sizes``, in the session's workers.
 
-    The body sees a process group, and one seed on all ranks; pytest's arguments (parametrize, fixtures) reach it from the one process that collects
-    tests, so they must be picklable.  ``monkeypatch`` is refused: ranks would get copies that nobody undoes, and outlive the
-    test; ``with pytest.MonkeyPatch.context()`` in the body does.  A failure comes back with every rank's traceback.
+    The body sees a process group, and one seed on all ranks; pytest's arguments (parametrize, fixtures) reach it from the one
+    process that collects tests, so they must be picklable.  ``monkeypatch`` is refused: ranks would get copies that nobody
+    undoes, and outlive the test; ``with pytest.MonkeyPatch.context()`` in the body does.  A failure comes back with every
+    rank's traceback.
 
     Args:
         sizes: numbers of ranks, one test each; none if the test is parametrized with ``num_ranks`` (and what goes with it).
