@@ -25,12 +25,8 @@ from shardwise.errors import ConfigError
 from shardwise.units.axes import DataParallelMeshDims, MeshAxes
 from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
 
-_DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel).parameters) - {"module"}
-_OLDER_ARGUMENTS = _DDP_ARGUMENTS | {
-    "device_id",
-    "device_mesh",
-    "forward_sync_buffers",
-}  # some torches lack the last ones
+_NOT_IN_EVERY_TORCH = {"device_id", "device_mesh", "forward_sync_buffers"}
+_OLDER_ARGUMENTS = {*inspect.signature(DistributedDataParallel).parameters, *_NOT_IN_EVERY_TORCH} - {"self", "module"}
 
 
 class ReplicateModule(FSDPModule):
@@ -152,7 +148,7 @@ def _check_older(ddp: dict[str, Any]) -> None:
     if unknown:
         raise TypeError(
             f"replicate() has no argument {', '.join(unknown)}. It takes mesh, mp_policy, offload_policy, ignored_params, "
-            f"dp_mesh_dims and compression, or, called the older way, ignored_modules and what DistributedDataParallel takes"
+            "dp_mesh_dims and compression, or, called the older way, ignored_modules and what DistributedDataParallel takes"
         )
     if ddp.get("mixed_precision") is not None:
         raise ConfigError(
