@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from typing import Any, cast, overload
 
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import torch_private
 from shardwise.api.fully_shard import check_compression, check_modules, modules_in
@@ -25,8 +23,15 @@ from shardwise.errors import ConfigError
 from shardwise.units.axes import DataParallelMeshDims, MeshAxes
 from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
 
-_NOT_IN_EVERY_TORCH = {"device_id", "device_mesh", "forward_sync_buffers"}
-_OLDER_ARGUMENTS = {*inspect.signature(DistributedDataParallel).parameters, *_NOT_IN_EVERY_TORCH} - {"self", "module"}
+OLDER_ARGUMENTS = frozenset(
+    {
+        *("process_group", "device_mesh", "device_ids", "device_id", "output_device", "dim"),
+        *("init_sync", "broadcast_buffers", "forward_sync_buffers", "mixed_precision"),
+        *("bucket_cap_mb", "bucket_cap_mb_list", "gradient_as_bucket_view", "batched_grad_copy", "static_graph"),
+        *("find_unused_parameters", "skip_all_reduce_unused_params", "check_reduction"),
+        *("delay_all_reduce_named_params", "param_to_hook_all_reduce"),
+    }
+)
 
 
 class ReplicateModule(FSDPModule):
@@ -81,7 +86,7 @@ def replicate(
     neighbouring units are all-reduced together, and those of one unit for the whole model in buckets while backward runs.
     Called the older way, with any argument of ``DistributedDataParallel`` (``device_ids``, ``process_group``, ...) or
     ``ignored_modules``, it behaves as that: parameters stay plain tensors, and parameters and buffers are made equal to
-    rank 0's.
+    rank 0's.  Otherwise ranks begin with what each has: values that differ are a DesyncError in the first averaged backward.
 
     Args:
         module: the module, or several that form one unit.
@@ -144,7 +149,7 @@ def _mesh_axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> Me
 
 
 def _check_older(ddp: dict[str, Any]) -> None:
-    unknown = sorted(set(ddp) - _OLDER_ARGUMENTS)
+    unknown = sorted(set(ddp) - OLDER_ARGUMENTS)
     if unknown:
         raise TypeError(
             f"replicate() has no argument {', '.join(unknown)}. It takes mesh, mp_policy, offload_policy, ignored_params, "

@@ -199,7 +199,7 @@ class Engine:
         self._num_forwards += 1
         if self.outside is not None:
             self.outside.check()
-        self.journal.begin()
+        self.journal.begin(aside=not (self.journal.gathers or torch.is_grad_enabled()))
         if self._is_graphless:
             # Nothing needs what an evaluation has left unsharded, and what has been written to shards since may not show.
             for unit in self.units:
@@ -247,6 +247,8 @@ class Engine:
         journal = self.journal
         if self._is_graphless and (journal.gathers or journal.bulletin is None) and not journal.has_planned_forward():
             journal.replan()
+        if self._is_graphless and not journal.gathers:
+            journal.go_on()
 
     def _leave_span(self) -> None:
         try:

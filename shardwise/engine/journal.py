@@ -52,6 +52,7 @@ class Journal:
         self._follows_plan = False
         self._planned_from: tuple[Room, tuple[UnitPolicy, ...]] = self.room, ()
         self._left_order = ""
+        self._aside: tuple[list[Visit], bool, str, str] | None = None  # the step that an evaluation has come into
 
     def adopt(self, units: Sequence[Unit]) -> None:
         """Write down what ``units`` do from here on; ``units[i]`` is number i."""
@@ -77,14 +78,22 @@ class Journal:
 
     # ---- order ----
 
-    def begin(self) -> None:
-        """Start a step."""
+    def begin(self, aside: bool = False) -> None:
+        """Start a step; ``aside``: an evaluation that may be this rank's alone, after which the step before goes on."""
+        self._aside = (self._visits, self._follows_plan, self.unsaid, self._left_order) if aside else None
         self._visits = []
         self._follows_plan = self.plan is not None
         self.unsaid = ""
 
+    def go_on(self) -> None:
+        """Come back to the step that an evaluation has come into."""
+        if self._aside is not None:
+            self._visits, self._follows_plan, self.unsaid, self._left_order = self._aside
+            self._aside = None
+
     def forget(self) -> None:
         """Drop the visits of a step that has failed."""
+        self._aside = None
         self._visits = []
         self._follows_plan = False
         self.unsaid = ""
