@@ -289,6 +289,9 @@ class Engine:
         often its groups had been put together in that forward.
         """
         self._begin_backward()
+        heap = self.means.heap
+        if heap.find_end() > heap.limit:
+            heap.keep()
         if [group.num_packs for group in unit.groups] != made_of:
             unit.refuse_packing()
         backward = unit.backward

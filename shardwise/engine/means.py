@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.comm.buffers import BufferPool
+from shardwise.comm.heap_top import HeapTop
 from shardwise.comm.lanes import Lanes, device_of
 from shardwise.comm.links.coded_sums import CodedSums
 from shardwise.comm.links.link import Transport
@@ -20,6 +21,7 @@ class Means:
 
     Attributes:
         lanes, pool: where collectives run and where their memory comes from.
+        heap: what keeps the memory of a step for the next one.
         transport: which links this rank wants.
         spans: when links between ranks may be used.  links: those links, by name of their process group.
         coded_sums: sums over replicas that are on their way, coded.
@@ -28,6 +30,7 @@ class Means:
     device: torch.device
     lanes: Lanes
     pool: BufferPool
+    heap: HeapTop
     transport: Transport = "auto"
     spans: Spans = field(default_factory=Spans)
     coded_sums: CodedSums = field(default_factory=CodedSums)
@@ -36,4 +39,4 @@ class Means:
     @classmethod
     def on(cls, device: torch.device, transport: Transport) -> Means:
         """Return new ones for ``device``."""
-        return cls(device, Lanes.on(device_of(device)), BufferPool(device), transport)
+        return cls(device, Lanes.on(device_of(device)), BufferPool(device), HeapTop(device), transport)
