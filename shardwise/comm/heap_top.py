@@ -69,6 +69,9 @@ class HeapTop:
         self.num_moves += 1
         # malloc fills what is free below before it takes from the end; 0: there is no memory left
         holes: list[int] = []
+        room = (
+            _MOST_BLOCKS * _BLOCK_BYTES
+        )  # what the heap must grow by for another search, if this one ends before the end
         while len(holes) < _MOST_BLOCKS and (block := library.malloc(_BLOCK_BYTES)):
             holes.append(block)
             distance = find_end() - block
@@ -79,6 +82,7 @@ class HeapTop:
                 last = holes.pop()
                 holes += self._block
                 self._block[:] = [last]
+                room = _NEAR_BYTES
                 break
-        self.limit = find_end() + _NEAR_BYTES
+        self.limit = find_end() + room
         _free(holes)

@@ -34,6 +34,23 @@ del heap
 libc.malloc_trim(0)
 print(grown - start, kept - start, libc.sbrk(0) - start)
 """
+HOLES = """
+import ctypes, torch
+from shardwise.comm import heap_top
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+places = [libc.malloc(1 << 16) for _ in range(400)]
+for place in places[:200:2]:
+    libc.free(place)  # a hundred holes
+heap = heap_top.HeapTop(torch.device("cpu"))
+heap_top._MOST_BLOCKS = 50
+heap.keep()
+print(heap.limit - heap.find_end())
+heap_top._MOST_BLOCKS = 4096
+heap.keep()
+print(heap.limit - heap.find_end())
+"""
 STEPS = """
 import torch, shardwise
 from shardwise.engine.engine import live_engines
@@ -76,6 +93,13 @@ def test_the_heap_stays_as_large_as_it_was_and_goes_back_with_its_owner() -> Non
     grown, kept, left = run(HEAP, "plain")
     assert grown > 100 << 20
     assert kept < 20 << 20
+
+
+@needs_heap
+def test_a_search_that_ended_among_holes_is_made_again_after_the_heap_has_grown_as_much() -> None:
+    too_short, reached = run(HOLES)
+    assert too_short == 50 << 16
+    assert reached == 1 << 20
 
 
 @needs_heap
