@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -16,7 +17,8 @@ import torch
 
 _BLOCK_BYTES = 1 << 16  # less than glibc ever maps by itself: a block comes from the heap
 _NEAR_BYTES = 1 << 20  # this much above the block may come and go: 256 pages
-_MOST_BLOCKS = 1 << 12  # holes of the heap that are filled at most to come to its end
+_MOST_PIECES = 256  # taken at most to come to the end of the heap
+_RETRY_BYTES = 1 << 26  # what the heap must grow by for another search, where one ended before the end
 
 
 @functools.cache
@@ -27,15 +29,16 @@ def _glibc() -> ctypes.CDLL | None:
         return None
     library.sbrk.restype, library.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
     library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.realloc.restype, library.realloc.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
     library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
     return library
 
 
-def _free(blocks: Iterable[int]) -> None:
+def _free(pieces: Iterable[int]) -> None:
     library = _glibc()
     assert library is not None
-    for block in blocks:
-        library.free(block)
+    for piece in pieces:
+        library.free(piece)
 
 
 class HeapTop:
@@ -43,7 +46,7 @@ class HeapTop:
 
     Attributes:
         find_end: tells where the heap ends.  Once that is past ``limit``, somebody calls :meth:`keep`.
-        num_moves: how often a block was looked for; constant once warm.
+        num_moves: how often a block was looked for: a few times in the first steps, hardly ever after.
         is_on: False where the host's malloc has no such heap, and for other devices.
     """
 
@@ -63,26 +66,41 @@ class HeapTop:
 
     def keep(self) -> None:
         """Keep what the heap has grown to since the last call: to be called where much memory is in use, as in a backward."""
-        library, find_end = self._library, self.find_end
-        if library is None:
+        if self._library is None:
             return
         self.num_moves += 1
-        # malloc fills what is free below before it takes from the end; 0: there is no memory left
-        holes: list[int] = []
-        room = (
-            _MOST_BLOCKS * _BLOCK_BYTES
-        )  # what the heap must grow by for another search, if this one ends before the end
-        while len(holes) < _MOST_BLOCKS and (block := library.malloc(_BLOCK_BYTES)):
-            holes.append(block)
-            distance = find_end() - block
-            if distance < 0:  # another malloc, or the arena of another thread
-                self._library, self.find_end = None, int
-                break
-            if distance <= _NEAR_BYTES:
-                last = holes.pop()
-                holes += self._block
-                self._block[:] = [last]
-                room = _NEAR_BYTES
-                break
-        self.limit = find_end() + room
-        _free(holes)
+        held: list[int] = []
+        block = self._take_at_end(self._library, held)
+        if block:
+            held += self._block
+            self._block[:] = [block]
+        self.limit = self.find_end() + (_NEAR_BYTES if block else _RETRY_BYTES)
+        _free(held)
+
+    def _take_at_end(self, library: ctypes.CDLL, held: list[int]) -> int:
+        """Return a block from where the heap ended, 0 if there is none; ``held``: what was taken on the way.
+
+        malloc takes from the end what no hole below is large enough for: pieces are doubled until the heap grows for one.
+        """
+        size, largest = _BLOCK_BYTES, sys.maxsize
+        for _ in range(_MOST_PIECES):
+            end = self.find_end()
+            piece = library.malloc(size)
+            if not piece:
+                return 0
+            if piece > self.find_end():  # mapped by itself
+                library.free(piece)
+                if size == _BLOCK_BYTES:  # another malloc, or the arena of another thread
+                    self._library, self.find_end = None, int
+                    return 0
+                size = largest = size // 2
+            elif self.find_end() > end:
+                if end - piece > _NEAR_BYTES:
+                    # It begins where the last free bytes did: they are filled, and the next piece is behind them.
+                    held.append(library.realloc(piece, end - piece - _BLOCK_BYTES))
+                    piece = library.malloc(size)
+                return library.realloc(piece, _BLOCK_BYTES) if piece else 0
+            else:
+                held.append(piece)
+                size = min(2 * size, largest)
+        return 0

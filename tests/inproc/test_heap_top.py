@@ -44,10 +44,10 @@ places = [libc.malloc(1 << 16) for _ in range(400)]
 for place in places[:200:2]:
     libc.free(place)  # a hundred holes
 heap = heap_top.HeapTop(torch.device("cpu"))
-heap_top._MOST_BLOCKS = 50
+heap_top._MOST_PIECES = 1
 heap.keep()
 print(heap.limit - heap.find_end())
-heap_top._MOST_BLOCKS = 4096
+heap_top._MOST_PIECES = 256
 heap.keep()
 print(heap.limit - heap.find_end())
 """
@@ -61,12 +61,12 @@ for layer in model:
     shardwise.fully_shard(layer)
 shardwise.fully_shard(model)
 moves = []
-for step in range(8):
+for step in range(24):
     model(torch.ones(512, 64)).sum().backward()  # 128 KiB, 8 times
     model.zero_grad()
     (engine,) = live_engines
     moves.append(engine.means.heap.num_moves)
-print(moves[0], moves[5], moves[7])
+print(moves[0], moves[-1])
 torch.distributed.destroy_process_group()
 """
 
@@ -96,16 +96,16 @@ def test_the_heap_stays_as_large_as_it_was_and_goes_back_with_its_owner() -> Non
 
 
 @needs_heap
-def test_a_search_that_ended_among_holes_is_made_again_after_the_heap_has_grown_as_much() -> None:
+def test_a_search_that_ended_among_holes_is_made_again_once_the_heap_has_grown() -> None:
     too_short, reached = run(HOLES)
-    assert too_short == 50 << 16
+    assert too_short == 64 << 20
     assert reached == 1 << 20
 
 
 @needs_heap
 def test_backwards_look_at_the_heap_and_then_leave_it_alone() -> None:
-    first, sixth, last = run(STEPS)
-    assert 1 <= first <= sixth == last
+    first, last = run(STEPS)
+    assert 1 <= first <= last <= 8  # of 216 backwards of units
 
 
 def test_other_devices_have_no_heap_to_keep() -> None:
