@@ -14,10 +14,11 @@ from pathlib import Path
 from torch import nn
 
 from shardwise.engine.attachment import attachment_of
-from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.engine import engine_of
 from shardwise.errors import ConfigError
 from shardwise.events import Call, Event
 from shardwise.spans import listening
+from shardwise.units.unit import Unit
 
 _LANES = {
     "forward": "computation",
@@ -79,20 +80,22 @@ class Trace:
     Attributes:
         spans: everything that took time, in the order of its end.
         calls: what the engine did, in order, as plans predict it.
-        planned: the calls of a step as the engine had planned them when the trace began, or, in the first step, when it
-            ended; empty without an engine.
+        planned: the calls of a step as the engine had planned them when the trace began, or after the first step, from
+            which the plan is made; empty without an engine.
+        num_unplanned: how many of ``calls`` came before that plan: those of the first step, or 0.
     """
 
     spans: list[Span] = field(default_factory=list[Span])
     calls: list[Call] = field(default_factory=list[Call])
     planned: tuple[Call, ...] = ()
+    num_unplanned: int = 0
 
     @property
     def departure(self) -> str | None:
-        """The first call that was not the planned one, over all steps; None if all were, or nothing was planned."""
+        """The first call that was not the planned one, over all planned steps; None if all were, or nothing was planned."""
         if not self.planned:
             return None
-        for number, call in enumerate(self.calls):
+        for number, call in enumerate(self.calls[self.num_unplanned :]):
             expected = self.planned[number % len(self.planned)]
             if call != expected:
                 return (
@@ -126,11 +129,14 @@ class Trace:
     def _beside_the_plan(self) -> str:
         if not self.planned:
             return "no engine has planned these steps"
-        steps = len(self.calls) / len(self.planned)
-        departure = self.departure
-        if departure is not None:
-            return f"left the plan: {departure}"
-        return f"{len(self.calls)} calls, {steps:g} steps of {len(self.planned)}: as planned"
+        first = f"{self.num_unplanned} calls made the plan, then " if self.num_unplanned else ""
+        if self.departure is not None:
+            return f"{first}left the plan: {self.departure}"
+        num_calls = len(self.calls) - self.num_unplanned
+        if first and not num_calls:
+            return f"{self.num_unplanned} calls made the plan; trace more than the first step to compare with it"
+        steps = num_calls / len(self.planned)
+        return f"{first}{num_calls} calls, {steps:g} steps of {len(self.planned)}: as planned"
 
     def to_json(self) -> str:
         """Return the Chrome trace format, which Perfetto reads too: one row for each lane, microseconds from the first."""
@@ -167,10 +173,10 @@ class _Open:
 
 
 class _Recorder:
-    """Hears of spans and events and writes them into ``trace``; ``track``: of the engine that alone is recorded, None: all."""
+    """Writes spans and events into ``trace``; ``unit``: only those of its engine are recorded, None: of all engines."""
 
-    def __init__(self, trace: Trace, track: str | None) -> None:
-        self._trace, self._track = trace, track
+    def __init__(self, trace: Trace, unit: Unit | None) -> None:
+        self._trace, self._unit = trace, unit
         self._open: dict[int, list[_Open]] = {}
         self._launched: dict[tuple[str, str], tuple[float, str]] = {}
 
@@ -203,11 +209,18 @@ class _Recorder:
 
     def on_event(self, event: Event) -> None:
         """Note what the engine did."""
+        self.note_plan()
         if isinstance(event, Call):
             self._trace.calls.append(event)
 
+    def note_plan(self) -> None:
+        """Take the plan of the engine as soon as there is one: what was recorded so far came before it."""
+        engine = engine_of(self._unit) if self._unit is not None and not self._trace.planned else None
+        if engine is not None and engine.journal.plan is not None:
+            self._trace.planned, self._trace.num_unplanned = engine.journal.plan.calls, len(self._trace.calls)
+
     def _is_ours(self, track: str) -> bool:
-        return self._track is None or not track.startswith("engine") or track == self._track
+        return self._unit is None or not track.startswith("engine") or track == self._unit.log.track.name
 
 
 @contextmanager
@@ -216,7 +229,7 @@ def trace(model: nn.Module | None = None) -> Generator[Trace, None, None]:
 
     Args:
         model: a model behind ``fully_shard``, ``shard_model`` or ``replicate``: of engines, its own alone is recorded, and
-            compared with its plan, which there is from the second step on.  None: all engines of this process.  The
+            compared with its plan, which is made from the first step that runs.  None: all engines of this process.  The
             collectives of ``ZeroRedundancyOptimizer`` and ``ShardedOptimizer`` are recorded in any case.
 
     Yields: a :class:`Trace`; read it when the body has ended.  Times are those of this host's clock: on an accelerator
@@ -236,24 +249,14 @@ def trace(model: nn.Module | None = None) -> Generator[Trace, None, None]:
             f"{type(model).__name__} is no unit; trace the module that fully_shard, shard_model or replicate was called on, "
             "or trace() without a model"
         )
-    engine = engine_of(attachment.unit) if attachment is not None else None
+    unit = attachment.unit if attachment is not None else None
     recorded = Trace()
-    recorder = _Recorder(recorded, None if engine is None else engine.journal.log.track.name)
+    recorder = _Recorder(recorded, unit)
     with ExitStack() as stack:
-        if engine is not None:
-            _hear(engine, recorder, stack)
-            recorded.planned = _planned(engine)
+        if unit is not None:  # before its first forward, too: an engine adopts the instruments of its units
+            unit.log.instruments.append(recorder)
+            stack.callback(lambda: unit.log.instruments.remove(recorder))
+        recorder.note_plan()
         stack.enter_context(listening(recorder))
         yield recorded
-        if engine is not None and not recorded.planned:
-            recorded.planned = _planned(engine)
-
-
-def _planned(engine: Engine) -> tuple[Call, ...]:
-    return () if engine.journal.plan is None else engine.journal.plan.calls
-
-
-def _hear(engine: Engine, recorder: _Recorder, stack: ExitStack) -> None:
-    instruments = engine.journal.instruments
-    instruments.append(recorder)
-    stack.callback(lambda: instruments.remove(recorder))
+        recorder.note_plan()

@@ -107,6 +107,8 @@ class Engine:
         }
         for unit in self.units:
             unit.host_ref = weakref.ref(self)
+            heard = self.journal.instruments
+            heard += [each for each in unit.log.instruments if each not in heard]
             unit.log = self.journal.log
             unit.backward.on_gradients = _hearing(weakref.ref(self), weakref.ref(unit))
 

@@ -80,8 +80,6 @@ def _inherit(engine: Engine, old: Engine) -> None:
     engine.is_last_backward = engine.is_last_backward and old.is_last_backward
     engine.manual.inherit(old.manual)
     engine.post_optim_event = engine.post_optim_event or old.post_optim_event
-    heard = engine.journal.instruments
-    heard += [each for each in old.journal.instruments if each not in heard]
 
 
 def _attachments_in(root: nn.Module, first: Attachment) -> list[Attachment]:

@@ -82,6 +82,40 @@ def test_the_trace_of_a_step_is_its_plan_with_times() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("traced", ["root", "inner", "gathered by hand"])
+def test_a_trace_that_begins_with_the_first_step_compares_those_after_it(traced: str) -> None:
+    for door in (fully_shard, replicate):
+        model = sharded(door)
+        if traced == "gathered by hand":  # by an engine of its own, which the root's takes the place of
+            model.unshard()
+        with shardwise.trace(model[1] if traced == "inner" else model) as trace:
+            step(model)
+            assert "no engine has planned" in trace.table()
+            for _ in range(2):
+                step(model)
+        planned = list(trace.planned)
+        assert trace.calls[trace.num_unplanned :] == 2 * planned
+        assert trace.num_unplanned > 0
+        assert trace.departure is None
+        assert "2 steps" in trace.table()
+        assert "as planned" in trace.table()
+        assert {each.unit for each in trace.spans} == {"", "0", "1", "2"}
+        with shardwise.trace(model) as later:
+            step(model)
+        assert later.calls == planned
+        assert later.num_unplanned == 0
+
+
+@on_ranks(2)
+def test_a_trace_of_the_first_step_alone_says_that_there_was_nothing_to_compare() -> None:
+    model = sharded(fully_shard)
+    with shardwise.trace(model) as trace:
+        step(model)
+    assert trace.num_unplanned == len(trace.calls) > 0
+    assert "trace more than the first step" in trace.table()
+
+
+@on_ranks(2)
 def test_waits_are_named_by_unit_and_computation_holds_them() -> None:
     model = sharded(fully_shard)
     step(model)
