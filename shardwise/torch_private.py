@@ -200,6 +200,10 @@ is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 """Returns True while a profiler records on this thread."""
 
 
+saved_tensor_hooks: Callable[[bool], object | None] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+"""Called with True: returns the innermost ``saved_tensors_hooks`` of this thread, None if there are none."""
+
+
 innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 """Returns what ``torch.func`` runs on this thread (``vmap``, ``grad``, ``jvp``), or None."""
 
@@ -209,6 +213,24 @@ def beside_transforms() -> AbstractContextManager[object]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
+
+
+def graphs_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return ``tensor`` and, under ``torch.func``'s transforms, what it wraps at every level: values and tangents.
+
+    Each of them is part of a graph of its own.
+    """
+    found: list[torch.Tensor] = []
+    todo = [tensor]
+    while todo:
+        each = todo.pop()
+        found.append(each)
+        if torch._C._functorch.is_functorch_wrapped_tensor(each):  # pyright: ignore[reportAttributeAccessIssue]
+            todo.append(torch._C._functorch.get_unwrapped(each))  # pyright: ignore[reportAttributeAccessIssue]
+            tangent = torch.autograd.forward_ad.unpack_dual(each).tangent
+            if tangent is not None:
+                todo.append(tangent)
+    return found
 
 
 def same_version(tensor: torch.Tensor) -> AbstractContextManager[None]:

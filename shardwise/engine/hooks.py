@@ -173,6 +173,8 @@ class Hooks:
         def pre_backward(_: Any) -> None:
             self.before_backward(through, made_of)
 
+        if innermost_transform() is not None:
+            found = tuple(each for tensor in found for each in torch_private.graphs_of(tensor))
         for tensor in found:
             if not tensor.requires_grad:
                 continue

@@ -87,6 +87,11 @@ class FullBuffer:
             torch_private.swap_storage(self._storage, lease.storage)
             lease.release()
 
+    @property
+    def num_holders(self) -> int:
+        """How many tensors lie in memory that comes and goes."""
+        return 0 if self.is_shared else torch_private.storage_use_count(self._storage)
+
     def lose(self) -> object:
         """Do as :meth:`drop` does, but keep the memory from its pool: somebody may still write to it.  Returns its keeper."""
         if self._lease is None:

@@ -62,6 +62,7 @@ class Unit:
         num_commits: how often its gradients have been set: an optimizer is expected to change its shards then.
         borrows: units whose parameters its modules use too.
         holders: forwards that are using its full parameters now.
+        num_aliases: of its full parameters when a forward began: :meth:`count_aliases`.
         awaited: ids of the modules that have not run yet in a forward that has begun; only units of several modules wait.
         uses_default_reshard: ``reshard_after_forward`` was not given, so a root keeps its parameters.
         max_reductions: reduce-scatter inputs that may live at once; the largest of an engine's units holds.
@@ -85,6 +86,7 @@ class Unit:
         self.num_commits = 0
         self.borrows: tuple[Unit, ...] = ()
         self.holders = 0
+        self.num_aliases = 0
         self.awaited: set[int] = set()
         self.uses_default_reshard = False
         self.max_reductions = 1
@@ -348,6 +350,18 @@ class Unit:
         for member in (self, *self.borrows):
             member.holders += 1
             member.wait(span)
+            member.num_aliases = member.count_aliases()
+
+    def count_aliases(self) -> int:
+        """Return how many tensors lie in the memory of the full parameters; 0 without hooks on saved tensors.
+
+        A hook may keep such a tensor to tell others by its address (activation offloading does), which must not become
+        another parameter's before backward.
+        """
+        if torch_private.saved_tensor_hooks(True) is None:
+            return 0
+        packings = [group.packing for group in self.groups if group.packing is not None]
+        return sum(buffer.num_holders for packing in packings for buffer in packing.fulls)
 
     def end_forward(self, module: nn.Module) -> bool:
         """``module`` has run; return True if all of its modules have."""

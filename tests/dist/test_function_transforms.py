@@ -10,7 +10,7 @@ import torch
 from helpers.compare import full
 from helpers.ranks import on_ranks
 from torch import nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from shardwise import MixedPrecisionPolicy, fully_shard, replicate, shard_model
 
@@ -78,3 +78,47 @@ def test_a_transform_over_the_inputs_of_a_model_is_that_of_one_process(door: str
             _first_and_later(DOORS[door], program)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
+
+
+Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+LOSSES: dict[str, Loss] = {
+    "jvp": lambda net, x: sum(part.square().mean() for part in jvp(net, (x,), (torch.ones_like(x),))),
+    "the value of a jvp": lambda net, x: jvp(net, (x,), (torch.ones_like(x),))[0].square().mean(),
+    "the tangent of a jvp": lambda net, x: jvp(net, (x,), (torch.ones_like(x),))[1].square().mean(),
+    "a jvp before a forward": lambda net, x: (
+        jvp(net, (x,), (torch.ones_like(x),))[1].square().mean() + net(x).square().mean()
+    ),
+    "a jvp after a forward": lambda net, x: (
+        net(x).square().mean() + jvp(net, (x,), (torch.ones_like(x),))[1].square().mean()
+    ),
+    "vmap": lambda net, x: vmap(lambda row: net(row).square().sum())(x).mean(),
+    "vmap after a forward": lambda net, x: net(x).square().mean() + vmap(lambda row: net(row).square().sum())(x).mean(),
+    "the vjp of a value": lambda net, x: _with_vjp(net, x),
+}
+
+
+def _with_vjp(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y, pull_back = vjp(net, x)
+    return y.square().mean() + pull_back(torch.ones_like(y))[0].square().mean()
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_a_loss_over_transformed_outputs_trains_as_on_one_process(door: str) -> None:
+    x = torch.linspace(-1, 1, 10).view(2, 5)
+    for name, loss in LOSSES.items():
+        plain, model = _model(), _model()
+        model = DOORS[door](model) or model
+        for step in range(3):
+            for net in (plain, model):
+                net.zero_grad()
+                loss(net, x).backward()
+            for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                assert mine.grad is not None, f"{name}, step {step}"
+                torch.testing.assert_close(
+                    full(mine.grad),
+                    expected.grad,
+                    rtol=1e-5,
+                    atol=1e-6,
+                    msg=lambda text: f"{name}, step {step}: {text}",
+                )

@@ -818,6 +818,28 @@ def test_all_groups_are_aborted_between_the_group_calls_of_nccl(monkeypatch: pyt
     assert hasattr(dist.ProcessGroup, "abort")
 
 
+def test_hooks_on_saved_tensors_are_seen_while_they_are_on() -> None:
+    assert private.saved_tensor_hooks(True) is None
+    with torch.autograd.graph.save_on_cpu():
+        assert private.saved_tensor_hooks(True) is not None
+    assert private.saved_tensor_hooks(True) is None
+
+
+def test_what_a_transform_wraps_is_found_with_its_tangent() -> None:
+    plain, weight = torch.ones(2), torch.ones(2, requires_grad=True)
+    assert private.graphs_of(plain)[0] is plain
+    assert len(private.graphs_of(plain)) == 1
+    found: list[bool] = []
+
+    def through(x: torch.Tensor) -> torch.Tensor:
+        y = x * weight
+        found.extend(each.grad_fn is not None for each in private.graphs_of(y))
+        return y
+
+    torch.func.jvp(through, (plain,), (torch.ones(2),))
+    assert found.count(True) > 1  # the value's and the tangent's
+
+
 def test_tensors_beside_transforms_are_plain_ones_and_the_transform_goes_on() -> None:
     assert private.innermost_transform() is None
     with private.beside_transforms():
