@@ -1,4 +1,4 @@
-"""Hooks on saved tensors see the weights that a forward saves: what they keep by its address is that weight's until backward."""
+"""Hooks on saved tensors see the weights that a forward saves: what they keep by address stays that weight's until backward."""
 
 from __future__ import annotations
 
