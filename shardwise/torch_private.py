@@ -441,6 +441,28 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     torch._C.TensorBase.data.__set__(tensor, value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def intercept_redistribute(gather: Callable[[DTensor, Callable[[], DTensor]], DTensor | None]) -> None:
+    """Let ``gather`` make what ``redistribute`` (and ``full_tensor``) makes of leaves of a graph that it replicates, once.
+
+    ``gather`` is called with the leaf and what redistributes it; None: torch's own result.  The method is public, but is
+    put in place of itself on the class.
+    """
+    original = DTensor.redistribute
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
+        is_wanted = torch.is_grad_enabled() and self.requires_grad and self.is_leaf and placements is not None
+        if is_wanted and all(each.is_replicate() for each in placements):
+            found = gather(self, lambda: original(self, device_mesh, placements, **options))
+            if found is not None:
+                return found
+        return original(self, device_mesh, placements, **options)
+
+    DTensor.redistribute = redistribute
+
+
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """Return the placement of a tensor dim that another mesh axis, to the right, has already cut ``split_factor`` times."""
     from torch.distributed.tensor.placement_types import _StridedShard

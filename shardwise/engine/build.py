@@ -31,6 +31,7 @@ from shardwise.engine.take_over import (
     unit_of,
     whole,
 )
+from shardwise.engine.whole_values import watch_gathers
 from shardwise.engine.wiring import may_share_memory
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.shard import ChunkShard
@@ -82,6 +83,7 @@ class _Found:
 def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
     watch_optimizers()
+    watch_gathers()
     note("init", "unit")
     store = torch_private.default_store() if dist.is_initialized() else None
     if store is not None:

@@ -26,6 +26,11 @@ def remember(unit: Unit) -> None:
         _unit_of[param] = weakref.ref(unit)
 
 
+def all_units() -> list[Unit]:
+    """Return the units of all models that are alive."""
+    return list(_units)
+
+
 def unit_of(param: UnitParam) -> Unit | None:
     """Return the unit that manages ``param``, None if it is gone."""
     ref = _unit_of.get(param)
@@ -34,7 +39,7 @@ def unit_of(param: UnitParam) -> Unit | None:
 
 def managed_by_slot() -> dict[tuple[int, str], UnitParam]:
     """Return what units manage, by place: the id of a module's dict of parameters, and a name."""
-    params = (param for unit in list(_units) for param in unit.params)
+    params = (param for unit in all_units() for param in unit.params)
     return {_place(slot): param for param in params for slot in param.slots}
 
 

@@ -333,7 +333,7 @@ class ShardGroup:
                 param.full_version, param.full_address = full._version, full.data_ptr()
                 wanted = param.sharded.requires_grad
                 if not (wanted and param.is_hooked and full.requires_grad):
-                    self._sync_requires_grad(param, full, on_gradient)
+                    self.sync_requires_grad(param, full, on_gradient)
                 num_trainable += wanted
                 param.hung = full
                 for slot in param.slots:
@@ -346,7 +346,7 @@ class ShardGroup:
             full = param.full
             assert full is not None
             self._choose_grad_dtype(param, full)
-            self._sync_requires_grad(param, full, on_gradient)
+            self.sync_requires_grad(param, full, on_gradient)
             num_trainable += param.sharded.requires_grad
             param.register(full)
         if self._sub is not None:
@@ -358,7 +358,7 @@ class ShardGroup:
         for param in self.in_place:
             if param.full is not param.sharded:
                 param.full, param.is_hooked = param.sharded, False
-            self._sync_requires_grad(param, param.sharded, on_gradient)
+            self.sync_requires_grad(param, param.sharded, on_gradient)
         return sum(param.sharded.requires_grad for param in self.in_place)
 
     def _choose_grad_dtype(self, param: UnitParam, full: nn.Parameter) -> None:
@@ -391,9 +391,10 @@ class ShardGroup:
             torch.autograd.graph.increment_version(written)
 
     @staticmethod
-    def _sync_requires_grad(
+    def sync_requires_grad(
         param: UnitParam, full: nn.Parameter, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]
     ) -> None:
+        """Let ``full`` want a gradient if the shard does, and report it to what ``on_gradient`` makes."""
         wanted = param.sharded.requires_grad
         if full.requires_grad is not wanted:
             full.requires_grad_(wanted)
@@ -421,7 +422,7 @@ class ShardGroup:
         for param in self.params:
             full, wanted = param.full, param.sharded.requires_grad
             if full is not None and not (wanted and param.is_hooked and full.requires_grad):
-                self._sync_requires_grad(param, full, on_gradient)  # frozen or thawed in between
+                self.sync_requires_grad(param, full, on_gradient)  # frozen or thawed in between
             num_trainable += wanted
         return num_trainable
 

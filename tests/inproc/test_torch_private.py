@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -816,6 +817,29 @@ def test_all_groups_are_aborted_between_the_group_calls_of_nccl(monkeypatch: pyt
     private.abort_groups()
     assert done == ["start", "first", "second", "end"]
     assert hasattr(dist.ProcessGroup, "abort")
+
+
+def test_what_replicates_leaves_of_a_graph_may_be_taken_over(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = inspect.unwrap(DTensor.redistribute)
+    monkeypatch.setattr(DTensor, "redistribute", original)
+    asked: list[DTensor] = []
+
+    def gather(leaf: DTensor, redistribute: Callable[[], DTensor]) -> DTensor | None:
+        asked.append(leaf)
+        return redistribute() * 2 if leaf.numel() == 2 else None
+
+    private.intercept_redistribute(gather)
+    private.intercept_redistribute(gather)  # once is enough
+    mesh = init_device_mesh("cpu", (1,))
+    first, other = [distribute_tensor(torch.ones(n), mesh, [Shard(0)]).requires_grad_() for n in (2, 3)]
+    assert torch.equal(first.full_tensor(), torch.full((2,), 2.0))
+    assert torch.equal(other.full_tensor(), torch.ones(3))
+    assert [each is leaf for each, leaf in zip(asked, (first, other), strict=True)] == [True, True]
+    first.detach().full_tensor()
+    first.redistribute(placements=[Shard(0)])
+    with torch.no_grad():
+        first.full_tensor()
+    assert len(asked) == 2
 
 
 def test_hooks_on_saved_tensors_are_seen_while_they_are_on() -> None:
