@@ -10,11 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.cuda.nccl import version as nccl_version
 
+from shardwise.cli.private_network import private_network
 from shardwise.comm.links.arena import can_share_memory
 from shardwise.comm.links.segment import HEADER_BYTES, Segment
 from shardwise.one_host import host_memory_bytes, usable_cores
@@ -29,6 +31,7 @@ PACKAGES = (
 VARIABLES = (
     "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS",
+    "GLOO_DEVICE_TRANSPORT",
 )  # fmt: skip
 _BACKENDS: Mapping[str, Callable[[], bool]] = {
     "gloo": dist.is_gloo_available,
@@ -37,6 +40,7 @@ _BACKENDS: Mapping[str, Callable[[], bool]] = {
     "ucc": dist.is_ucc_available,
 }
 _OPEN_LIMIT_S = 30.0
+_TRANSPORT = "GLOO_DEVICE_TRANSPORT"  # gloo's own: which kind of connections it makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ def look_at_host(environment: Mapping[str, str]) -> HostFacts:
         backends={name: _backend(is_built) for name, is_built in _BACKENDS.items()},
         devices=tuple(_gpu(index) for index in range(torch.cuda.device_count())),
         cores=_cores(),
-        transports=_transports(),
+        transports=_transports() | _protections(environment),
         packages={name: _version_of(name) for name in PACKAGES},
         environment={name: environment[name] for name in VARIABLES if name in environment},
     )
@@ -125,6 +129,25 @@ def _transports() -> dict[str, Offer]:
         "gloo collectives": Offer("CPU ranks; --transport collective", gloo),
         "NCCL collectives": Offer("GPU ranks", nccl.why_not),
     }
+
+
+def _protections(environment: Mapping[str, str]) -> dict[str, Offer]:
+    with private_network(True) as network:
+        why_not = "" if network else "this kernel gives this user none; owners of connections are checked all the same"
+    return {
+        "a network of their own": Offer("CPU ranks of shardwise train on one host", why_not),
+        "TLS between hosts": Offer("gloo", _why_no_tls(environment)),
+    }
+
+
+def _why_no_tls(environment: Mapping[str, str]) -> str:
+    if environment.get(_TRANSPORT) != "TCP_TLS":
+        return f"{_TRANSPORT} is not TCP_TLS, so connections are not encrypted"
+    try:
+        dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=_OPEN_LIMIT_S))
+    except RuntimeError as error:
+        return f"no group can be made ({str(error).strip().splitlines()[0]})"
+    return ""
 
 
 def _why_no_gloo() -> str:

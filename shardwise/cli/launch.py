@@ -11,6 +11,7 @@ import torch
 from shardwise.cli.exits import LAUNCHER_VARIABLE
 from shardwise.cli.extras import check_extras
 from shardwise.cli.local_ranks import launch_ranks
+from shardwise.cli.private_network import needs_no_network
 from shardwise.cli.restarts import launch_with_restarts
 from shardwise.cli.train_args import TrainRequest
 from shardwise.errors import ConfigError
@@ -57,7 +58,8 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         return launch_with_restarts(folder, request.config, request.terms, nproc, device_type, words)
     if nproc == 1:
         return _run_here(request, device_type)
-    return launch_ranks(nproc, device_type, words, request.start.resume or request.start.out)
+    is_private = needs_no_network(request.config, device_type)
+    return launch_ranks(nproc, device_type, words, request.start.resume or request.start.out, is_private)
 
 
 def _run_here(request: TrainRequest, device_type: str) -> int:

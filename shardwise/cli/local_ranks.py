@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, LAUNCHER_VARIABLE, STORE_VARIABLE
+from shardwise.cli.private_network import entering, private_network
 from shardwise.doctor.recorder import BLACK_BOX, PATTERN
 from shardwise.one_host import ScratchFolder, stay_on_loopback
 
@@ -50,20 +51,25 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where ranks meet, the signals that their launcher has received, and what else they are told by their environment."""
+    """Where ranks meet, the signals that their launcher has received, and what else they are told by their environment.
+
+    ``network``: the namespaces that ranks run in, empty for those of the launcher.
+    """
 
     store: Path
     received: Sequence[int]
     told: Mapping[str, str]
+    network: tuple[int, ...] = ()
 
 
-def launch_ranks(nproc: int, device_type: str, words: Sequence[str], run: Path | None) -> int:
+def launch_ranks(nproc: int, device_type: str, words: Sequence[str], run: Path | None, is_private: bool = False) -> int:
     """Run the command with the same arguments in ``nproc`` processes; return the exit code.
 
     The first signal is passed on, as SIGTERM: ranks save and leave.  The second one ends them at once.
+    ``is_private``: in a network of their own, where the kernel allows one.
     """
-    with noted_signals() as received, ScratchFolder() as folder:
-        ended = run_ranks(nproc, device_type, words, Place(folder.path / "store", received, {}))
+    with noted_signals() as received, ScratchFolder() as folder, private_network(is_private) as network:
+        ended = run_ranks(nproc, device_type, words, Place(folder.path / "store", received, {}, network))
     return conclude(ended, received, run)
 
 
@@ -74,7 +80,7 @@ def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: Place) 
         for rank in range(nproc):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
             own |= {LAUNCHER_VARIABLE: os.getpid(), STORE_VARIABLE: place.store, **place.told}
-            ranks.append(_start(words, _environment(own, device_type)))
+            ranks.append(_start(words, _environment(own, device_type), place.network))
         failure = _watch(ranks, place.received)
         return Ended(failure, tuple(rank.returncode for rank in ranks if rank.returncode))
     finally:
@@ -117,12 +123,12 @@ def _environment(place: Mapping[str, object], device_type: str) -> dict[str, str
     return environment | {name: str(value) for name, value in place.items()}
 
 
-def _start(words: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(words: Sequence[str], environment: Mapping[str, str], network: tuple[int, ...]) -> subprocess.Popen[bytes]:
     # Blocked here, inherited there: a rank hears of Ctrl-C from this process alone, once, and no moment is left in between.
     signal.pthread_sigmask(signal.SIG_BLOCK, _KEPT_FROM_RANKS)
     try:
-        command = [sys.executable, "-m", "shardwise.cli.main", *words]
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        command = entering(network, [sys.executable, "-m", "shardwise.cli.main", *words])
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=network)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _KEPT_FROM_RANKS)
 

@@ -28,6 +28,7 @@ from shardwise.cli.signals import stop_on_signals
 from shardwise.cli.starts import name_start
 from shardwise.cli.train_args import TrainRequest
 from shardwise.comm.device_watch import watch_device
+from shardwise.comm.peer_owner import check_peers
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError
 from shardwise.one_host import stay_on_loopback
 from shardwise.recipes.ranks import RunRanks
@@ -73,6 +74,7 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
         dist.init_process_group(
             backend, store=place.store, rank=place.rank, world_size=place.num_ranks, timeout=TIMEOUT
         )
+        check_peers()
         watch_device(device)
         is_alone = request.launched_ranks is None
         listening = partial(stop_on_signals, second_ends=is_alone)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shardwise.cli.exits import ATTEMPT_VARIABLE, EXIT_CONFIG, EXIT_FINAL
 from shardwise.cli.local_ranks import Ended, Place, conclude, describe, noted_signals, run_ranks
+from shardwise.cli.private_network import needs_no_network, private_network
 from shardwise.errors import ConfigError
 from shardwise.one_host import ScratchFolder
 from shardwise.recipes.config import TrainConfig, check_ranks
@@ -71,11 +72,13 @@ def launch_with_restarts(
     Again only for what may be another time: see :func:`why_not`.
     """
     progress, number, cause = Progress(), 0, ""
-    with noted_signals() as received, ScratchFolder() as scratch:
+    is_private = needs_no_network(config, device_type)
+    with noted_signals() as received, ScratchFolder() as scratch, private_network(is_private) as network:
         while True:
             attempt = Attempt(str(folder.absolute()), str(scratch.path / f"step-{number}"), number, cause)
             told = {ATTEMPT_VARIABLE: json.dumps(asdict(attempt))}
-            ended = run_ranks(nproc, device_type, words, Place(scratch.path / f"store-{number}", received, told))
+            place = Place(scratch.path / f"store-{number}", received, told, network)
+            ended = run_ranks(nproc, device_type, words, place)
             code = conclude(ended, received, folder)
             if ended.failure is None or received:
                 return code

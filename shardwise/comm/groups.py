@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DeviceMesh
 
+from shardwise.comm.peer_owner import check_peers
 from shardwise.torch_private import is_gloo, set_timeout, timeout_s_of
 
 _alone: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = weakref.WeakKeyDictionary()
@@ -22,6 +23,7 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     limit = None if world is None else timedelta(seconds=timeout_s_of(world))
     group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
+    check_peers()
     return group
 
 

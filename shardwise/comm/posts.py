@@ -22,6 +22,7 @@ from shardwise.comm.cables import watch_cables
 from shardwise.comm.groups import patience_s
 from shardwise.comm.last_words import ASKING_S, LOOK_NEXT, cited, gone_in_words, leave, out_of_reach, words_of
 from shardwise.comm.leaving import watch_end
+from shardwise.comm.peer_owner import check_peers
 from shardwise.comm.store import JobStore
 from shardwise.torch_private import default_store, process_group_store
 
@@ -82,8 +83,8 @@ class Posts:
 
         That is after ``limit_s`` seconds for all of them together (default: the timeout), as soon as the process of one that
         is missing, or of one in ``needs``, has gone, and once ``is_enough`` says so of what has come (asked of late ranks).
-        Raises: TransportError if the store does not answer; what :func:`alarm.look` raises.  Cost: one or two questions per
-        rank, then one per look.
+        Raises: TransportError if the store does not answer, or another user has connected; what :func:`alarm.look` raises.
+        Cost: one or two questions per rank, then one per look.
         """
         start = looked = time.monotonic()
         limit_s, pause_s = self.timeout_s if limit_s is None else limit_s, _LEAST_PAUSE_S
@@ -108,6 +109,7 @@ class Posts:
             if is_over or not missing:
                 if not missing and self.notes is not None:
                     watch_cables(self.notes)  # all who are here have said where they are
+                    check_peers()
                 late = [(rank, self._peek(what, rank)) for rank in missing]  # posted before they went, or out of order
                 return found | {rank: text for rank, text in late if text is not None}
             time.sleep(min(pause_s, max(start + limit_s - now, 0.0)))
