@@ -335,6 +335,32 @@ def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         target._post_accumulate_grad_hooks = accumulated  # pyright: ignore[reportAttributeAccessIssue]
 
 
+_BARE = (torch.Tensor, nn.Parameter, DTensor)  # their dicts hold attributes that users have set, and ``_is_param``
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that users have set on ``tensor``.
+
+    Plain tensors and DTensors: the live dict.  Other classes may keep their components there: a copy without these.
+    """
+    if type(tensor) in _BARE:
+        return vars(tensor)
+    components = vars(tensor.detach())
+    return {name: value for name, value in vars(tensor).items() if name not in components}
+
+
+def give_attributes(attributes: dict[str, Any], tensor: torch.Tensor) -> None:
+    """Add ``attributes`` to those that ``tensor`` has.
+
+    Plain tensors and DTensors get ``attributes`` itself as their dict, so that several of them may share it.
+    """
+    if type(tensor) in _BARE:
+        attributes.update(vars(tensor))
+        tensor.__dict__ = attributes  # pyright: ignore[reportAttributeAccessIssue]  torch's swap_tensors does so, too
+    else:
+        vars(tensor).update({**attributes, **vars(tensor)})
+
+
 # Returns what tells the storage of a tensor apart, also of a wrapper, whose storage is empty.  No function of Python: it is
 # called for every parameter in every forward.
 storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # pyright: ignore[reportAttributeAccessIssue]

@@ -23,7 +23,7 @@ def converting(
     Args:
         groups: of the unit that begins at the module.  units: those whose parameters its tree uses.
     """
-    with _own_grad_dtypes(groups), without_weak_references(_followers(units), shares_locals(fn)) as convert:
+    with _settings_kept(groups), without_weak_references(_followers(units), shares_locals(fn)) as convert:
         yield convert
 
 
@@ -35,8 +35,11 @@ def _followers(units: Iterable[Unit]) -> list[nn.Module]:
 
 
 @contextmanager
-def _own_grad_dtypes(groups: Sequence[ShardGroup]) -> Generator[None, None, None]:
-    """Keep ``grad_dtype`` over a conversion: torch puts parameters without it in place, and converts gradients with them."""
+def _settings_kept(groups: Sequence[ShardGroup]) -> Generator[None, None, None]:
+    """Keep attributes and ``grad_dtype`` over a conversion.
+
+    torch puts parameters in place that have neither, and converts gradients with them.
+    """
     kept: list[tuple[UnitParam, torch.Tensor | None]] = []
     for group in groups:
         group.adopt_registered()
@@ -47,6 +50,8 @@ def _own_grad_dtypes(groups: Sequence[ShardGroup]) -> Generator[None, None, None
     try:
         yield
     finally:
+        for param in (param for group in groups for param in group.params):
+            param.hand_on_attributes()
         for param, gradient in kept:
             param.adopt_registered()
             param.follow_grad_dtype()

@@ -224,6 +224,7 @@ def _move_parameter(item: _Found, device: torch.device) -> None:
         param.data = moved
     else:
         item.param = nn.Parameter(moved.detach(), requires_grad=param.requires_grad)
+        _hand_on(param, item.param)
 
 
 def _lend(lender: UnitParam, item: _Found, unit: Unit) -> bool:
@@ -300,6 +301,13 @@ def _check_shared_groups(all_axes: Sequence[MeshAxes]) -> None:
         seen[key] = axes
 
 
+def _hand_on(source: nn.Parameter, target: nn.Parameter) -> None:
+    """Give ``target`` what users have set on ``source``: hooks on its gradient, and attributes that are not the package's."""
+    torch_private.share_hooks(source, target)
+    attributes = torch_private.attributes_of(source).items()
+    torch_private.give_attributes({k: v for k, v in attributes if not k.startswith("shardwise_")}, target)
+
+
 def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, preset: Preset) -> UnitParam:
     placed = place(item.param, item.fqn, axes, shard)
     cut = ChunkShard(tuple(placed.local.shape), placed.dim, axes.num_shards)
@@ -312,7 +320,7 @@ def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, preset: 
             if isinstance(preset.offload, CPUOffloadPolicy) and local.device.type != "meta":
                 local = local.cpu()
             sharded = torch_private.parameter_from_local(local, placed.spec, item.param.requires_grad)
-        torch_private.share_hooks(item.param, sharded)
+        _hand_on(item.param, sharded)
     result = UnitParam(item.fqn, item.slots, cut, placed.spec, placed.inner_spec, sharded, shape, preset.keeps_plain)
     result.module = weakref.ref(item.module)
     result.keeps_dtype = keeps_dtype(preset.precision, item.param, item.fqn)
@@ -350,10 +358,10 @@ def _take_over(item: _Found, axes: MeshAxes, shard: Shard | None, preset: Preset
         old.module = weakref.ref(item.module)
         return old
     item.param = whole(old)
+    if item.param is not old.sharded:
+        _hand_on(old.sharded, item.param)
     _move_parameter(item, axes.device)
     new = _shard_parameter(item, axes, shard, preset)
-    if new.sharded is not old.sharded:
-        torch_private.share_hooks(old.sharded, new.sharded)
     original = old.original()
     if original is not None:
         new.original = weakref.ref(original)

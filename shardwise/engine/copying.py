@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise import torch_private
 from shardwise.comm.coding_state import Compression
 from shardwise.engine.attachment import PENDING, Attachment
 from shardwise.engine.hooks import Hooks, wrap_forward_method
@@ -83,6 +84,9 @@ def _copy_group(group: ShardGroup, memo: dict[Any, Any]) -> ShardGroup:
         slots = [_copy_slot(slot, memo) for slot in param.slots if id(slot.parameters) in memo]
         sharded = slots[0].parameters[slots[0].name]
         assert sharded is not None
+        attributes = copy.deepcopy(param.attributes, memo)
+        if attributes is not vars(sharded):  # copies of plain parameters are made without
+            torch_private.give_attributes(attributes, sharded)
         copied = UnitParam(param.fqn, slots, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape)
         copied.keeps_dtype, copied.grad_dtype = param.keeps_dtype, param.grad_dtype
         copied.follow_grad_dtype()

@@ -193,6 +193,12 @@ def _check_whole(model: nn.Module) -> None:
 
 def _fake_parameter(param: nn.Parameter, precision: str) -> nn.Parameter:
     dtype = torch.bfloat16 if precision == "bf16" and param.is_floating_point() else param.dtype
+    fake = _in_dtype(param, dtype)
+    torch_private.give_attributes(dict(torch_private.attributes_of(param)), fake)
+    return fake
+
+
+def _in_dtype(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     if isinstance(param, DTensor):
         local = _fake(torch_private.local_of(param), dtype)
         spec = torch_private.spec_in(torch_private.spec_of(param), dtype)

@@ -161,6 +161,7 @@ class ExtensionParams:
             if entry.param.inner_spec is not None:
                 full = torch_private.dtensor_from_local(full, entry.param.inner_spec)
             entry.param.full = nn.Parameter(full, requires_grad=entry.param.sharded.requires_grad)
+            torch_private.give_attributes(entry.param.attributes, entry.param.full)
 
     def hold_outputs(
         self, entry: _Extended, shapes: list[tuple[tuple[int, ...], torch.dtype]], pool: BufferPool

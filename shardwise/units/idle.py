@@ -20,6 +20,8 @@ from shardwise import torch_private
 from shardwise.errors import StateError
 from shardwise.units.param import UnitParam
 
+# The forms of a parameter share one dict, with the attributes that users set.
+_KEPT, _SUB = "shardwise_kept", "shardwise_sub"
 _ATTRIBUTES = ("__get__", "__set__", "__delete__")
 # What says nothing of the values.
 _FACTS = frozenset(
@@ -53,17 +55,19 @@ class FreedParameter(nn.Parameter):
     Autograd may keep such a tensor for backward, which finds it full again; anyone else who has kept it must not use it.
     """
 
-    fqn: str
-    has_memory: bool
+    shardwise_fqn: str
+    shardwise_has_memory: bool
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let attributes be read and set, refuse everything that may touch memory; where it lies if it is kept may be asked."""
         name = getattr(func, "__name__", "")
-        if name in _ATTRIBUTES or (name in _FACTS and isinstance(args[0], cls) and args[0].has_memory):
+        if name in _ATTRIBUTES or (name in _FACTS and isinstance(args[0], cls) and args[0].shardwise_has_memory):
             with torch_private.without_torch_function():
                 return func(*args, **(kwargs or {}))
-        names = sorted({tensor.fqn for tensor in _idle_in(FreedParameter, (args, list((kwargs or {}).values())))})
+        names = sorted(
+            {tensor.shardwise_fqn for tensor in _idle_in(FreedParameter, (args, list((kwargs or {}).values())))}
+        )
         raise StateError(
             f"the full form of {names} was given back after forward or backward and must not be used any more: read the "
             "parameter from its module inside forward, or call unshard() on the module first"
@@ -74,7 +78,10 @@ class _Standing(torch.Tensor):
     """What hangs in the place of a shard: gradients, hooks and freezing are the shard's."""
 
     __slots__ = ()
-    kept: _StandsFor
+
+    @property
+    def kept(self) -> _StandsFor:
+        raise NotImplementedError
 
     @property
     def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -127,7 +134,10 @@ class _Idle(_Standing):
     """What a full parameter is that is registered while no forward or backward runs."""
 
     __slots__ = ()
-    kept: _Kept  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def kept(self) -> _Kept:
+        return vars(self)[_KEPT]
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -231,6 +241,10 @@ class KeptDTensor(_Idle, DTensor):  # pyright: ignore
 class SubShard(_Standing, DTensor):  # pyright: ignore
     """The class of a shard on the smaller mesh of ``reshard_after_forward``, registered between forward and backward."""
 
+    @property
+    def kept(self) -> _StandsFor:
+        return vars(self)[_SUB]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied
@@ -247,8 +261,8 @@ class _StandsFor:
     def __init__(self, param: UnitParam, form: str) -> None:
         self._param, self.fqn, self.form = weakref.ref(param), param.fqn, form
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+    def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
+        return set, ()  # copies and files get nothing: something that torch.load(weights_only=True) reads
 
     def sharded(self) -> nn.Parameter:
         """Return the parameter that optimizers hold."""
@@ -268,11 +282,11 @@ class _Kept(_StandsFor):
 
     def __init__(self, param: UnitParam, take: Callable[[UnitParam], None]) -> None:
         super().__init__(param, "full")
-        self._take = take
-        self.renew(param)
+        self.renew(param, take)
 
-    def renew(self, param: UnitParam) -> None:
+    def renew(self, param: UnitParam, take: Callable[[UnitParam], None]) -> None:
         """Begin to watch: the full form of ``param`` is what its shard is."""
+        self._take = take
         self._version = param.version
         self.fqn = param.fqn
         self.is_touched = False
@@ -318,11 +332,11 @@ def mark_freed(params: Iterable[UnitParam], has_memory: bool = False) -> None:
     """Refuse the use of the full forms of ``params`` until :func:`mark_full`; ``has_memory``: that stays until then."""
     for param in params:
         full = param.full
-        if type(full) in _KINDS and (type(full) is not FreedParameter or full.has_memory is not has_memory):
+        if type(full) in _KINDS and (type(full) is not FreedParameter or full.shardwise_has_memory is not has_memory):
             assert full is not None
             full.__class__ = FreedParameter
-            full.fqn = param.fqn  # pyright: ignore[reportAttributeAccessIssue]  of FreedParameter
-            full.has_memory = has_memory  # pyright: ignore[reportAttributeAccessIssue]
+            full.shardwise_fqn = param.fqn  # pyright: ignore[reportAttributeAccessIssue]  of FreedParameter
+            full.shardwise_has_memory = has_memory  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def mark_kept(param: UnitParam, take: Callable[[UnitParam], None]) -> None:
@@ -330,11 +344,11 @@ def mark_kept(param: UnitParam, take: Callable[[UnitParam], None]) -> None:
     full = param.full
     idle = _IDLE.get(type(full))
     if full is not None and idle is not None:
-        kept: _Kept | None = full.__dict__.get("kept")
-        if kept is None:
-            full.kept = _Kept(param, take)  # pyright: ignore[reportAttributeAccessIssue]  of KeptParameter
+        kept = vars(full).get(_KEPT)
+        if isinstance(kept, _Kept):
+            kept.renew(param, take)
         else:
-            kept.renew(param)
+            vars(full)[_KEPT] = _Kept(param, take)
         full.__class__ = idle  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -342,7 +356,7 @@ def mark_sub(param: UnitParam) -> None:
     """Let what is done to the form of ``param`` on a smaller mesh be done to its shard."""
     sub = param.subsharded
     assert sub is not None
-    sub.kept = _StandsFor(param, "sub-sharded")  # pyright: ignore[reportAttributeAccessIssue]  of SubShard
+    vars(sub)[_SUB] = _StandsFor(param, "sub-sharded")
     sub.__class__ = SubShard  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -87,6 +88,7 @@ class UnitParam:
         module: weak reference to the module of the first slot.
         original: weak reference to the parameter it was made from, while someone holds that.
         is_touched: the full form has been written to in a way that torch does not count.  is_touchy: that has happened before.
+        attributes: what users have set on it, shared by its forms; conversions and loading leave a parameter without.
         made_of: what told the storage of the sharded parameter apart, and its shard, when both were made.
     """
 
@@ -114,6 +116,10 @@ class UnitParam:
     made_of: tuple[int, Callable[[], torch.Tensor | None]] = (0, _nothing)
     is_touched: bool = False
     is_touchy: bool = False
+    attributes: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.attributes = torch_private.attributes_of(self.sharded)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -235,7 +241,15 @@ class UnitParam:
                     "plain module with functional_call, or copy_ the values into the shards"
                 )
             self.sharded = current
+            self.hand_on_attributes()
             self.follow_grad_dtype()
+
+    def hand_on_attributes(self) -> None:
+        """Give what hangs in the slots the attributes that users have set on this parameter."""
+        for slot in self.slots:
+            current = slot.parameters.get(slot.name)
+            if current is not None and vars(current) is not self.attributes:
+                torch_private.give_attributes(self.attributes, current)
 
     def follow_grad_dtype(self) -> None:
         """Note what was assigned to ``grad_dtype``; hand it on to a parameter that conversions or loading have put in place."""

@@ -172,4 +172,6 @@ def sub_parameter(param: UnitParam, cut: ChunkShard, local: torch.Tensor, axes: 
     stride = torch.empty(shape, device="meta").stride()
     placements = _data_parallel_placements(axes, Replicate() if cut.is_whole else Shard(cut.dim))
     spec = torch_private.make_spec(axes.mesh, placements, shape, stride, local.dtype)
-    return nn.Parameter(torch_private.dtensor_from_local(local, spec), requires_grad=param.sharded.requires_grad)
+    sub = nn.Parameter(torch_private.dtensor_from_local(local, spec), requires_grad=param.sharded.requires_grad)
+    torch_private.give_attributes(param.attributes, sub)
+    return sub

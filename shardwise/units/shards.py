@@ -121,7 +121,9 @@ def make_full_parameter(
         )
         if param.inner_spec is not None:
             local = torch_private.dtensor_from_local(local, param.inner_spec)
-        return nn.Parameter(local, requires_grad=param.sharded.requires_grad)
+        full = nn.Parameter(local, requires_grad=param.sharded.requires_grad)
+    torch_private.give_attributes(param.attributes, full)
+    return full
 
 
 class Shards:

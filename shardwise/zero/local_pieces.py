@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from shardwise import torch_private
 from shardwise.comm.carve import are_neighbours, carve, is_own
 from shardwise.comm.owned import Owned, Place
 from shardwise.errors import LayoutError
 from shardwise.layout.even import even_pieces, runs_of
 from shardwise.layout.owners import Piece, add_loads, whole_pieces
-from shardwise.torch_private import storage_use_count
 from shardwise.zero.checks import Partition
 
 
@@ -73,7 +73,11 @@ def runs_of_groups(groups: Sequence[Mapping[str, Any]], num_ranks: int) -> tuple
 
 def make_local(piece: Piece, param: torch.Tensor, kind: Partition) -> LocalPiece:
     """Return the piece with the tensor that the local optimizer updates."""
-    return LocalPiece(piece, param, param if kind == "whole" else view_of(piece, param))
+    if kind == "whole":
+        return LocalPiece(piece, param, param)
+    view = view_of(piece, param)
+    torch_private.give_attributes(torch_private.attributes_of(param), view)
+    return LocalPiece(piece, param, view)
 
 
 def view_of(piece: Piece, param: torch.Tensor) -> torch.Tensor:
@@ -189,7 +193,7 @@ def pack_params(
 def is_held(param: torch.Tensor) -> bool:
     """Return True if others than ``param`` may read or write its memory, and would lose sight of it if it moved."""
     storage = param.untyped_storage()
-    return storage_use_count(storage) > 1 or (param.device.type == "cpu" and storage.is_shared())
+    return torch_private.storage_use_count(storage) > 1 or (param.device.type == "cpu" and storage.is_shared())
 
 
 def _pack(members: Sequence[torch.Tensor]) -> None:

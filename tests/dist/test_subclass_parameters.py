@@ -156,3 +156,17 @@ def test_the_older_replicate_makes_what_is_within_subclasses_equal() -> None:
             replicate(model, device_ids=None)
             assert model.weight.low.unique().tolist() == [0.0]
             assert model.weight.high.unique().tolist() == [2.0]
+
+
+@on_ranks(2)
+def test_attributes_of_users_follow_without_what_the_class_keeps_there() -> None:
+    model = nn.Linear(6, 3)
+    model.weight = nn.Parameter(Padding(model.weight.detach().clone()), requires_grad=False)
+    model.weight.mark = "mine"
+    fully_shard(model)
+    assert model.weight.mark == "mine"
+    assert "inner" not in vars(model.weight)
+    seen: list[str] = []
+    model.register_forward_hook(lambda module, *_: seen.append(module.weight.mark))
+    model(torch.ones(2, 6))
+    assert seen == ["mine"]

@@ -350,6 +350,36 @@ def test_hooks_on_gradients_are_shared_with_their_handles() -> None:
     assert private.have_gradient_hooks([target]) == (False, False)
 
 
+class Tagged(torch.Tensor):
+    """Keeps something of its own among its attributes, also in what is made of it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, cls):
+            result.own = True
+        return result
+
+
+def test_attributes_of_users_are_told_from_what_a_class_keeps_of_its_own(fake_ranks: object) -> None:
+    spec = private.make_spec(init_device_mesh("cpu", (4,)), (Shard(0),), torch.Size((8, 2)), (2, 1), torch.float32)
+    plain, wrapper = nn.Parameter(torch.ones(2)), private.parameter_from_local(torch.ones(2, 2), spec, True)
+    tagged = nn.Parameter(torch.ones(2).as_subclass(Tagged))
+    for each in (plain, wrapper, tagged):
+        each.mark = type(each).__name__  # pyright: ignore[reportAttributeAccessIssue]
+        assert private.attributes_of(each)["mark"] == type(each).__name__
+    assert private.attributes_of(plain) is vars(plain)
+    assert "own" in vars(tagged)
+    assert "own" not in private.attributes_of(tagged)
+    wrapper.mine = 1  # pyright: ignore[reportAttributeAccessIssue]
+    private.give_attributes(private.attributes_of(plain), wrapper)
+    assert vars(plain) is vars(wrapper)
+    assert plain.mark == "DTensor"  # pyright: ignore[reportAttributeAccessIssue]  its own stays
+    assert isinstance(wrapper, nn.Parameter)
+    private.give_attributes(private.attributes_of(plain), tagged)
+    assert (tagged.mark, tagged.mine, tagged.own) == ("Tagged", 1, True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_an_assignment_to_data_changes_the_storage_also_of_a_wrapper(fake_ranks: object) -> None:
     spec = private.make_spec(init_device_mesh("cpu", (4,)), (Shard(0),), torch.Size((8, 2)), (2, 1), torch.float32)
     param = private.parameter_from_local(torch.ones(2, 2), spec, True)
