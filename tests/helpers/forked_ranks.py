@@ -31,7 +31,7 @@ class ForkedRank:
 
     started: list[ForkedRank] = []
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], network: tuple[int, ...] = ()) -> None:
         context: Any = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._process = context.Process(target=_run, args=(list(words), dict(environment)))
