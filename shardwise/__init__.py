@@ -5,6 +5,7 @@ from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_int
 from shardwise.api.describe import describe_units
 from shardwise.api.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardwise.api.handles import GradientReductionHandle, UnshardHandle
+from shardwise.api.init_parameters import init_parameters
 from shardwise.api.module import (
     FSDPModule,
     get_cls_to_fsdp_cls,
@@ -85,6 +86,7 @@ __all__ = [
     "get_cls_to_fsdp_cls",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "init_parameters",
     "plan",
     "policy",
     "record",

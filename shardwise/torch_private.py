@@ -238,6 +238,11 @@ def same_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
+def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put ``function(tensor)`` in the place of every parameter and buffer of ``module``, as ``Module.to`` does."""
+    module._apply(function)
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the live dict of a module's own parameters: an assignment to it skips ``__setattr__`` (2 us each)."""
     return module._parameters
@@ -479,8 +484,8 @@ def intercept_redistribute(gather: Callable[[DTensor, Callable[[], DTensor]], DT
 
     @functools.wraps(original)
     def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
-        is_wanted = torch.is_grad_enabled() and self.requires_grad and self.is_leaf and placements is not None
-        if is_wanted and all(each.is_replicate() for each in placements):
+        is_wanted = torch.is_grad_enabled() and self.requires_grad and self.is_leaf
+        if is_wanted and placements is not None and all(each.is_replicate() for each in placements):
             found = gather(self, lambda: original(self, device_mesh, placements, **options))
             if found is not None:
                 return found

@@ -25,6 +25,7 @@ from shardwise.engine.by_hand import launch_rest, set_manual
 from shardwise.engine.copying import copy_module
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.roots import provisional_engine
+from shardwise.engine.unwritten import materializing
 from shardwise.engine.wiring import bind_units, limit_gathers, limit_reductions, use_transport
 from shardwise.errors import ConfigError, StateError
 from shardwise.units.group import ShardGroup
@@ -456,6 +457,7 @@ class FSDPModule(_Base):
         if engine is not None:
             engine.converted.note((param for unit in units for param in unit.params), engine.awaits_backward)
         with converting(self._unit().groups, units, fn) as convert:
+            convert = materializing(convert, self._attachment())
             return super()._apply(convert, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -13,6 +13,7 @@ from shardwise.checkpoint.contents import Contents, device_of, like, parts_of
 from shardwise.checkpoint.names import join, plain
 from shardwise.checkpoint.order import Order
 from shardwise.checkpoint.values import encode
+from shardwise.engine.unwritten import unwritten_in
 from shardwise.errors import ConfigError
 
 
@@ -78,6 +79,13 @@ class ModuleCarrier:
                 copies += [(part.tensor, new) for part, new in zip(parts, staged, strict=True)]
             else:
                 placed.append((key, value, staged))
+
+        for name in unwritten_in(self._module, buffers_only=True):
+            if name not in self._state:
+                order.missing.append(
+                    f"{join(self.prefix, plain(name))} (a buffer that is not saved, and that nothing has given values since "
+                    "to_empty(): call shardwise.init_parameters(model, init_fn) in its place, or compute the buffer)"
+                )
 
         def apply() -> None:
             for key, value, staged in placed:  # not before they are read: on a GPU this copies

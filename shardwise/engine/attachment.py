@@ -51,6 +51,7 @@ class Attachment:
         before: how many nodes this thread had made before a root's running forward; the same of its inputs.
         ignored: the places of parameters that are left to the user: a module's dict of them, and a name.
         shared_pass: that the modules of a unit share.  passes: of the forwards that have begun.
+        is_materialized: tensors of its modules have got memory in place of meta, and no forward has run since.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -63,10 +64,12 @@ class Attachment:
         self.ignored: tuple[tuple[dict[str, nn.Parameter | None], str], ...] = ()
         self.shared_pass: Pass | None = None
         self.passes: list[Pass | None] = []
+        self.is_materialized = False
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Attachment:
         """Return one with an empty unit, which is filled in when the outermost copy is done."""
         result = Attachment(Unit([], self.unit.precision, self.unit.policy))
+        result.is_materialized = self.is_materialized
         memo[id(self)] = result
         memo.setdefault(PENDING, []).append((self, result))
         return result

@@ -11,6 +11,7 @@ from shardwise.engine.attachment import Attachment, attachment_of
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.optimizers import check_optimizers
 from shardwise.engine.outside import Outside
+from shardwise.engine.unwritten import check_values
 from shardwise.engine.wiring import new_engine
 from shardwise.errors import StateError
 from shardwise.plan.naming import compress_paths
@@ -63,6 +64,7 @@ def _become_root(attachment: Attachment) -> Engine:
     outside = Outside(root, attachments)
     engine = new_engine([each.unit for each in attachments])
     engine.outside = outside
+    check_values(root, attachments, engine.journal.bulletin, engine.journal.position())
     for inner in attachments:
         if inner.engine is not None:
             if inner.engine.manual.is_on and inner is not attachment:
@@ -119,9 +121,9 @@ def _check_materialized(attachments: Sequence[Attachment]) -> None:
     on_meta = [p.fqn for each in attachments for p in each.unit.params if p.sharded.device.type == "meta"]
     if on_meta:
         raise StateError(
-            "FSDP parameters should be materialized from meta device before training, but the following were still on "
-            f"meta device: {on_meta}\nFor example, call module.to_empty(device) to materialize to device and "
-            "call module.reset_parameters() on each module to initialize values."
+            "Call shardwise.init_parameters(model), which gives parameters memory and values, or to_empty() and load a "
+            "checkpoint. FSDP parameters should be materialized from meta device before training, but the following were still "
+            f"on meta device: {on_meta}"
         )
     misplaced = [
         (p.fqn, p.local.device)

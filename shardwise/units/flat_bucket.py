@@ -46,7 +46,7 @@ class Allocator:
 
     def __call__(self, numel: int, dtype: torch.dtype) -> Memory:
         """Return ``numel`` zeros."""
-        if self.shares and numel:
+        if self.shares and numel and self.device.type == "cpu":  # meta has no memory to share
             found = take_shareable(numel * dtype.itemsize)
             if found is not None:
                 return Memory(found[0].view(dtype), found[1])

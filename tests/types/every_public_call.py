@@ -56,6 +56,7 @@ from shardwise import (
     get_cls_to_fsdp_cls,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
+    init_parameters,
     plan,
     policy,
     record,
@@ -105,6 +106,8 @@ def shards() -> FSDPModule:
     sharded = fully_shard(model, mesh=mesh, shard_placement_fn=place, ignored_params=set(), dp_mesh_dims=None)
     register_fsdp_forward_method(model, "embed")
     together: FSDPModule = shard_model(Net(), min_unit_bytes=0, mesh=mesh, reshard_after_forward=2)
+    init_parameters(together)
+    init_parameters(together, lambda net: net.apply(print), device="cpu")
     share_comm_ctx([sharded, together])
     copied: ReplicateModule = replicate(Net(), mesh=mesh)
     copied.set_requires_gradient_sync(True)
