@@ -730,6 +730,22 @@ def put_state_that_tools_ask_for(module: nn.Module, state: object) -> None:
         module.__dict__.setdefault(key, {})[door.__wrapped__] = state
 
 
+def _registry_key() -> str:
+    return getattr(sys.modules.get("torch.distributed._composable.contract"), "REGISTRY_KEY", "")
+
+
+def composable_apis_of(module: nn.Module) -> list[str]:
+    """Return the names under which torch's registry of composable APIs has ``module``: "fully_shard", "replicate", ..."""
+    return [*module.__dict__.get(_registry_key(), ())]
+
+
+def enter_composable_api(module: nn.Module, name: str) -> None:
+    """Enter ``module`` in torch's registry of composable APIs, where something has imported that."""
+    key = _registry_key()
+    if key:
+        module.__dict__.setdefault(key, {})[name] = sys.modules["torch.distributed._composable.contract"].RegistryItem()
+
+
 # --- ZeroRedundancyOptimizer (comm/board.py) ---
 
 

@@ -12,10 +12,11 @@ from typing import cast, overload
 from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
+from shardwise import torch_private
 from shardwise.api.mesh import axes_of, default_mesh, resolve_reshard
 from shardwise.api.module import FSDPModule, mix_in
 from shardwise.codec.compression_policy import CompressionPolicy
-from shardwise.engine.attachment import Attachment, attachment_of
+from shardwise.engine.attachment import Attachment, attachment_of, is_managed_by_torch
 from shardwise.engine.build import Preset, ShardPlacementFn, build_unit
 from shardwise.engine.hooks import wrap_forward_method
 from shardwise.engine.roots import provisional_engine
@@ -151,6 +152,11 @@ def check_modules(modules: Sequence[nn.Module], door: str) -> None:
             raise ConfigError(
                 f"{door} does not support containers that do not implement forward: {module}\n"
                 f"Call {door} on its children instead."
+            )
+        if is_managed_by_torch(module):
+            raise ConfigError(
+                f"{door}: torch's own {' and '.join(torch_private.composable_apis_of(module))} manages the parameters of this "
+                f"{type(module).__name__} already; call one of the two, not both"
             )
         if attachment_of(module) is not None:
             raise AssertionError(

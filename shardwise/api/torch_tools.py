@@ -42,5 +42,8 @@ def tool_classes() -> tuple[type, ...]:
 
 
 def show_to_tools(module: nn.Module, attachment: Attachment) -> None:
-    """Let tools that ask for the state of ``module`` find one."""
+    """Let tools that ask for the state of ``module`` find one, and torch's own composable APIs leave the module alone."""
+    # torch's replicate skips modules that have the first name, its fully_shard and FSDP1 those that have the second.
+    for name in ("fully_shard", "replicate"):
+        torch_private.enter_composable_api(module, name)
     torch_private.put_state_that_tools_ask_for(module, StageState(attachment))

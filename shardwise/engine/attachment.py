@@ -75,6 +75,12 @@ class Attachment:
         return result
 
 
+def is_managed_by_torch(module: nn.Module) -> bool:
+    """Return True if torch's own composable APIs (``fully_shard``, ``replicate``) manage the parameters of ``module``."""
+    names = torch_private.composable_apis_of(module)
+    return attachment_of(module) is None and not {"fully_shard", "replicate"}.isdisjoint(names)
+
+
 def attachment_of(module: nn.Module) -> Attachment | None:
     """Return what a door has attached to ``module``, None if none was applied."""
     return module.__dict__.get(ATTACHMENT)

@@ -18,7 +18,7 @@ from shardwise.black_box import note
 from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.comm.alive import announce
 from shardwise.comm.coding_state import Compression
-from shardwise.engine.attachment import ATTACHMENT, Attachment, attachment_of
+from shardwise.engine.attachment import ATTACHMENT, Attachment, attachment_of, is_managed_by_torch
 from shardwise.engine.hooks import Hooks, watch_optimizers
 from shardwise.engine.take_over import (
     axes_of_plan,
@@ -148,7 +148,8 @@ def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
         todo = [("", root)]
         while todo:
             path, module = todo.pop()
-            if module in managed or (module not in roots and attachment_of(module) is not None):
+            is_inner = module not in roots and attachment_of(module) is not None
+            if module in managed or is_inner or is_managed_by_torch(module):
                 continue
             managed[module] = path
             children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]

@@ -68,6 +68,7 @@ def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
     copy_settings(old, new)
     unit.forward_prefetch = _copied(source.forward_prefetch, memo)
     unit.backward_prefetch = _copied(source.backward_prefetch, memo)
+    new.ignored = tuple((memo[id(table)], name) for table, name in old.ignored if id(table) in memo)
     for lender in source.borrows:
         copied = _copy_of(lender, memo)
         if copied is not None:

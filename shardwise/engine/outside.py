@@ -8,14 +8,15 @@ before it was sharded, which a list or a closure has kept, takes gradients that 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import chain
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
-from shardwise.engine.attachment import Attachment, attachment_of
+from shardwise.engine.attachment import Attachment, attachment_of, is_managed_by_torch
+from shardwise.engine.take_over import managed_by_slot
 from shardwise.errors import StateError
 from shardwise.units.param import UnitParam
 
@@ -127,6 +128,19 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
+def _refuse_shared(root: nn.Module, known: Container[int]) -> None:
+    """Raise StateError if a parameter in the tree of ``root`` is one of a unit that is not below it."""
+    owned = {id(form): owner for owner in managed_by_slot().values() for form in (owner.sharded, owner.full)}
+    for path, param in root.named_parameters():
+        owner = owned.get(id(param)) if id(param) not in known else None
+        if owner is not None:
+            raise StateError(
+                f"{path} of this {type(root).__name__} is shared with {type(owner.module()).__name__}, which was sharded by "
+                "itself and is not below it: each would train the parameter as its own. Call fully_shard (or replicate) on a "
+                "module that contains both, and run the forward of that one"
+            )
+
+
 def _check_tree(root: nn.Module) -> None:
     """Raise StateError if a parameter that is trained belongs to no unit, or one of a unit has left its module."""
     attachments = {id(each): each for module in root.modules() if (each := attachment_of(module)) is not None}
@@ -135,6 +149,7 @@ def _check_tree(root: nn.Module) -> None:
     ignored = {(id(table), name) for each in attachments.values() for table, name in each.ignored}
     tables: dict[int, str] = {}
     strangers: list[str] = []
+    of_torch = {each for module in root.modules() if is_managed_by_torch(module) for each in module.modules()}
     for path, module in root.named_modules():
         table = torch_private.parameters_of(module)
         tables[id(table)] = path
@@ -144,11 +159,13 @@ def _check_tree(root: nn.Module) -> None:
                 and param.requires_grad
                 and id(param) not in known
                 and (id(table), name) not in ignored
+                and module not in of_torch
             ):
                 strangers.append(f"{path}.{name}" if path else name)
     for param in params:
         param.check_places(lambda table: id(table) in tables)
     if strangers:
+        _refuse_shared(root, known)
         raise StateError(
             f"{_shown(strangers)} came into the module tree after its units were made and belongs to none of them: every rank "
             "would train its own, on its own part of the batch. Add parameters before fully_shard (or replicate), shard the "

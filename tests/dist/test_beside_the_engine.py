@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.compare import average_gradients, full
+from helpers.compare import assert_same, average_gradients, full
 from helpers.inside import engine_of
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
@@ -265,6 +265,28 @@ def test_parameters_that_come_after_sharding_are_refused_unless_frozen_ignored_o
     _step(ignoring)
     del ignoring[0]
     _step(ignoring)
+
+
+@pytest.mark.parametrize("shard", [fully_shard, replicate])
+@on_ranks(2)
+def test_a_weight_tied_between_two_roots_is_named_and_trains_below_one(shard: Callable[[nn.Module], Any]) -> None:
+    def tied() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        return model
+
+    model, plain, inputs = tied(), tied(), torch.ones(2, 3)
+    for layer in model:
+        shard(layer)
+    with pytest.raises(StateError, match=r"weight of this \w+ is shared with \w+Linear, which was sharded by itself"):
+        model(inputs)
+    model = tied()
+    for module in (*model, model):
+        shard(module)
+    for net in (model, plain):
+        net(inputs).sum().backward()
+    assert_same(model, plain)
 
 
 @on_ranks(2)

@@ -1,14 +1,17 @@
 """A deep copy of a sharded model: what it takes along, and what it begins without."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import assert_same, average_gradients
 from helpers.ranks import on_ranks
 from torch import nn
 
-from shardwise import fully_shard
+from shardwise import fully_shard, replicate, shard_model
 from shardwise.engine.attachment import attachment_of
 
 
@@ -117,3 +120,20 @@ def test_a_copy_begins_without_gradients_of_weights_that_another_unit_lends() ->
     copied = copy.deepcopy(model)
     assert all(param.grad is not None for param in model.parameters())
     assert all(param.grad is None for param in copied.parameters())
+
+
+@pytest.mark.parametrize("shard", [fully_shard, shard_model, replicate])
+@on_ranks(2)
+def test_a_copy_ignores_the_parameters_that_the_model_ignores(shard: Callable[..., Any]) -> None:
+    model = _model()
+    shard(model, ignored_params=set(model[2].parameters()))
+    for number in range(2):
+        copied = copy.deepcopy(model)
+        for net in (model, copied):
+            _backward(net, number)
+        assert_same(copied[0], _reference(number)[0])
+        plain = _model()
+        _backward(plain, number)
+        for mine, expected in zip(copied[2].parameters(), plain[2].parameters(), strict=True):
+            assert type(mine) is nn.Parameter
+            torch.testing.assert_close(mine.grad, expected.grad)

@@ -754,6 +754,17 @@ def test_tools_of_torch_find_what_is_put_for_them() -> None:
     assert fsdp.fully_shard.state(module) is state
 
 
+def test_torchs_registry_of_composable_apis_has_what_is_entered() -> None:
+    from torch.distributed._composable import replicate
+    from torch.distributed._composable.contract import _get_registry
+
+    module = nn.Linear(2, 2)
+    assert private.composable_apis_of(module) == []
+    private.enter_composable_api(module, "fully_shard")
+    assert list(_get_registry(module)) == private.composable_apis_of(module) == ["fully_shard"]
+    assert private.composable_apis_of(replicate(nn.Linear(2, 2))) == ["replicate"]
+
+
 def test_launched_collectives_are_those_of_torchs_functions(fake_ranks: object) -> None:
     group, found = dist.distributed_c10d._get_default_group(), []
     shard, packed = torch.ones(2), torch.zeros(8)
