@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.each import of_each
 
 import shardwise
 
@@ -47,7 +48,7 @@ def imports(path: Path) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@of_each(FILES)
 def test_imports_go_down(path: Path) -> None:
     mine = owner(path)
     if mine == "__init__":
@@ -63,14 +64,14 @@ def test_imports_go_down(path: Path) -> None:
         assert LEVEL[target] < LEVEL[mine], f"{mine} ({path.name}) imports {target}, which is not below it"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if owner(p) in PURE], ids=lambda path: path.name)
+@of_each([p for p in FILES if owner(p) in PURE])
 def test_pure_layers_use_the_standard_library_alone(path: Path) -> None:
     for name in imports(path):
         top = name.split(".")[0]
         assert top == "shardwise" or top in sys.stdlib_module_names, f"{path.name} imports {name}"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if owner(p) == "plan"], ids=lambda path: path.name)
+@of_each([p for p in FILES if owner(p) == "plan"])
 def test_no_function_of_plan_takes_a_rank(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
@@ -108,7 +109,7 @@ def test_no_file_imports_one_that_imports_it() -> None:
 FOR_TYPE_CHECKERS = {"api/module.py": ["_Base = nn.Module"]}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@of_each(FILES)
 def test_nothing_is_imported_or_defined_for_type_checkers_alone(path: Path) -> None:
     conditions = (ast.If, ast.IfExp, ast.While)
     uses = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, conditions)]
@@ -126,9 +127,7 @@ COLLECTIVES = re.compile(
 EDGES = ("comm", "recipes", "testing", "cli")
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if owner(path) not in EDGES], ids=lambda path: str(path.relative_to(ROOT))
-)
+@of_each([path for path in FILES if owner(path) not in EDGES])
 def test_collectives_are_called_in_comm_alone(path: Path) -> None:
     for number, line in enumerate(path.read_text().splitlines(), 1):
         code = line.split("#")[0]
@@ -148,7 +147,7 @@ def test_every_layer_has_a_line() -> None:
 PRIVATE = re.compile(r"(?<![\w.])(?:torch|dist|nn|param|tensor|module|group|mesh)(?:\.\w+)*\._(?!_)\w+")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@of_each(FILES)
 def test_private_torch_names_live_in_one_file(path: Path) -> None:
     if path.name == "torch_private.py":
         return
@@ -196,9 +195,7 @@ def test_public_names_have_docstrings() -> None:
     assert list(shardwise.__all__) == sorted(shardwise.__all__)
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if owner(p) not in ("cli", "testing", "recipes")], ids=lambda p: p.name
-)
+@of_each([p for p in FILES if owner(p) not in ("cli", "testing", "recipes")])
 def test_no_environment_reads_outside_the_edges(path: Path) -> None:
     if path.name == "mesh.py":  # the process group that a launcher describes is joined here
         return

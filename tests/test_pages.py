@@ -12,6 +12,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
+from helpers.each import of_each
 from helpers.snippets import commands_of, read
 
 import shardwise
@@ -26,7 +27,7 @@ PAGES = sorted(page for page in ROOT.rglob("*.md") if not NOT_OURS & {*page.rela
 CODE = [
     path for folder in ("shardwise", "tests", "benchmarks", "docs", "examples") for path in (ROOT / folder).rglob("*.*")
 ]
-by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+by_page = of_each(PAGES)
 
 QUOTED = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"(?<![\w./*}-])(?:[\w.*-]+/)*[\w*-]+\.(?:py|md|json|toml|c|txt)\b")
@@ -145,7 +146,7 @@ def entries() -> set[str]:
     return {name for page in (ROOT / "docs" / "reference").glob("*.md") for name in ENTRY.findall(page.read_text())}
 
 
-@pytest.mark.parametrize("front", FRONTS, ids=lambda front: front.__name__)
+@of_each(FRONTS)
 def test_every_public_name_has_an_entry_in_the_reference(front: ModuleType) -> None:
     found = {name.rpartition(".")[2] for name in entries()}
     absent = sorted(set(front.__all__) - found)
