@@ -45,7 +45,9 @@ def mix_in(module: nn.Module, mixin: type, prefix: str) -> None:
     original = type(module)
     mixed = _mixed_classes.get((original, mixin))
     if mixed is None:
-        body: dict[str, Any] = {"_original_class": original, **explained_methods(original)}
+        # Packages ask by the module of a class whether it is one of theirs, as transformers does before it initializes weights.
+        body: dict[str, Any] = {"__module__": original.__module__, "_original_class": original}
+        body.update(explained_methods(original))
         mixed = type(f"{prefix}{original.__name__}", (mixin, original, *tool_classes()), body)
         _mixed_classes[original, mixin] = mixed
     module.__class__ = mixed
