@@ -64,7 +64,8 @@ def init_parameters(
     was_meta = {name for name, param in module.named_parameters() if param.is_meta}
     _materialize(module, units, device)
     params = dict(module.named_parameters())
-    meshes = [param.device_mesh for param in params.values() if isinstance(param, DTensor)]
+    meshes = [group.axes.mesh for unit in units for group in unit.groups]
+    meshes += [param.device_mesh for param in params.values() if isinstance(param, DTensor)]  # with tensor parallelism
     with _generators_of_first(max(meshes, key=DeviceMesh.size, default=None)):
         whole = _WholeParameters(units, {id(params[name]) for name in was_meta if name in params})
         with whole:

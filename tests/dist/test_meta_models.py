@@ -93,6 +93,7 @@ DOORS: dict[str, Callable[[nn.Module], object]] = {
     "tensor parallel": _beside_tensor_parallelism,
     "shard_model": lambda net: shard_model(net, min_unit_bytes=0),
     "replicate": lambda net: replicate(net, mesh=init_device_mesh("cpu", (4,))),
+    "replicate, older": lambda net: replicate(net, device_ids=None),
     "plain": lambda net: net,
 }
 
