@@ -21,6 +21,7 @@ from shardwise.api.zero import ZeroRedundancyOptimizer
 from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.comm.cables import set_host_timeout
 from shardwise.comm.links.link import set_default_transport
+from shardwise.comm.wait_watch import set_wait_report
 from shardwise.doctor.recorder import record
 from shardwise.errors import (
     CheckpointError,
@@ -94,6 +95,7 @@ __all__ = [
     "replicate",
     "set_default_transport",
     "set_host_timeout",
+    "set_wait_report",
     "shard_model",
     "share_comm_ctx",
     "trace",

@@ -8,8 +8,10 @@ microsecond: one tuple, nothing formatted.  ``shardwise.record`` writes the ring
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -59,6 +61,8 @@ def explain_end(error: BaseException) -> str:
     text = "; ".join([found for explain in list(explainers) if (found := explain(error))])
     if text and hasattr(error, "add_note"):  # from Python 3.11 on
         error.add_note(f"shardwise: {text}")
+    elif text:
+        print(f"shardwise: {text}", file=sys.stderr, flush=True)
     return text
 
 
@@ -68,13 +72,21 @@ class Track:
     Attributes:
         name: the same on every rank of the group, and of no other sequence.
         count: of the events so far.
+        passes: how many of each kind ("forward", "backward") have begun.  running: the kind that runs, empty if none does.
     """
 
-    __slots__ = ("count", "name")
+    __slots__ = ("__weakref__", "count", "name", "passes", "running")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.count = 0
+        self.passes: dict[str, int] = {}
+        self.running = ""
+
+    def begin(self, kind: str) -> None:
+        """Count a pass of ``kind``, which runs until ``running`` says otherwise."""
+        self.passes[kind] = self.passes.get(kind, 0) + 1
+        self.running = kind
 
     def note(self, place: str, what: str = "", subject: object = None) -> bool:
         """Do as :func:`note`, for the next event of the track."""
@@ -85,7 +97,12 @@ class Track:
 
 def next_track(topic: str) -> Track:
     """Return a new track: the n-th of a topic on this rank is the n-th on the others."""
-    return Track(f"{topic} {next(_numbers.setdefault(topic, itertools.count(1)))}")
+    track = Track(f"{topic} {next(_numbers.setdefault(topic, itertools.count(1)))}")
+    live_tracks.add(track)
+    return track
+
+
+live_tracks: weakref.WeakSet[Track] = weakref.WeakSet()  # those of next_track, as long as somebody uses them
 
 
 def note_group(track: str, ranks: tuple[int, ...]) -> None:

@@ -34,7 +34,7 @@ class DesyncError(ShardwiseError, RuntimeError):
 
 
 class TransportError(ShardwiseError, RuntimeError):
-    """An exchange with another rank failed: that rank is gone, or did not come in time."""
+    """An exchange with another rank failed: that rank is gone, or did not take part in time."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):

@@ -49,6 +49,16 @@ class OrderChanged:
 Event = Call | OrderChanged
 
 
+def unit_in_words(name: str) -> str:
+    """Return how messages call the unit of this name.
+
+    Example:
+        >>> unit_in_words("blocks.0"), unit_in_words("")
+        ("unit 'blocks.0'", 'the root unit')
+    """
+    return f"unit '{name}'" if name else "the root unit"
+
+
 class Instrument(Protocol):
     """Hears every event of an engine; must not change anything."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from shardwise.doctor.diagnosis import diagnose
 from shardwise.doctor.flight_recorder import PREFIX, to_dumps
 from shardwise.doctor.rank_record import Record, read_record
-from shardwise.doctor.recorder import BEFORE, BLACK_BOX, PATTERN
+from shardwise.doctor.recorder import BEFORE, BLACK_BOX, PATTERN, default_place
 from shardwise.doctor.words import in_words
 from shardwise.errors import ConfigError
 
@@ -23,11 +23,16 @@ def add_diagnose_arguments(commands: argparse._SubParsersAction[argparse.Argumen
     parser = commands.add_parser(
         "diagnose",
         help="say in plain words why a job failed or hangs",
-        description="Read what the ranks of a failed or hanging job have written (shardwise train does by itself, your own "
-        "loop with shardwise.record(folder)), and say where they part, who waits for whom, and what to look at next. "
-        "Of a job that hangs, ask first: kill -USR1 PID, on every rank.",
+        description="Read what the ranks of a failed or hanging job have written (shardwise train into its run folder, your "
+        "own loop into the folder of shardwise.record or a temporary one), and say where they part, who waits for whom, and "
+        "what to look at next. Of a job that hangs, ask first: kill -USR1 PID, on every rank.",
     )
-    parser.add_argument("folder", metavar="FOLDER", help="a run folder, or the folder given to shardwise.record")
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        nargs="?",
+        help="a run folder, or that of shardwise.record (default: of your last job here that named none)",
+    )
     parser.add_argument(
         "--flight-recorder",
         metavar="OUT",
@@ -37,7 +42,7 @@ def add_diagnose_arguments(commands: argparse._SubParsersAction[argparse.Argumen
 
 def run_diagnose(arguments: argparse.Namespace) -> int:
     """Print the diagnosis; return 0.  Raises: ConfigError for a folder without records; OSError of writing dumps."""
-    records, is_before = find_records(Path(arguments.folder))
+    records, is_before = find_records(last_job() if arguments.folder is None else Path(arguments.folder))
     if is_before:
         print("nothing has failed since the last start; this is what ended the start before\n")
     for line in in_words(diagnose(records)):
@@ -61,6 +66,20 @@ def write_dumps(records: Sequence[Record], out: Path) -> int:
     return len(dumps)
 
 
+def last_job() -> Path:
+    """Return the folder of the last job on this host that wrote records without a place of its own.
+
+    Raises: ConfigError if there is none.
+    """
+    place = default_place()
+    jobs = sorted(place.iterdir()) if place.is_dir() else []
+    if not jobs:
+        raise ConfigError(
+            f"{place} has no record of a job; name the run folder, or the folder given to shardwise.record"
+        )
+    return jobs[-1]
+
+
 def find_records(folder: Path) -> tuple[list[Record], bool]:
     """Return the records of ``folder`` that can be read, and True if they are of the start before the last one.
 
@@ -72,7 +91,7 @@ def find_records(folder: Path) -> tuple[list[Record], bool]:
     last, before = _read(place), _read(place / BEFORE)
     if not last and not before:
         raise ConfigError(
-            f"{place} has no record of a rank: nothing has failed there, or the job was run without shardwise.record(folder). "
+            f"{place} has no record of a rank: nothing has failed there, or its ranks wrote elsewhere. "
             "Of one that hangs, ask for it: kill -USR1 PID, on every rank."
         )
     return (last, False) if last else (before, True)

@@ -19,7 +19,7 @@ def name_start(store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -
 
     torchrun keeps its store from start to start; addresses of processes that have ended would be taken for those of now.
     Rank 0 makes the name up; it is agreed once every rank has answered to it, and each has seen its own answer among all.
-    Raises: TransportError naming the ranks that did not come in time.
+    Raises: TransportError naming the ranks that did not join in time.
     """
     own, deadline = secrets.token_hex(8), time.monotonic() + timeout_s
     if rank == 0:
@@ -35,7 +35,7 @@ def name_start(store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -
         if found and json.loads(found)["answers"].get(str(rank)) == own:
             return str(json.loads(found)["name"])
         time.sleep(_PAUSE_S)
-    raise TransportError(f"rank 0 did not come within {timeout_s:g} s")
+    raise TransportError(f"rank 0 did not join within {timeout_s:g} s")
 
 
 def _gather(store: dist.Store, name: str, num_ranks: int, deadline: float) -> str:
@@ -47,7 +47,7 @@ def _gather(store: dist.Store, name: str, num_ranks: int, deadline: float) -> st
                 answers[str(rank)] = said[1]
         if time.monotonic() > deadline:
             late = [str(rank) for rank in range(1, num_ranks) if str(rank) not in answers]
-            raise TransportError(f"rank(s) {', '.join(late[:8])} did not come in time")
+            raise TransportError(f"rank(s) {', '.join(late[:8])} did not join in time")
         time.sleep(_PAUSE_S)
     store.set(_ALL, json.dumps({"name": name, "answers": answers}))
     return name

@@ -20,6 +20,7 @@ from shardwise.comm.alive import LOOK_S, ranks_in_words
 from shardwise.comm.last_words import cited, gone_in_words, in_short, out_of_reach_in_words
 from shardwise.comm.mending import break_off
 from shardwise.comm.posts import ANSWER_S, GRACE_S, Posts, open_posts
+from shardwise.comm.wait_watch import status_in_words
 from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
 from shardwise.torch_private import is_gloo
 
@@ -119,9 +120,11 @@ class Board:
         elif absent:
             others = f"{self._names(absent)} did not take part"
             cause = "; ".join(part for part in (self._lost(absent), others, cause) if part)
+        status = status_in_words(self.posts.members)
         text = (
-            f"{what}: {cause or 'the collective failed on every rank'} (timeout {self.posts.timeout_s:g} s). Every rank must "
-            f"make the same calls in the same order; first error: {in_short(error)}"
+            f"{what}: {cause or 'the collective failed on every rank'} (timeout {self.posts.timeout_s:g} s). "
+            f"{f'{status}. ' * bool(status)}Every rank must make the same calls in the same order; first error: "
+            f"{in_short(error)}"
         )
         self.report_failure(f"rank {self.name} was in {text}")
         return DesyncError(text)

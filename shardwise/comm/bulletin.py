@@ -20,6 +20,7 @@ from shardwise.comm.alive import LOOK_S
 from shardwise.comm.last_words import ASKS, in_short, leave, out_of_reach_in_words, who_left
 from shardwise.comm.mending import break_off
 from shardwise.comm.posts import GRACE_S, Posts
+from shardwise.comm.wait_watch import status_in_words
 from shardwise.errors import DesyncError, ShardwiseError, TransportError
 from shardwise.torch_private import is_gloo
 
@@ -71,7 +72,7 @@ class Bulletin:
                 position,
                 lambda other, theirs: _first_difference(calls, json.loads(theirs), self._rank, other),
                 lambda others: (
-                    f"{others} did not come to the end of a step within {self._posts.timeout_s:g} s of rank {self._rank}"
+                    f"{others} did not finish a step within {self._posts.timeout_s:g} s of rank {self._rank}"
                     f"{', which has changed its order of units: ' * bool(position.note)}{position.note}"
                 ),
             )
@@ -89,7 +90,7 @@ class Bulletin:
             json.dumps(mine),
             position,
             lambda other, theirs: _first_fact(mine, json.loads(theirs), self._rank, other),
-            lambda others: f"rank {self._rank} comes with new {what}, not so {others}: {_listed(facts)}",
+            lambda others: f"rank {self._rank} has new {what}, unlike {others}: {_listed(facts)}",
         )
 
     def post_writes(self, place: str, values: Sequence[str]) -> None:
@@ -130,7 +131,7 @@ class Bulletin:
         absent = [other for other in peers if other not in found]
         if absent:
             problem = posts.absence(
-                absent, f"rank {self._rank} comes with new {topic}, not so {posts.named(absent)}: {_listed(mine)}"
+                absent, f"rank {self._rank} has new {topic}, unlike {posts.named(absent)}: {_listed(mine)}"
             )
             self._refuse(problem, position)
         every = {*mine}.union(*(json.loads(theirs) for theirs in found.values()))
@@ -150,7 +151,7 @@ class Bulletin:
             what,
             position,
             lambda other, theirs: f"ranks {left} differently: rank {self._rank}: {what}; rank {other}: {theirs}",
-            lambda others: f"rank {self._rank} {left}, not so {others}: {what}",
+            lambda others: f"rank {self._rank} {left}, unlike {others}: {what}",
         )
 
     def _compare(
@@ -201,7 +202,8 @@ class Bulletin:
                 for group in filter(is_gloo, self.groups):
                     with suppress(RuntimeError):
                         break_off(group)
-            lines += [*self._reports(str(error)), _RULE]
+            status = status_in_words(self._posts.members)
+            lines += [*filter(None, [status]), *self._reports(str(error)), _RULE]
         except TransportError as gone:
             lines.append(str(gone))
         return DesyncError("\n".join(lines))
@@ -232,7 +234,7 @@ class Bulletin:
             yield out_of_reach_in_words([posts.members[other] for other in lost])
         if silent and not is_known:
             yield posts.absence(
-                silent, f"{posts.named(silent)} said nothing: still running, stopped, or on another host"
+                silent, f"{posts.named(silent)} reported nothing: still running, stopped, or on another host"
             )
 
 
@@ -254,7 +256,7 @@ def _first_difference(mine: Sequence[str], theirs: Sequence[str], rank: int, oth
 
 def _first_fact(mine: Sequence[str], theirs: Sequence[str], rank: int, other: int) -> str:
     if mine[0] != theirs[0]:
-        return f"ranks are at different places: rank {rank} brings {mine[0]}, rank {other} brings {theirs[0]}"
+        return f"ranks are at different places: rank {rank} compares {mine[0]}, rank {other} compares {theirs[0]}"
     for index in range(1, max(len(mine), len(theirs))):
         left = mine[index] if index < len(mine) else "nothing more"
         right = theirs[index] if index < len(theirs) else "nothing more"

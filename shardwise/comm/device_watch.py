@@ -27,9 +27,10 @@ from shardwise.black_box import last_time
 from shardwise.comm.alive import is_gone
 from shardwise.comm.groups import patience_s
 from shardwise.comm.lanes import Stream
-from shardwise.comm.last_words import LOOK_NEXT, gone_in_words, leave, store_of_job
+from shardwise.comm.last_words import gone_in_words, leave, look_next, store_of_job
 from shardwise.comm.lost_peers import found_among
 from shardwise.comm.store import BRIEF_S, JobStore
+from shardwise.comm.wait_watch import kernel_waits
 from shardwise.errors import TransportError
 from shardwise.torch_private import abort_groups
 
@@ -58,6 +59,7 @@ def watch_device(device: torch.device) -> None:
     watch = DeviceWatch(store, dist.get_rank(), range(world.size()), limit_s, Progress(stream), abort_groups)
     _watches[store] = watch
     watch.start()
+    kernel_waits.append(lambda: watch.waited_s)
     Finalize(None, watch.end_process, exitpriority=-1000)
 
 
@@ -107,6 +109,7 @@ class DeviceWatch:
         self._began = time.monotonic()
         self._pid = os.getpid()
         self._has_told = False
+        self.waited_s = 0.0  # for which the program has waited for a kernel
 
     def start(self) -> None:
         """Begin; it ends with the default process group."""
@@ -119,6 +122,7 @@ class DeviceWatch:
             if store is None or store_of_job() is not store:
                 return
             waited_s = min(self._stuck_s(), time.monotonic() - max(last_time(), self._began))
+            self.waited_s = waited_s
             if waited_s < _STILL_S:
                 continue
             reason = self.reason(store, waited_s)
@@ -137,11 +141,11 @@ class DeviceWatch:
         except TransportError as silence:  # who keeps the store is gone
             return f"{silence}; rank {self._rank} waits for a kernel"
         if lost:
-            return f"{gone_in_words(store, lost)}; rank {self._rank} waits in a kernel. {LOOK_NEXT}"
+            return f"{gone_in_words(store, lost)}; rank {self._rank} waits in a kernel. {look_next()}"
         if waited_s < self._limit_s:
             return ""
         who = found_among(self._others, store)
-        return f"rank {self._rank} has waited in a kernel for {waited_s:.0f} s: {who}. {LOOK_NEXT}"
+        return f"rank {self._rank} has waited in a kernel for {waited_s:.0f} s: {who}. {look_next()}"
 
     def tell(self, reason: str) -> None:
         """Raise ``reason`` in the thread that waits; it comes back because the collectives of this process are ended."""

@@ -17,17 +17,18 @@ import torch.distributed as dist
 from shardwise.comm.alive import is_elsewhere, ranks_in_words
 from shardwise.comm.cables import host_timeout_s, tells_of_lost_host
 from shardwise.comm.store import BRIEF_S, SILENCE, JobStore
+from shardwise.doctor.recorder import place_of_records
 from shardwise.errors import TransportError
 from shardwise.torch_private import default_store
 
 _MOST_TEXT = 600
 _CITATION = re.compile(r"; the last error of ranks? (\d+(?:, \d+)*): ")
-_LEFT = re.compile(r"rank (\d+) left the (?:forward or )?backward by an exception")
+_LEFT = re.compile(r"rank (\d+) raised an exception (?:while|in backward)")
 ASKING_S = 4.0
 ASKS = " (asks the others)"  # at the end of words that may change
 _busy = threading.local()  # an error that is made while words are left has none of its own
-LOOK_NEXT = "Look at the end of its log; with shardwise.record(folder), ask: shardwise diagnose folder"
-UNTOLD = "it has left no word: killed, or ended by its own program"
+_ADVICE = re.compile(r" ?Look at the end of its log(; ask: shardwise diagnose \S+)?")
+UNTOLD = "it reported no exception: killed, or its program ended"
 
 
 def leave(text: str) -> None:
@@ -44,6 +45,12 @@ def leave(text: str) -> None:
         _busy.is_on = False
 
 
+def look_next() -> str:
+    """Return what a message advises to do about a rank that is gone."""
+    place = place_of_records()
+    return "Look at the end of its log" + (f"; ask: shardwise diagnose {place}" if place is not None else "")
+
+
 def in_short(error: BaseException) -> str:
     """Return the first line of ``error``, of a backend's own without the line of its source and its advice.
 
@@ -57,7 +64,7 @@ def in_short(error: BaseException) -> str:
 
 def put(store: dist.Store, rank: int, text: str) -> None:
     """Leave ``text`` as the words of global ``rank``.  Raises: TransportError if the store does not answer."""
-    said = text.removesuffix(ASKS).replace(LOOK_NEXT, "")[:_MOST_TEXT]  # advice is for the first who reads it
+    said = _ADVICE.sub("", text.removesuffix(ASKS))[:_MOST_TEXT]  # advice is for the first who reads it
     line = " | ".join(each.strip() for each in said.splitlines())
     JobStore(store, BRIEF_S).set(_key(rank), line + ASKS * text.endswith(ASKS))
 
@@ -131,7 +138,7 @@ def who_left(error: str) -> set[int]:
     """Return the global ranks of which ``error`` says that they have left by an exception of their own: they may go on.
 
     Example:
-        >>> who_left("rank 1 left the forward or backward by an exception while rank 0 was on its way to its end")
+        >>> who_left("rank 1 raised an exception while rank 0 was at the end of a forward")
         {1}
     """
     return {int(rank) for rank in _LEFT.findall(error)}
@@ -163,7 +170,7 @@ def gone_in_words(store: dist.Store | None, ranks: Sequence[int]) -> str:
 
     Example:
         >>> gone_in_words(None, [3])
-        'rank 3 is gone (it has left no word: killed, or ended by its own program)'
+        'rank 3 is gone (it reported no exception: killed, or its program ended)'
     """
     text = f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} gone"
     found = cited(store, ranks, patience_s=0.0)  # they will say no more

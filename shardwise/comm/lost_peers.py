@@ -26,6 +26,7 @@ from shardwise.comm.last_words import (
 from shardwise.comm.leaving import will_leave
 from shardwise.comm.mending import break_off_all
 from shardwise.comm.store import BRIEF_S, JobStore
+from shardwise.comm.wait_watch import status_in_words
 from shardwise.errors import ShardwiseError, TransportError
 
 _T = TypeVar("_T")
@@ -48,11 +49,12 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
     except RuntimeError as error:
         others, store = tuple(rank for rank in members if rank != mine), store_of_job()
         if store is None:
-            who = f"{ranks_in_words(others)} did not all come, or left by an exception: see their errors"
+            who = f"{ranks_in_words(others)} did not all make this call, or raised an exception: see their errors"
         else:
             leave(f"{what} on rank {mine}: {in_short(error)}{ASKS}")
             break_off_all(members)  # nobody may wait for this rank while it asks
-            who = found_among(others, store, str(error))
+            status = status_in_words(members)
+            who = found_among(others, store, str(error)) + (f"; {status}" if status else "")
         raise TransportError(
             f"{what}: {who}; rank {mine} waited. Every rank must make the same calls in the same order; first error: "
             f"{in_short(error)}"
@@ -70,13 +72,14 @@ def _explain(error: BaseException) -> str:
     if store is None or isinstance(error, SystemExit):
         return ""
     others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-    found = ""
+    found, status = "", status_in_words(range(dist.get_world_size()), error)
     if not isinstance(error, ShardwiseError):  # which has been left, and names whom it is of
         said = f"{type(error).__name__}: {in_short(error)}"
         leave(said)
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             found = found_among(others, store, str(error))
             leave(f"{said}; {found}")
+            found = "; ".join(filter(None, [found, status]))
     will_leave(store)
     return found
 
@@ -104,7 +107,7 @@ def found_among(others: Sequence[int], store: dist.Store, error: str = "") -> st
         if not silent:
             return f"all ranks have failed{cited(store, others, patience_s=0.0)}"  # each would wait for all
         if waited >= _SAY_S:
-            return f"{ranks_in_words(silent)} said nothing: stopped, in another call, or caught what it raised"
+            return f"{ranks_in_words(silent)} reported nothing: stopped, in another call, or it caught its exception"
         time.sleep(0.05)
 
 

@@ -55,6 +55,6 @@ def sums_something_else(label: str, number: int, mine: int, others: Sequence[int
     """Say that one of ``others`` sums something else than what ``label`` names, which rank ``mine`` sums.  Ranks are global."""
     return (
         f"rank {mine} sums gradients of {label} with its replicas, {ranks_in_words(others)}, as number {number + 1}, and one "
-        "of them sums something else: it has left a sum out, or comes with other gradients (set_requires_all_reduce and the "
+        "of them sums something else: it has left a sum out, or has other gradients (set_requires_all_reduce and the "
         "microbatches must be the same on all replicas)"
     )

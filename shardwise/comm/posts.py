@@ -20,10 +20,11 @@ from shardwise.comm import alarm
 from shardwise.comm.alive import LOOK_S, announce, is_gone, ranks_in_words
 from shardwise.comm.cables import watch_cables
 from shardwise.comm.groups import patience_s
-from shardwise.comm.last_words import ASKING_S, LOOK_NEXT, cited, gone_in_words, leave, out_of_reach, words_of
+from shardwise.comm.last_words import ASKING_S, cited, gone_in_words, leave, look_next, out_of_reach, words_of
 from shardwise.comm.leaving import watch_end
 from shardwise.comm.peer_owner import check_peers
 from shardwise.comm.store import JobStore
+from shardwise.comm.wait_watch import status_in_words, watch_waits
 from shardwise.torch_private import default_store, process_group_store
 
 GRACE_S = 3.0  # after a rank's own deadline: what others may take to reach theirs and report
@@ -141,9 +142,10 @@ class Posts:
             alarm.look()
             time.sleep(_MOST_PAUSE_S)
         if not gone:
-            return late + cited(self.notes, names)
+            status = status_in_words(self.members)
+            return late + cited(self.notes, names) + (f"; {status}" if status else "")
         waited = f"rank {self.members[self.rank]} waited for {'it' if len(gone) == 1 else 'them'}"
-        return f"{gone_in_words(self.notes, gone)}; {waited}. {LOOK_NEXT}"
+        return f"{gone_in_words(self.notes, gone)}; {waited}. {look_next()}"
 
     def _peek(self, what: str, rank: int) -> str | None:
         return self.store.peek(f"{self.prefix}/{what}/{rank}")
@@ -161,6 +163,7 @@ def number_posts(store: dist.Store, topic: str, members: tuple[int, ...], rank: 
     if notes is not None:
         announce(notes, dist.get_rank())
         watch_end(notes)
+        watch_waits(notes)
     job = JobStore(store, timeout_s)
     place = f"shardwise/{topic}/{hashlib.sha256(repr(members).encode()).hexdigest()[:12]}"
     era = _era_of(members)

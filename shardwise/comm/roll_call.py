@@ -69,7 +69,11 @@ class RollCall:
 
 
 def _absence(posts: Posts, ranks: list[int]) -> str:
-    return posts.absence(ranks, f"{posts.named(ranks)} did not come within {posts.timeout_s:g} s")
+    return posts.absence(
+        ranks,
+        f"{posts.named(ranks)} did not make this call within {posts.timeout_s:g} s; save and load are collective: call them on "
+        "every rank",
+    )
 
 
 def open_roll_call(group: dist.ProcessGroup | None, topic: str) -> RollCall:

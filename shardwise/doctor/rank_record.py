@@ -3,39 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 VERSION = 1
 MOST_TEXT = 400  # characters of one text
-
-
-_OF_OTHERS = (
-    "/torch/",
-    "/shardwise/",
-    "/threading.py",
-    "/contextlib.py",
-    "<frozen",
-    "/multiprocessing/",
-    "/concurrent/",
-)
-
-_PROGRAMS = ("/shardwise/recipes/", "/shardwise/testing/chaos/rank_program.py")  # they call the library as a user's do
-
-
-def own_line(frames: Sequence[str]) -> str:
-    """Return the innermost of ``frames`` that is neither torch's nor ours, with what it was in; "nowhere" without any."""
-    own = [frame for frame in frames if _is_any(frame, _PROGRAMS) or not _is_any(frame, _OF_OTHERS)]
-    innermost = frames[-1] if frames else "nowhere"
-    if not own:
-        return innermost
-    return own[-1] if own[-1] == innermost else f"{own[-1]}, in {innermost.rsplit(' ', 1)[-1]}()"
-
-
-def _is_any(frame: str, parts: Sequence[str]) -> bool:
-    return any(part in frame for part in parts)
 
 
 @dataclass(frozen=True, slots=True)

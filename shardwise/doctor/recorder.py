@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import shutil
+import stat
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -17,7 +20,8 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise import black_box
-from shardwise.doctor.rank_record import Event, Reason, Record, Stack, own_line, to_lines
+from shardwise.doctor.rank_record import Event, Reason, Record, Stack, to_lines
+from shardwise.doctor.user_code import lines_of, lines_of_trace, own_line
 from shardwise.doctor.watch import Watch
 from shardwise.torch_private import timeout_s_of
 
@@ -25,9 +29,13 @@ PATTERN = "rank-*.jsonl"
 BLACK_BOX = "black_box"  # the folder of records in the folder of a run
 BEFORE = "before"  # in the folder: records of the start before this one
 STALL_S = 60.0
-_MOST_REASONS, _MOST_STACKS, _MOST_FRAMES = 16, 128, 40
+_MOST_REASONS, _MOST_STACKS = 16, 128
+_MOST_JOBS = 4  # of which records are kept where nobody has named a place
 _OWN_FILES = ("/shardwise/doctor/recorder.py", "/shardwise/black_box.py", "/shardwise/errors.py")
 _QUIET = ("ConfigError", "LayoutError")  # wrong arguments: nobody waits, and the message says all
+
+
+_open: list[Recorder] = []  # those of this process that are open; changed by open() and close() alone
 
 
 class Recorder:
@@ -63,13 +71,26 @@ class Recorder:
         """Write the last events, and where every thread is now; return the file, None if that could not be done."""
         return self._write(reason, ())
 
+    def place(self) -> Path | None:
+        """Return the folder, None as long as it is not known."""
+        return self.folder
+
+    @property
+    def is_silent(self) -> bool:
+        """True where nothing is written: it is closed, or another one writes in its place."""
+        return self not in _open
+
     def _write_raised(self, error: BaseException, trace: TracebackType | None) -> None:
-        frames = _lines_of_trace(trace)
+        if self.is_silent:
+            return
+        frames = lines_of_trace(trace)
         known = black_box.explain_end(error)
         self._write("; ".join(part for part in (_describe(error, frames), known) if part), frames)
 
     def _write(self, reason: str, raised: tuple[str, ...]) -> Path | None:
-        if os.getpid() != self._pid or not self._lock.acquire(timeout=1.0):  # a forked child has no say; see a signal
+        if (
+            self.is_silent or os.getpid() != self._pid or not self._lock.acquire(timeout=1.0)
+        ):  # a forked child has no say; see a signal
             return None
         try:
             now_s = time.time()
@@ -88,11 +109,16 @@ class Recorder:
         """Begin to watch."""
         self._learn_rank()
         self._put_last_run_aside()
-        self._stack.enter_context(black_box.witnessing(self._on_error))
-        self._stack.enter_context(_excepthook(self._write_raised))
+        self._hear_errors()
         watch = Watch(self._signalled, self._stalled, self._limit_s)
         self._stack.callback(watch.close)
         watch.open()
+
+    def _hear_errors(self) -> None:
+        _open.append(self)
+        self._stack.callback(_open.remove, self)
+        self._stack.enter_context(black_box.witnessing(self._on_error))
+        self._stack.enter_context(_excepthook(self._write_raised))
 
     def _on_error(self, text: str) -> None:
         if not text.startswith(_QUIET):
@@ -164,8 +190,64 @@ class Recorder:
         return path
 
 
+class DefaultRecorder(Recorder):
+    """Writes the record of a process for which nobody has called :func:`record`, into the system's temporary folder.
+
+    It hears of no signals.  The folders of the last jobs of this user are kept, older ones are removed.
+
+    Args:
+        name: returns the name of the job, None while it is not known.
+    """
+
+    def __init__(self, name: Callable[[], str | None]) -> None:
+        super().__init__(default_place(), None)
+        self._name, self._job = name, ""
+
+    def place(self) -> Path | None:
+        """Return the folder of the job, once its name is known."""
+        if not self._job:
+            self._job = self._name() or ""
+            self.folder = self.folder / self._job
+        return self.folder if self._job else None
+
+    def open(self) -> None:
+        """Begin to hear of errors."""
+        self._hear_errors()
+
+    @property
+    def is_silent(self) -> bool:
+        """True also while a recorder of the user's is open."""
+        return self not in _open or any(type(each) is Recorder for each in _open)
+
+    def _put(self, record: Record) -> Path:
+        if self.place() is None:
+            raise OSError("the job has no name yet")
+        place = self.folder.parent
+        place.mkdir(mode=0o700, exist_ok=True)
+        found = place.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():  # another user was there before
+            raise OSError(f"{place} belongs to another user")
+        for old in sorted(each for each in place.iterdir() if each != self.folder)[: 1 - _MOST_JOBS]:
+            shutil.rmtree(old, ignore_errors=True)
+        return super()._put(record)
+
+
+def default_place() -> Path:
+    """Return where processes write records for which nobody has called :func:`record`: one folder for each job."""
+    return Path(tempfile.gettempdir()) / f"shardwise-records-{os.geteuid()}"
+
+
+def place_of_records() -> Path | None:
+    """Return the folder into which this process writes its record when something fails; None if it writes none."""
+    return next((each.place() for each in reversed(_open) if not each.is_silent), None)
+
+
 def record(folder: str | Path, *, stall_s: float | None = None) -> Recorder:
     """From here on write ``folder/rank-NNNNN.jsonl`` whenever something fails on this rank; ``shardwise diagnose`` reads it.
+
+    Without this call records go to a folder per job in the system's temporary one (``shardwise-records-UID``; the last four
+    jobs are kept), from the first sharded model or optimizer on, for errors, and when a rank has waited for long
+    (:func:`set_wait_report`).
 
     Written are the last few thousand events and the stack of every thread, when: an error of shardwise is raised that ranks
     meet in; an exception is not caught; the process gets SIGUSR1 (a handler of Python's that was there is called, too);
@@ -220,21 +302,9 @@ def _stacks_of_all_threads(now_s: float, raised: tuple[str, ...]) -> list[Stack]
 
 
 def _lines_of(frame: FrameType | None) -> tuple[str, ...]:
-    found: list[str] = []
-    while frame is not None and len(found) < _MOST_FRAMES:
-        if not frame.f_code.co_filename.endswith(_OWN_FILES):
-            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+    while frame is not None and frame.f_code.co_filename.endswith(_OWN_FILES):
         frame = frame.f_back
-    return tuple(reversed(found))
-
-
-def _lines_of_trace(trace: TracebackType | None) -> tuple[str, ...]:
-    found: list[str] = []
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        found.append(f"{code.co_filename}:{trace.tb_lineno} {code.co_name}")
-        trace = trace.tb_next
-    return tuple(found[-_MOST_FRAMES:])
+    return lines_of(frame)
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardwise.doctor.diagnosis import Behind, Diagnosis, Failure, Parting, Waiting
-from shardwise.doctor.rank_record import own_line
+from shardwise.doctor.user_code import own_line
 
 _MOST_LISTED, _MOST_PLACES = 8, 16
 
@@ -25,7 +25,7 @@ def in_words(diagnosis: Diagnosis) -> Iterator[str]:
         yield "who waits for whom"
         yield from (f"  {_wait(each)}" for each in diagnosis.waiting[:_MOST_LISTED])
     yield ""
-    yield "where the program was, in your own code"
+    yield "where the program was"
     yield from (f"  rank {rank}: {_places(diagnosis, rank)}" for rank in list(diagnosis.stacks)[:_MOST_PLACES])
     yield ""
     yield "what to look at next"

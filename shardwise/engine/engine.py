@@ -201,7 +201,10 @@ class Engine:
         self._num_forwards += 1
         if self.outside is not None:
             self.outside.check()
-        self.journal.begin(aside=not (self.journal.gathers or torch.is_grad_enabled()))
+        is_aside = not (self.journal.gathers or torch.is_grad_enabled())
+        if not is_aside:  # which a rank may run alone
+            self.journal.log.track.begin("forward")
+        self.journal.begin(is_aside)
         if self._is_graphless:
             # Nothing needs what an evaluation has left unsharded, and what has been written to shards since may not show.
             for unit in self.units:
@@ -251,6 +254,7 @@ class Engine:
             journal.replan()
         if self._is_graphless and not journal.gathers:
             journal.go_on()
+        journal.log.track.running = ""
 
     def _leave_span(self) -> None:
         try:
@@ -381,6 +385,7 @@ class Engine:
         self.manual.check_completed("a backward")
         self.manual.begin_backward()
         new_end = self.watch.begin()
+        self.journal.log.track.begin("backward")
         try:
             self.hide_gradients()
             self.enter_span("backward")
@@ -412,6 +417,7 @@ class Engine:
                 self.written.check(self.journal)
             if is_joint:
                 self.journal.replan()
+            self.journal.log.track.running = ""
         except BaseException:
             self.abort_backward()
             raise
@@ -508,6 +514,7 @@ class Engine:
 
     def reset(self) -> None:
         """Bring every unit back to its shards; gradients held from earlier backwards stay."""
+        self.journal.log.track.running = ""
         self.forwards.clear()
         self.means.spans.abort()
         for unit in self.units:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from shardwise.black_box import hearers, next_track, now, remember, tell, thread
 from shardwise.comm.bulletin import Bulletin, Position
 from shardwise.errors import DesyncError
-from shardwise.events import EventLog, Op, OrderChanged
+from shardwise.events import EventLog, Op, OrderChanged, unit_in_words
 from shardwise.plan.buckets import UnitBucket, form_buckets
 from shardwise.plan.policy import UnitPolicy
 from shardwise.plan.prefetch import Room, StepPlan, UnitFacts, plan_step
@@ -18,6 +18,14 @@ from shardwise.units.param import UnitParam
 from shardwise.units.unit import Unit
 
 _MOST_BUCKETS = 256
+_IN_WORDS = {
+    Op.UNSHARD: "all-gather of",
+    Op.WAIT: "wait for",
+    Op.RESHARD: "reshard of",
+    Op.REDUCE: "reduction of",
+    Op.HOLD: "unsynced gradients of",
+    Op.COMMIT: "new .grad of",
+}
 
 
 class Journal:
@@ -67,7 +75,7 @@ class Journal:
 
     def position(self, note: str = "") -> Position:
         """Return where this rank is, for the others to read."""
-        recent = tuple(f"{op.value} of unit '{unit}'" for op, unit in self.log.recent)
+        recent = tuple(f"{_IN_WORDS[op]} {unit_in_words(unit)}" for op, unit in self.log.recent)
         return Position(self.log.num_calls, recent, note or self._left_order)
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
@@ -127,7 +135,7 @@ class Journal:
         self._visits.append(Visit(number, edge))
         self._follows_plan = False
         name = self._units[expected[position].unit].name if position < len(expected) else "end of step"
-        self._left_order = f"expected unit '{name}', found unit '{unit.name}'"
+        self._left_order = f"expected {unit_in_words(name)}, found {unit_in_words(unit.name)}"
         for instrument in self.instruments:
             instrument.on_event(OrderChanged(name, unit.name))
         self.unsaid = f"{self._left_order} to {edge.value}"
@@ -154,7 +162,7 @@ class Journal:
                 for each in self._units:
                     self.agreed.add(frozenset([param for param in each.params if param.sharded.requires_grad]))
             if params not in self.agreed:
-                what = f"gradients of unit '{unit.name}'"
+                what = f"gradients of {unit_in_words(unit.name)}"
                 facts = [_fact_of(param) for param in unit.params if param in params]
                 self.bulletin.check_facts(what, facts, self.position())
         self.agreed.add(params)
@@ -213,7 +221,7 @@ class Journal:
         if self.bulletin is not None:
             apart = {unit.name for unit in self._units if unit.keeps_sums}
             calls = [
-                f"{c.op.value} of unit '{c.unit}'{' without its replicas' * (c.op is Op.REDUCE and c.unit in apart)}"
+                f"{c.op.value} of {unit_in_words(c.unit)}{' without its replicas' * (c.op is Op.REDUCE and c.unit in apart)}"
                 for c in plan.calls
                 if c.op in (Op.UNSHARD, Op.REDUCE)
             ]

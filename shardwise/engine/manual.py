@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardwise.errors import StateError
+from shardwise.events import unit_in_words
 from shardwise.units.unit import Unit
 
 
@@ -118,6 +119,6 @@ class ManualFinalization:
             for param in unit.params:
                 if id(param.sharded) in stepped:
                     raise StateError(
-                        f"an optimizer steps on {param.fqn} (unit '{unit.name}') before the gradients of its last backward "
-                        f"are complete, in manual backward finalization; {missing} on the root module first"
+                        f"an optimizer steps on {param.fqn} ({unit_in_words(unit.name)}) before the gradients of its last "
+                        f"backward are complete, in manual backward finalization; {missing} on the root module first"
                     )

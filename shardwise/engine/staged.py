@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardwise.errors import StateError
+from shardwise.events import unit_in_words
 from shardwise.units.local_gradients import lies_as
 from shardwise.units.unit import Unit
 
@@ -36,6 +37,6 @@ def check_weights(unit: Unit) -> None:
         return
     unit.backward.has_lost_weights = False
     raise StateError(
-        f"unit '{unit.name}' was sharded when a backward of its inputs alone began, so the gradients of its weights are lost. "
-        "A schedule that computes them apart (zero bubbles) needs stages sharded with reshard_after_forward=False"
+        f"{unit_in_words(unit.name)} was sharded when a backward of its inputs alone began, so the gradients of its weights "
+        "are lost. A schedule that computes them apart (zero bubbles) needs stages sharded with reshard_after_forward=False"
     )

@@ -165,7 +165,7 @@ class Agreement:
                 return None
             absent = [rank for rank in range(posts.size) if rank not in found]
             late = (
-                f"{posts.named(absent)} did not come out of its step within {posts.timeout_s:g} s of rank "
+                f"{posts.named(absent)} did not finish its step within {posts.timeout_s:g} s of rank "
                 f"{mine.rank}, which failed: {mine.kind}: {mine.text}"
             )
             raise self._named(absent, late)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shardwise.comm.communicator import Pending
 from shardwise.errors import StateError
+from shardwise.events import unit_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,6 @@ def check_move(unit: str, old: UnitState, new: UnitState) -> None:
     """Raise StateError if a unit may not go from ``old`` to ``new``."""
     if (type(old), type(new)) not in LEGAL_MOVES:
         raise StateError(
-            f"unit '{unit}' is {type(old).__name__} and cannot become {type(new).__name__}; "
+            f"{unit_in_words(unit)} is {type(old).__name__} and cannot become {type(new).__name__}; "
             f"legal next states: {sorted(to.__name__ for start, to in LEGAL_MOVES if start is type(old))}"
         )

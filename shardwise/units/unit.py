@@ -14,7 +14,7 @@ from shardwise.black_box import hearers, now, remember, tell, thread
 from shardwise.comm.links.link import Transport
 from shardwise.comm.lost_peers import concerns_others
 from shardwise.errors import ConfigError, StateError
-from shardwise.events import Call, EventLog, Op
+from shardwise.events import Call, EventLog, Op, unit_in_words
 from shardwise.plan.buckets import Sharing
 from shardwise.plan.policy import UnitPolicy
 from shardwise.spans import begin, end, listeners
@@ -122,7 +122,7 @@ class Unit:
     def refuse_packing(self) -> None:
         """Raise StateError: parameters were put together anew since the forward whose backward runs."""
         raise StateError(
-            f"parameters of unit '{self.name}' were replaced, moved or given another dtype after the forward whose "
+            f"parameters of {unit_in_words(self.name)} were replaced, moved or given another dtype after the forward whose "
             "backward runs now: their gradients would go to what they were before. Do such changes before forward, or "
             "after backward"
         )
@@ -207,7 +207,7 @@ class Unit:
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
         host = self.host_ref()
-        return error if host is None else host.explain(error, f"all-gather of unit '{self.name}'")
+        return error if host is None else host.explain(error, f"all-gather of {unit_in_words(self.name)}")
 
     # ---- parameters ----
 
@@ -481,8 +481,8 @@ class Unit:
                 continue
             if group.dtypes.takes_any_gradient(param):  # whether its gradient has come or not: so every rank finds it
                 raise ConfigError(
-                    f"{param.fqn} (unit '{self.name}') has grad_dtype None, so a rank that does not use it cannot know the "
-                    "dtype of the zeros that set_reduce_scatter_unused_params sends; give reduce_dtype in mp_policy, or a "
+                    f"{param.fqn} ({unit_in_words(self.name)}) has grad_dtype None, so a rank that does not use it cannot know "
+                    "the dtype of the zeros that set_reduce_scatter_unused_params sends; give reduce_dtype in mp_policy, or a "
                     "dtype to grad_dtype"
                 )
             if param not in gradients:

@@ -16,6 +16,7 @@ from shardwise import torch_private
 from shardwise.comm.digest import digest_of
 from shardwise.comm.links.parts import have_same_bits
 from shardwise.errors import StateError
+from shardwise.events import unit_in_words
 from shardwise.units.group import ShardGroup
 from shardwise.units.idle import mark_full, mark_kept, may_be_written
 from shardwise.units.own_rows import OwnRows
@@ -86,7 +87,7 @@ class UserWrites:
             param = _differing(group)
             if param is not None:
                 raise StateError(
-                    f"{param.fqn} (unit '{name}') was unsharded when its shard was written to through .data or another "
+                    f"{param.fqn} ({unit_in_words(name)}) was unsharded when its shard was written to through .data or another "
                     "alias that torch does not count as a write, so the full parameter is not what the shard is. Call "
                     "reshard() on the module before such writes, or write to the parameter itself under torch.no_grad()"
                 )
@@ -97,7 +98,7 @@ class UserWrites:
         for param in params:
             if param.subsharded is not None and param.subsharded._version:
                 raise StateError(
-                    f"{param.fqn} (unit '{name}') was written to between forward and backward, when its form on the "
+                    f"{param.fqn} ({unit_in_words(name)}) was written to between forward and backward, when its form on the "
                     "smaller mesh of reshard_after_forward was registered, which is not what is trained. Write to it after "
                     "backward, or call reshard() on the module first"
                 )

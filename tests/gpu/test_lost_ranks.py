@@ -83,7 +83,7 @@ def test_who_waits_for_it_says_its_name(
         pool.attempt(lose_one, num_ranks=2, backend="none", **asked)
     kind, text, seconds = json.loads((tmp_path / "told").read_text())
     assert kind in ("TransportError", "DesyncError")
-    assert ("rank 1 is gone" if how == "kill" else "rank 1 said nothing") in text
+    assert ("rank 1 is gone" if how == "kill" else "rank 1 reported nothing") in text
     assert seconds < most_s
 
 

@@ -43,7 +43,7 @@ def test_a_rank_that_left_without_a_word_is_named_alone() -> None:
     posts = make_posts(store, timeout_s=5.0)
     posts[2].post("plan/1", '["y"]')
     announce_as(store, 5, gone_process())
-    assert _raises(posts[0], ["y"]).startswith("rank 5 is gone (it has left no word")
+    assert _raises(posts[0], ["y"]).startswith("rank 5 is gone (it reported no exception")
 
 
 @pytest.mark.parametrize(
@@ -69,5 +69,5 @@ def test_ranks_on_a_host_that_does_not_answer_are_named_and_not_waited_for(
 
 def test_all_ranks_that_are_late_are_named_and_not_the_first_of_them_alone() -> None:
     first = make_posts(timeout_s=0.1)[0]
-    with pytest.raises(DesyncError, match=r"^ranks 5, 9 did not come to the end of a step within 0\.1 s of rank 4"):
+    with pytest.raises(DesyncError, match=r"^ranks 5, 9 did not finish a step within 0\.1 s of rank 4"):
         Bulletin(first).check_plan(["unshard of unit 'a'"], Position(0, ()))

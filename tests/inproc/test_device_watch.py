@@ -57,7 +57,7 @@ def test_a_process_that_has_ended_is_named(store: dist.Store, child: Child) -> N
     assert watch.reason(store, 3.0) == ""
     child.kill()
     assert watch.reason(store, 3.0).startswith(
-        "rank 1 is gone (it has left no word: killed, or ended by its own program); rank 0 waits in a kernel"
+        "rank 1 is gone (it reported no exception: killed, or its program ended); rank 0 waits in a kernel"
     )
 
 
@@ -79,7 +79,7 @@ def test_a_rank_that_is_there_has_the_timeout_of_the_group(store: dist.Store, ch
     watch = watch_of(store, limit_s=9.0)
     assert watch.reason(store, 8.9) == ""
     found = watch.reason(store, 9.0)
-    assert "rank 0 has waited in a kernel for 9 s: rank 1 said nothing" in found
+    assert "rank 0 has waited in a kernel for 9 s: rank 1 reported nothing" in found
 
 
 def test_who_waits_raises_before_it_sees_what_it_has_waited_for() -> None:

@@ -66,7 +66,7 @@ def test_a_rank_that_is_gone_is_cited_and_one_that_said_nothing_is_not_blamed_on
     store = dist.HashStore()
     put(store, 5, "TransportError: rank 9 is gone")
     assert gone_in_words(store, [5]) == "rank 5 is gone; the last error of rank 5: TransportError: rank 9 is gone"
-    assert gone_in_words(store, [4]).startswith("rank 4 is gone (it has left no word")
+    assert gone_in_words(store, [4]).startswith("rank 4 is gone (it reported no exception")
 
 
 def test_each_rank_is_cited_once_with_its_own_reason_and_whom_it_cites_after_it() -> None:
@@ -152,7 +152,7 @@ def test_of_a_backends_own_error_the_rank_that_says_nothing_is_named(monkeypatch
     store = dist.HashStore()
     put(store, 1, "RuntimeError: Timed out")
     found = found_among([1, 2], store)
-    assert found == "rank 2 said nothing: stopped, in another call, or caught what it raised"
+    assert found == "rank 2 reported nothing: stopped, in another call, or it caught its exception"
 
 
 @pytest.mark.usefixtures("job")

@@ -76,7 +76,7 @@ def test_an_absence_names_the_rank_that_is_gone_before_one_that_is_late() -> Non
     assert posts.absence([1, 2], LATE) == LATE
     announce_as(store, MEMBERS[2], gone_process())
     found = posts.absence([1, 2], LATE)
-    assert found.startswith("rank 9 is gone (it has left no word")
+    assert found.startswith("rank 9 is gone (it reported no exception")
 
 
 def test_nobody_is_known_to_be_gone_without_notes() -> None:

@@ -16,6 +16,7 @@ from shardwise.comm.roll_call import RollCall
 from shardwise.errors import TransportError
 
 SIZE = 3
+LATE = "did not make this call within {} s; save and load are collective: call them on every rank"
 
 
 def _on_threads(body: Callable[[RollCall], object], timeout_s: float = 20.0) -> tuple[list[object], dist.HashStore]:
@@ -55,9 +56,9 @@ def test_every_rank_names_the_one_that_does_not_come(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(roll_call, "GRACE_S", 5.0)
 
     assert _on_threads(_without_rank_1, timeout_s=0.3)[0] == [
-        "rank 5 did not come within 0.3 s",
+        f"rank 5 {LATE.format(0.3)}",
         "",
-        "rank 5 did not come within 0.3 s",
+        f"rank 5 {LATE.format(0.3)}",
     ]
 
 
@@ -69,12 +70,12 @@ def test_ranks_that_come_late_one_after_another_do_not_add_up() -> None:
         except TransportError as error:
             return str(error)
 
-    assert _on_threads(body, timeout_s=1.0)[0] == ["rank 9 did not come within 1 s"] * SIZE
+    assert _on_threads(body, timeout_s=1.0)[0] == [f"rank 9 {LATE.format(1)}"] * SIZE
 
 
 def test_all_wait_until_the_first_has_asked_who_is_late_for_the_reason() -> None:
     store = dist.HashStore()
     put(store, MEMBERS[1], "Timed out: rank 7 said nothing" + ASKS)  # it may know more in a moment
     found = on_threads(lambda posts: _without_rank_1(RollCall(posts)), make_posts(store, 0.3))
-    assert found[0] == "rank 5 did not come within 0.3 s; the last error of rank 5: Timed out: rank 7 said nothing"
+    assert found[0] == f"rank 5 {LATE.format(0.3)}; the last error of rank 5: Timed out: rank 7 said nothing"
     assert found[2] == found[0]

@@ -116,7 +116,7 @@ def test_a_link_names_the_rank_that_is_gone_not_the_one_that_left_because_of_it(
     links[1].segments[1].words[0] = 1  # rank 1 has left a span by an exception
     with pytest.raises(
         TransportError,
-        match="rank 2 is gone .*; rank 0 was on its way to the start of a forward: rank 2 had not come there",
+        match="rank 2 is gone .*; rank 0 was at the start of a forward: rank 2 had not begun it",
     ):
         links[0].open("forward", False)
 
@@ -124,7 +124,7 @@ def test_a_link_names_the_rank_that_is_gone_not_the_one_that_left_because_of_it(
 def test_a_link_names_a_rank_that_left_alone() -> None:
     links = make_links(3)
     links[1].segments[1].words[0] = 1
-    with pytest.raises(TransportError, match="rank 1 left the forward or backward by an exception"):
+    with pytest.raises(TransportError, match="rank 1 raised an exception while"):
         links[0].open("forward", False)
 
 

@@ -123,7 +123,7 @@ def test_other_hosts_get_an_error_in_place_of_sums_that_a_rank_did_not_stay_for(
 
     errors = on_all(ranks, leave_or_wait)
     assert [type(error) for error in errors] == [TransportError, KeyError, TransportError, TransportError]
-    assert "rank 1 left the backward by an exception before it could send gradients of gradients to rank 3" in str(
+    assert "rank 1 raised an exception in backward before it could send gradients of gradients to rank 3" in str(
         errors[3]
     )
     assert on_all(ranks, exchange) == [None] * 4

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from shardwise.black_box import ERROR, EVERYBODY, WAITS
 from shardwise.doctor.diagnosis import diagnose, first_parting
-from shardwise.doctor.rank_record import Event, Reason, Record, Stack, from_lines, own_line, to_lines
+from shardwise.doctor.rank_record import Event, Reason, Record, Stack, from_lines, to_lines
+from shardwise.doctor.user_code import own_line
 from shardwise.doctor.words import in_words
 
 MAIN = 7

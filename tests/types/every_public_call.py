@@ -64,6 +64,7 @@ from shardwise import (
     replicate,
     set_default_transport,
     set_host_timeout,
+    set_wait_report,
     shard_model,
     share_comm_ctx,
     trace,
@@ -119,6 +120,7 @@ def shards() -> FSDPModule:
     print(DataParallelMeshDims(shard="dp"), FSDPMeshInfo, HSDPMeshInfo, DDPMeshInfo, ShardPlacementResult)
     set_default_transport("auto")
     set_host_timeout(5.0)
+    set_wait_report(60.0)
     return sharded
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from shardwise.black_box import WAITS, note
 from shardwise.comm import alarm
 from shardwise.comm.alive import Liveness, is_gone
-from shardwise.comm.last_words import LOOK_NEXT, cited, gone_in_words, store_of_job
+from shardwise.comm.last_words import cited, gone_in_words, look_next, store_of_job
 from shardwise.comm.leaving import farewells
 from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.link import SpanKind
@@ -203,7 +203,7 @@ class Mates:
             if is_there():
                 return
             os.sched_yield()
-        note(f"{WAITS}process {self._pids[place]}", what)
+        note(f"{WAITS}rank {self.name_of(place)}", what)
         start = time.monotonic()
         sleep_s, look_s = _FIRST_SLEEP_S, _LIVENESS_S
         while not is_there():
@@ -233,19 +233,19 @@ class Mates:
             return
         gone = [each for each in self.others if self._has_stayed(each) and not self._alive[each].is_alive()]
         if gone:  # why the other one has left
-            raise self._lost(gone[0], f"rank {self._name} was on its way to {what}")
+            raise self._lost(gone[0], f"rank {self._name} was at {what}")
         for other in self.others:
             epoch, late = divmod(self._words[other][_LATE], 1 << _CALL_BITS)
             if late and epoch == self._epoch < self._words[other][_EPOCH]:
                 self.blamed = late - 1
                 raise TransportError(
                     f"rank {self.name_of(other)} waited {self._timeout_s:g} s for rank {self._members[late - 1]} while rank "
-                    f"{self._name} was on its way to {what}; every rank must make the same calls in the same order"
+                    f"{self._name} was at {what}; every rank must make the same calls in the same order"
                 )
         its = self.name_of(place)
         raise self._blame(
             place,
-            f"rank {its} left the forward or backward by an exception while rank {self._name} was on its way to {what}; "
+            f"rank {its} raised an exception while rank {self._name} was at {what}; "
             f"see the error of rank {its}{cited(store_of_job(), [its])}",
         )
 
@@ -263,14 +263,14 @@ class Mates:
         if store is not None:
             is_gone(store, name)  # other hosts hear of it
         text = gone_in_words(store, [name])
-        return self._blame(place, f"{text}; {where}: {self._last_sign(place)}. {LOOK_NEXT}")
+        return self._blame(place, f"{text}; {where}: {self._last_sign(place)}. {look_next()}")
 
     def _last_sign(self, place: int) -> str:
         """Say what the words of the rank at ``place`` show that it has done last."""
         words, name = self._words[place], self.name_of(place)
         span, mine = words[_OPEN] >> _CALL_BITS, self._mine[_OPEN] >> _CALL_BITS
         if not span:
-            return f"rank {name} had not come there"
+            return f"rank {name} had not begun it"
         which = "the same" if span == mine else "an earlier" if span < mine else "a later"
         kind = "backward" if words[_OPEN] & _IN_BACKWARD else "forward"
         done = [
@@ -278,8 +278,8 @@ class Mates:
             for word, what in self._signs
             if words[word] >> _CALL_BITS == span
         ]
-        ended = ", done with its part" if words[CLOSED] >> _CALL_BITS == span else ""
-        return f"rank {name} was in {which} {kind} as rank {self._name}{''.join(done)}{ended}"
+        ended = ", which it has finished" if words[CLOSED] >> _CALL_BITS == span else ""
+        return f"rank {name} was last in {which} {kind}{''.join(done)}{ended}"
 
     def _has_stayed(self, place: int) -> bool:
         return self._words[place][_EPOCH] <= self._epoch

@@ -37,7 +37,7 @@ def read_posts(posts: Posts, what: str, ranks: Sequence[int]) -> list[str]:
     absent = [rank for rank in ranks if rank not in found]
     if absent:
         late = (
-            f"{posts.named(absent)} did not come to its first forward or backward within {posts.timeout_s:g} s of "
+            f"{posts.named(absent)} did not begin its first forward or backward within {posts.timeout_s:g} s of "
             f"rank {posts.members[posts.rank]}; every rank must run the same units in the same order"
         )
         kind = TransportError if posts.gone(absent) else DesyncError

@@ -346,7 +346,7 @@ class _Scatter:
             if message[numel] != _IS_SUM:
                 its = link.inside.members[peer]
                 raise TransportError(
-                    f"rank {its} left the backward by an exception before it could send gradients of {pieces.label} to rank "
+                    f"rank {its} raised an exception in backward before it could send gradients of {pieces.label} to rank "
                     f"{link.inside.members[link.inside.rank]}; see the error of rank {its}{cited(store_of_job(), [its])}"
                 )
             sums[peer] = message[:numel]

@@ -1,0 +1,224 @@
+"""Says who waits for whom: after 30 seconds of waiting in one line, and at the end of the wait in the error.
+
+A rank that waits in a collective cannot speak, and what it waits for is on another rank.  So a thread of each process posts
+where its program is, every few seconds, into the store of the job: the line of user code, what it has called, and how many
+forwards and backwards have begun.  Nothing of this runs on the thread of the program, except for an error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from shardwise.black_box import ERROR, Entry, entries
+from shardwise.comm.store import BRIEF_S, JobStore
+from shardwise.doctor import rank_status
+from shardwise.doctor.rank_status import RankStatus
+from shardwise.doctor.recorder import DefaultRecorder, place_of_records
+from shardwise.doctor.user_code import lines_of, lines_of_trace
+from shardwise.errors import ConfigError, TransportError
+from shardwise.torch_private import are_threads, default_store, timeout_s_of
+
+_report_s = [30.0]  # one entry, set by set_wait_report alone
+_LOOKS = 6  # within that time
+_MOST_ASKED = 64
+_ASKED, _NAME = "shardwise/wait/asked", "shardwise/wait/job"
+kernel_waits: list[
+    Callable[[], float]
+] = []  # seconds for which a kernel has not ended; appended to by comm/device_watch.py
+_RULE = "Every rank must make the same calls in the same order."
+_watches: weakref.WeakKeyDictionary[dist.Store, WaitWatch] = weakref.WeakKeyDictionary()
+
+
+def set_wait_report(seconds: float) -> None:
+    """Say after how long a rank that waits for others reports who waits for whom, and where; 30 seconds at first.
+
+    The line goes to standard error of one of the ranks that wait, once for each wait.  At the same time ranks that stand still
+    write their records (see :func:`record`).  Call it before the first ``fully_shard``, ``replicate`` or optimizer of ours.
+
+    Args:
+        seconds: more than 0; 0: no report, and no records except by :func:`record`.
+
+    Raises: ConfigError for any other number.
+    """
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"seconds must be 0 (no report) or more, got {seconds!r}")
+    _report_s[0] = float(seconds)
+
+
+def watch_waits(store: dist.Store) -> None:
+    """Begin to post where the program of this process is, whose job has ``store``; does nothing if it has begun already."""
+    world = dist.group.WORLD
+    if store in _watches or world is None or world.size() == 1 or are_threads() or not _report_s[0]:
+        return
+    _stop_at_exit()
+    watch = _watches[store] = WaitWatch(store, dist.get_rank(), _report_s[0], timeout_s_of(world))
+    watch.start()
+
+
+@functools.cache
+def _stop_at_exit() -> None:
+    """Let threads end before the interpreter does: one that waits for its lock then may abort the process."""
+    atexit.register(lambda: [watch.stop() for watch in list(_watches.values())])
+
+
+def status_in_words(members: Iterable[int], error: BaseException | None = None) -> str:
+    """Return a sentence on what global ranks ``members`` do, this one among them; empty if no other has said anything.
+
+    ``error``: the one that ends the program of this process; what raised it is where it was.
+    """
+    store = default_store() if dist.is_available() and dist.is_initialized() else None
+    watch = _watches.get(store) if store is not None else None
+    return "" if watch is None else watch.in_words(members, error)
+
+
+class ProgramStatus:
+    """Where the program of this process, global ``rank``, is, and since when; made on the thread that runs it.
+
+    Attributes:
+        since_s: the monotonic time at which it came where it was when it was looked at last.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.since_s = rank, 0.0
+        self._thread = threading.get_ident()
+        self._seen, self._looked_s = ("", ""), 0.0  # line and call, and when
+
+    def look(self) -> RankStatus:
+        """Return where the program is; to be called again and again."""
+        frames = lines_of(sys._current_frames().get(self._thread))  # pyright: ignore[reportPrivateUsage]
+        now, last = time.monotonic(), self._last_event()
+        moved_s = last[0] if last is not None else 0.0
+        found = rank_status.look(self.rank, frames, last)
+        if not found.waits_for and any(seconds() >= _report_s[0] for seconds in kernel_waits):
+            found = replace(found, waits_for="all ranks")
+        seen, looked_s = self._seen, self._looked_s
+        self._seen, self._looked_s = (found.line, found.call), now
+        if seen == self._seen and moved_s <= looked_s:
+            return replace(found, still_s=now - self.since_s)
+        self.since_s = moved_s if moved_s > looked_s else now
+        return found
+
+    def at_error(self, frames: Sequence[str], raised: str) -> RankStatus:
+        """Return where the program was: an error has ended what it did at ``frames``, and the program if it is ``raised``."""
+        found = rank_status.look(self.rank, frames, self._last_event(), raised)
+        is_same = self._seen == (found.line, found.call)
+        return replace(found, still_s=time.monotonic() - self.since_s) if is_same else found
+
+    def _last_event(self) -> Entry | None:
+        events = (entry for entry in reversed(entries()) if entry[1] == self._thread and entry[4] != ERROR)
+        return next(events, None)
+
+
+class WaitWatch:
+    """Posts the status of this process, and reads that of others when it waits.
+
+    Args:
+        report_s: how long a wait may take before it is reported.  timeout_s: of the job: what waits that long fails.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, report_s: float, timeout_s: float) -> None:
+        self._store, self._program, self._report_s = weakref.ref(store), ProgramStatus(rank), report_s
+        self._pause_s = min(report_s / _LOOKS, timeout_s / 4)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardwise-wait", daemon=True)
+        self._reported_s = self._recorded_s = 0.0  # since when, of the last wait that was
+        self._asked = ""
+        self._recorder = DefaultRecorder(self._name)
+
+    def start(self) -> None:
+        """Begin; it ends with the default process group, or this process."""
+        store = self._job()
+        if store is not None and self._program.rank == 0:
+            JobStore(store, BRIEF_S).set(_NAME, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        self._recorder.open()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join(2 * BRIEF_S)
+
+    def _job(self) -> dist.Store | None:
+        store = self._store()
+        return store if store is not None and dist.is_initialized() and default_store() is store else None
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._pause_s):
+            with suppress(TransportError, RuntimeError, ValueError):  # a silent store; a model or a group in the making
+                store = self._job()
+                if store is None:
+                    self._recorder.close()
+                    break
+                self.look(JobStore(store, BRIEF_S))
+
+    def look(self, job: JobStore) -> None:
+        """Post where the program is; report if it has waited for long."""
+        mine = self._program.look()
+        if not mine.line:  # the program begins or ends
+            return
+        job.set(_key(mine.rank), mine.to_text())
+        self._recorder.place()  # while the store answers
+        if mine.still_s < self._report_s:
+            return
+        if mine.waits_for and self._reported_s != self._program.since_s:
+            self._reported_s = self._program.since_s
+            self._report(job, mine)
+        asked = job.peek(_ASKED) or ""
+        if asked != self._asked and self._recorded_s != self._program.since_s:
+            self._asked, self._recorded_s = asked, self._program.since_s
+            self._recorder.write(f"nothing has moved for {mine.still_s:.0f} s")
+
+    def _report(self, job: JobStore, mine: RankStatus) -> None:
+        found = self._statuses(job, range(dist.get_world_size()), mine)
+        job.set(_ASKED, f"{mine.rank} {self._program.since_s}")
+        if min(each.rank for each in found if each.waits_for) == mine.rank:
+            more = f" For the stacks of all ranks: shardwise diagnose {place}" if (place := place_of_records()) else ""
+            print(f"shardwise: {rank_status.in_words(found)}. {_RULE}{more}", file=sys.stderr, flush=True)
+
+    def in_words(self, members: Iterable[int], error: BaseException | None) -> str:
+        """Do as :func:`status_in_words`."""
+        ranks = list(members)
+        store = self._job()
+        if store is None:
+            return ""
+        try:
+            job = JobStore(store, BRIEF_S)
+            if error is not None:
+                self._stop.set()  # the program has no line any more
+                frames, raised = lines_of_trace(error.__traceback__), type(error).__name__
+            else:
+                frames, raised = lines_of(sys._getframe()), ""  # pyright: ignore[reportPrivateUsage]
+            mine = self._program.at_error(frames, raised)
+            job.set(_key(mine.rank), mine.to_text())
+            found = self._statuses(job, ranks, mine)
+        except (TransportError, RuntimeError, ValueError):
+            return ""
+        return rank_status.in_words(found) if len(found) > 1 else ""
+
+    def _statuses(self, job: JobStore, ranks: Sequence[int], mine: RankStatus) -> list[RankStatus]:
+        asked = sorted({*ranks[:_MOST_ASKED], mine.rank})
+        texts = {rank: job.peek(_key(rank)) for rank in asked if rank != mine.rank}
+        found = [rank_status.from_text(text) for text in texts.values() if text]
+        return sorted([*found, mine], key=lambda each: each.rank)
+
+    def _name(self) -> str | None:
+        """Return the name of the job, which its first rank gives; None before that."""
+        store = self._job()
+        with suppress(TransportError):
+            return None if store is None else JobStore(store, BRIEF_S).peek(_NAME)
+        return None
+
+
+def _key(rank: int) -> str:
+    return f"shardwise/wait/status/{rank}"

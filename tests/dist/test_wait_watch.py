@@ -1,0 +1,169 @@
+"""A rank that waits says for whom, and where each stands: after a while on standard error, at the end in its error."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.commands import Ended
+from helpers.commands import run as run_command
+from helpers.ranks import on_ranks
+from torch import nn
+
+import shardwise
+from shardwise import CheckpointError, DesyncError, fully_shard
+from shardwise.checkpoint import save
+from shardwise.cli.main import main
+from shardwise.doctor.recorder import default_place
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+BEGIN = """
+import datetime, sys, torch, torch.distributed as dist, shardwise
+from torch import nn
+shardwise.set_wait_report(1.5)
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=8))
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = shardwise.shard_model(nn.Sequential(*[nn.Sequential(nn.Linear(8, 8)) for _ in range(3)]))
+"""
+# Rank 0 evaluates alone; rank 1 has one batch more.
+EVALUATES = (
+    "model(torch.ones(2, 8)).sum().backward()\nif rank == 0:\n    with torch.no_grad(): model(torch.ones(2, 8))\n"
+)
+UNEQUAL = "for _ in range(3 + rank):\n    model(torch.ones(2, 8)).sum().backward()\n"
+
+
+def ended(program: str, folder: Path) -> tuple[Ended, str]:
+    script = folder / "program.py"
+    script.write_text(BEGIN + program + "dist.barrier()\n")
+    return run_command([sys.executable, *TORCHRUN, str(script)], TMPDIR=str(folder)), str(script)
+
+
+@pytest.mark.parametrize(
+    ("program", "ahead", "lines", "counts"),
+    [(EVALUATES, 0, (11, 12), ("2nd", "1st")), (UNEQUAL, 1, (10, 11), ("4th", "3rd"))],
+    ids=["one evaluates", "batches"],
+)
+def test_ranks_that_run_different_numbers_of_forwards_are_told_so_while_they_wait_and_at_the_end(
+    program: str, ahead: int, lines: tuple[int, int], counts: tuple[str, str], tmp_path: Path
+) -> None:
+    found, script = ended(program, tmp_path)
+    at = rf"\({re.escape(script)}:"
+    forward = rf"rank {ahead} is in its {counts[0]} forward {at}{lines[0]}, waits for rank {1 - ahead}, for \d s\)"
+    barrier = (
+        rf"rank {1 - ahead} is in torch.distributed.barrier\(\) after its {counts[1]} forward {at}{lines[1]}, waits for"
+    )
+    (notice,) = [line for line in found.err.splitlines() if line.startswith("shardwise: rank")]
+    for part in (forward, barrier, "they ran different numbers of forwards", "shardwise diagnose"):
+        assert re.search(part, notice), (part, notice)
+    differ = "they ran different numbers of forwards"
+    end = rf"rank {ahead} (is|raised DesyncError) in its {counts[0]} forward {at}{lines[0]}.*{differ}"
+    assert re.search(rf"\[rank{ahead}\]: .*{end}", found.err), found.err
+    assert re.search(
+        rf"\[rank{1 - ahead}\]: .*barrier\(\) after its {counts[1]} forward {at}{lines[1]}.*{differ}", found.err
+    )
+    (job,) = (tmp_path / default_place().name).iterdir()
+    assert sorted(path.name for path in job.glob("*.jsonl")) == ["rank-00000.jsonl", "rank-00001.jsonl"]
+
+
+@contextlib.contextmanager
+def reports_after(seconds: float) -> Iterator[io.StringIO]:
+    shardwise.set_wait_report(seconds)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield said
+    finally:
+        shardwise.set_wait_report(30.0)
+
+
+def stepped() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model)
+    model(torch.ones(2, 8)).sum().backward()
+    return model
+
+
+@on_ranks(2, group_timeout_s=4.0)
+def test_save_on_one_rank_says_that_it_is_collective(tmp_path: Path) -> None:
+    with reports_after(0.6) as said:
+        model = stepped()
+        if dist.get_rank() == 0:
+            with pytest.raises(
+                CheckpointError, match=r"save and load are collective.*rank 0 is in save\(\) after its 1st"
+            ) as caught:
+                save(tmp_path, {"model": model}, step=1)
+            assert re.search(r"rank 1 is in your code after its 1st forward \(.*test_wait_watch.py", str(caught.value))
+            assert re.search(r"^shardwise: rank 0 is in save\(\).*; rank 1 is in your code", said.getvalue())
+        else:
+            for _ in range(75):
+                time.sleep(0.1)
+            assert said.getvalue() == ""
+
+
+@on_ranks(2)
+def test_nothing_is_said_of_ranks_that_go_on_and_only_once_of_those_that_wait() -> None:
+    with reports_after(0.5) as said:
+        model = stepped()
+        for wait_s in (0.0, 1.6):
+            for _ in range(8):
+                if dist.get_rank() == 1:
+                    time.sleep(0.1)
+                model(torch.ones(2, 8)).sum().backward()
+            assert said.getvalue() == ""
+            if wait_s and dist.get_rank() == 1:
+                time.sleep(wait_s)
+        model(torch.ones(2, 8)).sum().backward()
+        num_lines = said.getvalue().count("shardwise: rank 0 is in its 18th forward")
+        assert num_lines == len(said.getvalue().splitlines()) == (dist.get_rank() == 0)
+        assert "different numbers" not in said.getvalue(), "rank 1 is late, not elsewhere"
+
+
+@on_ranks(2)
+def test_zero_seconds_say_and_write_nothing() -> None:
+    with reports_after(0) as said:
+        model = stepped()
+        if dist.get_rank() == 1:
+            time.sleep(1.0)
+        model(torch.ones(2, 8)).sum().backward()
+        assert said.getvalue() == ""
+        assert shardwise.doctor.recorder.place_of_records() is None
+
+
+@on_ranks(2)
+def test_records_go_where_the_user_says_else_to_a_folder_of_the_job_and_old_jobs_are_removed(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(tmp_path))
+        place = default_place()
+        for number in range(9):
+            (place / f"20200101-00000{number}-1").mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        stepped()
+        with shardwise.record(tmp_path / "mine"):
+            DesyncError("of the user's place")
+        assert (tmp_path / "mine" / f"rank-0000{rank}.jsonl").exists()
+        assert len(list(place.iterdir())) == 9
+        dist.barrier()
+        DesyncError("of no place")
+        dist.barrier()
+        jobs = sorted(place.iterdir())
+        assert len(jobs) == 4
+        assert sorted(path.name for path in jobs[-1].iterdir()) == ["rank-00000.jsonl", "rank-00001.jsonl"]
+        assert main(["diagnose"]) == 0
+        dist.barrier()
+
+
+def test_a_wait_report_takes_a_number_of_seconds() -> None:
+    for wrong in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(shardwise.ConfigError, match="seconds must be 0"):
+            shardwise.set_wait_report(wrong)
