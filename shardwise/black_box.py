@@ -72,21 +72,15 @@ class Track:
     Attributes:
         name: the same on every rank of the group, and of no other sequence.
         count: of the events so far.
-        passes: how many of each kind ("forward", "backward") have begun.  running: the kind that runs, empty if none does.
+        num_forwards, num_backwards: how many have begun.  running: "forward" or "backward"; empty if neither runs.
     """
 
-    __slots__ = ("__weakref__", "count", "name", "passes", "running")
+    __slots__ = ("__weakref__", "count", "name", "num_backwards", "num_forwards", "running")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.count = 0
-        self.passes: dict[str, int] = {}
+        self.count = self.num_forwards = self.num_backwards = 0
         self.running = ""
-
-    def begin(self, kind: str) -> None:
-        """Count a pass of ``kind``, which runs until ``running`` says otherwise."""
-        self.passes[kind] = self.passes.get(kind, 0) + 1
-        self.running = kind
 
     def note(self, place: str, what: str = "", subject: object = None) -> bool:
         """Do as :func:`note`, for the next event of the track."""

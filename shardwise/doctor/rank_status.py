@@ -62,14 +62,14 @@ def look(rank: int, frames: Sequence[str], last: Entry | None, raised: str = "")
         waits_for = last[4][len(WAITS) :]
     line = frames[place].rsplit(" ", 1)[0].removeprefix(f"{os.getcwd()}/") if place is not None else ""
     tracks = [
-        track for track in list(live_tracks) if track.passes and groups_of([track.name])
+        track for track in list(live_tracks) if track.num_forwards and groups_of([track.name])
     ]  # those of several ranks
     return RankStatus(
         rank,
         line,
         call,
         waits_for,
-        {track.name: dict(track.passes) for track in tracks},
+        {track.name: {"forward": track.num_forwards, "backward": track.num_backwards} for track in tracks},
         {track.name: track.running for track in tracks if track.running},
         raised=raised,
     )

@@ -203,7 +203,8 @@ class Engine:
             self.outside.check()
         is_aside = not (self.journal.gathers or torch.is_grad_enabled())
         if not is_aside:  # which a rank may run alone
-            self.journal.log.track.begin("forward")
+            track = self.journal.log.track
+            track.num_forwards, track.running = track.num_forwards + 1, "forward"
         self.journal.begin(is_aside)
         if self._is_graphless:
             # Nothing needs what an evaluation has left unsharded, and what has been written to shards since may not show.
@@ -385,7 +386,8 @@ class Engine:
         self.manual.check_completed("a backward")
         self.manual.begin_backward()
         new_end = self.watch.begin()
-        self.journal.log.track.begin("backward")
+        track = self.journal.log.track
+        track.num_backwards, track.running = track.num_backwards + 1, "backward"
         try:
             self.hide_gradients()
             self.enter_span("backward")

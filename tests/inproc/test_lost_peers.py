@@ -34,6 +34,6 @@ def test_a_backends_own_error_names_all_whom_it_may_be() -> None:
     error = RuntimeError("Connection closed by peer\nframe #0: 0x1234")
     with pytest.raises(TransportError) as found:
         _call(error)
-    assert str(found.value).startswith("matrices cannot travel: ranks 0, 2 did not all come")
+    assert str(found.value).startswith("matrices cannot travel: ranks 0, 2 did not all make this call")
     assert str(found.value).endswith("first error: Connection closed by peer")
     assert found.value.__cause__ is error

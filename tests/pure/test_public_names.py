@@ -47,7 +47,7 @@ FOR_USERS = {
     "ShardedOptimizer": f"{_OPTIMIZER} blank_state_dict full_state_dict named_params",
     "Span": "begin_s end_s lane num_bytes seconds unit what",
     "StepError": "kind place rank text",
-    "Trace": "calls departure exposed_s planned save spans table to_json",
+    "Trace": "calls departure exposed_s num_unplanned planned save spans table to_json",
     "UnitCompression": "gathers name reductions",
     "UnitRow": "name num_bytes num_modules numel padding_ratio route",
     "UnitTable": "ahead_bytes rows",
