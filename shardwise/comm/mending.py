@@ -66,7 +66,7 @@ def mend(group: dist.ProcessGroup) -> None:
     number = _num_mended.get(group, 0)
     if _FIRST_KIND + number > _LAST_KIND:
         raise StateError(
-            f"group {group.group_name} has been made anew {number} times; start the job again from a checkpoint"
+            f"group {group.group_name} was reconnected {number} times; start the job again from a checkpoint"
         )
     _num_mended[group] = number + 1
     torch_private.replace_gloo(group, f"shardwise/mended/{number}", _FIRST_KIND + number)

@@ -167,7 +167,8 @@ def _check_tree(root: nn.Module) -> None:
     if strangers:
         _refuse_shared(root, known)
         raise StateError(
-            f"{_shown(strangers)} came into the module tree after its units were made and belongs to none of them: every rank "
-            "would train its own, on its own part of the batch. Add parameters before fully_shard (or replicate), shard the "
-            "new module before the next forward, or freeze it (requires_grad_(False)); ignored_params leaves parameters to you"
+            f"{_shown(strangers)} was added to the module tree after its units were made and belongs to none of them: every "
+            "rank would train its own, on its own part of the batch. Add parameters before fully_shard (or replicate), shard "
+            "the new module before the next forward, or freeze it (requires_grad_(False)); ignored_params leaves parameters to "
+            "you"
         )

@@ -187,7 +187,7 @@ def _check_whole(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise ConfigError(
-                f"{name} is a DTensor: plan the model before fully_shard, or any other door, is called on it"
+                f"{name} is a DTensor: plan the model before fully_shard, shard_model or replicate is called on it"
             )
 
 

@@ -252,7 +252,7 @@ def test_parameters_that_come_after_sharding_are_refused_unless_frozen_ignored_o
         if warm:
             _step(model)
         change(model)
-        with pytest.raises(StateError, match=r"came into the module tree after its units were made"):
+        with pytest.raises(StateError, match=r"was added to the module tree after its units were made"):
             _step(model)
         if change is _new_block:
             fully_shard(model[2])
