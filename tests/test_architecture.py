@@ -208,12 +208,14 @@ def test_pytest_looks_into_every_test_folder(request: pytest.FixtureRequest) -> 
     assert not {"dist", "gpu", "pure", "inproc"} & set(skipped), "pytest's default passes over tests/dist"
 
 
-# Doors have the arguments of torch's; what is left of a pool's keywords goes to the function that it calls.
+# Doors have the arguments of torch's; what is left of a pool's keywords goes to the function that it calls; the options of
+# a save are told by keyword.
 MANY_PARAMETERS = {
     "api/fully_shard.py:fully_shard",
     "api/replicate.py:replicate",
     "api/shard_model.py:shard_model",
     "api/zero.py:__init__",
+    "checkpoint/save.py:save",
     "testing/pool.py:attempt",
 }
 MOST_PARAMETERS, MOST_RETURNED = 6, 2

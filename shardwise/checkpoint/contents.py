@@ -115,6 +115,7 @@ class Contents:
     Attributes:
         held, parts: per tensor, in parallel.
         ties: further names of tensors.
+        buffers: names of plain tensors that modules hold and nobody keeps equal on all ranks.
         values: what is no tensor, encoded; ranks may lack values, but those that have one agree.
         known: by name, what was found before of tensors that stay as they are; it is added to, and outlives this.
     """
@@ -122,12 +123,13 @@ class Contents:
     held: dict[str, Held] = field(default_factory=dict[str, Held])
     parts: dict[str, list[LocalPart]] = field(default_factory=dict[str, list[LocalPart]])
     ties: dict[str, str] = field(default_factory=dict[str, str])
+    buffers: list[str] = field(default_factory=list[str])
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     known: Known = field(default_factory=Known)
     _windows: Windows = field(default_factory=Windows)
 
-    def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor under a new name."""
+    def add_tensor(self, name: str, tensor: torch.Tensor, is_lowest: bool = False) -> None:
+        """Take a tensor under a new name; ``is_lowest``: see :class:`~shardwise.checkpoint.plan.Held`."""
         self._check_new(name)
         known = self.known.get(name)
         if known is not None and known.is_like(tensor):
@@ -136,7 +138,9 @@ class Contents:
             self.parts[name], self.held[name] = [LocalPart(known.held.windows[0], local)], known.held
             return
         parts = parts_of(name, tensor, self._windows)
-        held = Held(name, dtype_name(tensor.dtype, name), tuple(tensor.shape), tuple(part.window for part in parts))
+        held = Held(
+            name, dtype_name(tensor.dtype, name), tuple(tensor.shape), tuple(part.window for part in parts), is_lowest
+        )
         self.parts[name], self.held[name] = parts, held
         if isinstance(tensor, DTensor):
             self.known[name] = KnownTensor(tensor.device_mesh, tensor.placements, tensor.dtype, held)

@@ -8,13 +8,21 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.checkpoint.buffer_choice import own_name
 from shardwise.checkpoint.carriers import Apply
 from shardwise.checkpoint.contents import Contents, device_of, like, parts_of
 from shardwise.checkpoint.names import join, plain
 from shardwise.checkpoint.order import Order
 from shardwise.checkpoint.values import encode
+from shardwise.engine.attachment import SHARES_BUFFERS
 from shardwise.engine.unwritten import unwritten_in
 from shardwise.errors import ConfigError
+
+
+def _shares_buffers(module: nn.Module) -> bool:
+    """Return True if every forward of ``module`` begins with the buffers of one rank, which are those to save then."""
+    is_ddp = isinstance(module, DistributedDataParallel) and module.broadcast_buffers
+    return is_ddp or SHARES_BUFFERS in module.__dict__
 
 
 class ModuleCarrier:
@@ -24,8 +32,9 @@ class ModuleCarrier:
         names: of each parameter, by ``id``: what optimizers call them.
     """
 
-    def __init__(self, prefix: str, module: nn.Module) -> None:
-        self.prefix = prefix
+    def __init__(self, prefix: str, module: nn.Module, rank: int, size: int) -> None:
+        self.prefix, self._rank, self._size = prefix, rank, size
+        self._given = module
         self._module = module.module if isinstance(module, DistributedDataParallel) else module
         # With the live tensors: two names of one tensor are one tensor.  Sharded modules are resharded by asking.
         self._state: dict[str, Any] = self._module.state_dict(keep_vars=True)
@@ -40,6 +49,8 @@ class ModuleCarrier:
 
     def put(self, contents: Contents) -> None:
         """See :class:`Carrier`."""
+        shared = {id(each) for module in self._given.modules() if _shares_buffers(module) for each in module.buffers()}
+        buffers = {id(each) for each in self._module.buffers()}
         for name, key in self._keys.items():
             value, full = self._state[key], join(self.prefix, name)
             if not isinstance(value, torch.Tensor):
@@ -47,7 +58,10 @@ class ModuleCarrier:
             elif self.names[id(value)] != name:
                 contents.ties[full] = join(self.prefix, self.names[id(value)])
             else:
-                contents.add_tensor(full, value)
+                is_buffer = id(value) in buffers and type(value) is torch.Tensor
+                contents.add_tensor(full, value, is_lowest=is_buffer)
+                if is_buffer and id(value) not in shared:
+                    contents.buffers.append(full)
 
     def ask(self, order: Order) -> Apply:
         """See :class:`Carrier`."""
@@ -71,6 +85,7 @@ class ModuleCarrier:
                 continue
             ties = [join(self.prefix, other) for other in same_as[id(value)]]
             found = next((tie for tie in ties if order.manifest.record_of(tie) is not None), full)
+            found = self._own(found, order)
             parts = parts_of(full, value)
             staged = order.windows(found, value.shape, [part.window for part in parts])
             if staged is None:
@@ -93,6 +108,14 @@ class ModuleCarrier:
             self._apply(copies, others)
 
         return apply
+
+    def _own(self, name: str, order: Order) -> str:
+        """Return what is called ``name`` of this rank alone, if each rank has saved its own buffers."""
+        own = own_name(self._rank, name)
+        if order.manifest.num_ranks != self._size or order.manifest.record_of(own) is None:
+            return name
+        order.use(name)
+        return own
 
     @torch.no_grad()
     def _apply(self, copies: list[tuple[torch.Tensor, torch.Tensor]], others: dict[str, Any]) -> None:

@@ -52,12 +52,13 @@ def whole(shape: Sequence[int]) -> Window:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one rank holds of a tensor of ``shape``."""
+    """What one rank holds of a tensor of ``shape``; ``is_lowest``: the lowest rank that holds it writes it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     windows: tuple[Window, ...]
+    is_lowest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Write:
 
 def held_to_text(held: Iterable[Held]) -> str:
     """Return what a rank holds as text, for the other ranks."""
-    rows = [[h.name, h.dtype, h.shape, [[w.offsets, w.sizes] for w in h.windows]] for h in held]
+    rows = [[h.name, h.dtype, h.shape, [[w.offsets, w.sizes] for w in h.windows], h.is_lowest] for h in held]
     return json.dumps(rows, separators=(",", ":"))
 
 
@@ -93,8 +94,8 @@ def held_from_text(text: str) -> list[Held]:
     """Return what :func:`held_to_text` wrote."""
     rows: list[Any] = json.loads(text)
     return [
-        Held(name, dtype, tuple(shape), tuple(Window(tuple(o), tuple(s)) for o, s in windows))
-        for name, dtype, shape, windows in rows
+        Held(name, dtype, tuple(shape), tuple(Window(tuple(o), tuple(s)) for o, s in windows), is_lowest)
+        for name, dtype, shape, windows, is_lowest in rows
     ]
 
 
@@ -131,7 +132,7 @@ def share_out(held_by_rank: Sequence[Sequence[Held]]) -> tuple[Write, ...]:
         _check_tiles(held, windows)
         for window, ranks in windows.items():
             num_bytes = window.numel * DTYPE_BYTES[held.dtype]
-            if len(ranks) == 1 or num_bytes < SMALL_BYTES:
+            if len(ranks) == 1 or num_bytes < SMALL_BYTES or held.is_lowest:
                 writes.append(Write(name, held.dtype, held.shape, window, ranks[0]))
                 loads[ranks[0]] += num_bytes
             else:

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise import torch_private
+from shardwise.checkpoint.buffer_choice import Buffers, check_choice
 from shardwise.checkpoint.contents import Contents, Known
 from shardwise.checkpoint.saving import Saver
 from shardwise.checkpoint.state import contents_of
@@ -41,6 +42,7 @@ def save(
     keep: int | None = None,
     wait: bool = True,
     group: dist.ProcessGroup | None = None,
+    buffers: Buffers | None = None,
 ) -> Path | None:
     """Save ``state`` as the checkpoint after ``step`` steps; it is there whole when all ranks have written, or not at all.
 
@@ -54,6 +56,9 @@ def save(
             time.  What it fails of is raised by the next :func:`save` or :func:`finish` of the folder.  The memory, as many
             bytes as the rank writes, is kept for the next save; taking it makes the first one slower.
         group: the ranks that hold the state (default: all; without any process group this process alone).
+        buffers: what to save of buffers of modules whose values differ between ranks: "rank0" (the lowest rank's), "mean"
+            (over ranks; of whole numbers the lowest rank's), or "per_rank" (every rank's own, which :func:`load` gives back
+            at the same number of ranks; at another number it gives the lowest rank's).  None refuses to save them.
 
     Returns: the checkpoint's folder, None if ``wait`` is False.
 
@@ -69,6 +74,7 @@ def save(
         raise ConfigError(
             f"step is {step!r} and keep {keep!r}; expected a whole number from 0 on, and None or at least 1"
         )
+    check_choice(buffers)
     saver = _saver_of(Path(folder), group)
     saver.wait()
     rank, size = saver.rank, saver.size
@@ -77,8 +83,8 @@ def save(
         return contents_of(state, rank, size, known)
 
     if wait:
-        return saver.save(collect, step, keep)
-    saver.start(collect, step, keep)
+        return saver.save(collect, step, keep, buffers)
+    saver.start(collect, step, keep, buffers)
     return None
 
 

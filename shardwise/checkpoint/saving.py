@@ -16,6 +16,7 @@ import torch
 
 from shardwise.black_box import note
 from shardwise.checkpoint.blocks import sum_of
+from shardwise.checkpoint.buffer_choice import BufferCheck, Buffers
 from shardwise.checkpoint.contents import Contents, Known, merged
 from shardwise.checkpoint.dtypes import bytes_of
 from shardwise.checkpoint.files import DiskFiles, Files
@@ -44,6 +45,7 @@ class Draft:
     digest: str
     step: int
     keep: int | None
+    buffers: BufferCheck | None = None
     error: BaseException | None = None
 
 
@@ -102,19 +104,19 @@ class Saver:
 
     # ---- what is called ----
 
-    def save(self, collect: Collect, step: int, keep: int | None) -> Path:
+    def save(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None = None) -> Path:
         """Write from the live tensors, while the caller waits; return the checkpoint's folder."""
-        job = self._agree(self._draft(collect, step, keep), self._roll)
+        job = self._agree(self._draft(collect, step, keep, buffers), self._roll)
         copies = [_on_host(job.contents.tensor_at(write.name, write.window)) for write in job.plan.mine]
         return self._write(job, lambda: [bytes_of(each) for each in copies], self._roll)
 
-    def start(self, collect: Collect, step: int, keep: int | None) -> None:
+    def start(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None = None) -> None:
         """Return when the ranks have agreed and this one's bytes are copied; a thread writes them.
 
         Ranks meet while the bytes are copied: into the places that the last save had, which is of use if the plan stays.
         Raises: CheckpointError on every rank if they do not agree.  A copy that fails does so in the thread, on all ranks.
         """
-        draft = self._draft(collect, step, keep)
+        draft = self._draft(collect, step, keep, buffers)
         self._number += 1
         flight, roll = _Flight(Future(), Future()), self._roll.branch(str(self._number))
         thread = threading.Thread(target=self._fly, args=(draft, flight, roll), name=f"shardwise-save-{step}")
@@ -154,15 +156,16 @@ class Saver:
 
     # ---- phases ----
 
-    def _draft(self, collect: Collect, step: int, keep: int | None) -> Draft:
+    def _draft(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None) -> Draft:
         try:
             contents = collect(self._known)
+            check = BufferCheck(contents, buffers, self.rank)
             if self._said.held != contents.held or not self._said.digest:
                 text = held_to_text(contents.held.values())
                 self._said = _Said(contents.held, text, sum_of(text.encode()))
         except BaseException as error:  # the others hear of it when ranks meet
-            return Draft(Contents(), "", "", step, keep, error)
-        return Draft(contents, self._said.text, self._said.digest, step, keep)
+            return Draft(Contents(), "", "", step, keep, error=error)
+        return Draft(contents, self._said.text, self._said.digest, step, keep, check)
 
     def _agree(self, draft: Draft, roll: RollCall) -> Job:
         """Agree on the save and on who writes what; the folder to write into is there then."""
@@ -180,10 +183,14 @@ class Saver:
         def begin() -> list[str]:
             if draft.error is not None:
                 raise draft.error
-            return [self._open(draft.step, opened) if roll.rank == 0 else "", draft.digest]
+            assert draft.buffers is not None
+            return [self._open(draft.step, opened) if roll.rank == 0 else "", draft.digest, draft.buffers.mark]
 
         said = together(roll, what, begin)
-        save, digests = SaveId(said[0][0], draft.step), tuple(str(digest) for _, digest in said)
+        save, digests = SaveId(said[0][0], draft.step), tuple(str(digest) for _, digest, _ in said)
+        assert draft.buffers is not None
+        if len({mark for _, _, mark in said}) > 1 and draft.buffers.settle(what, lambda do: together(roll, what, do)):
+            self._plan = None  # what was copied by it has other values
         if self._plan is None or self._plan.digests != digests:
             self._plan = None
             texts = together(roll, what, lambda: draft.text)

@@ -29,7 +29,9 @@ def carriers_of(state: Mapping[str, Any], rank: int, size: int) -> list[Carrier]
             'the state is empty; give what is to be saved by name, as {"model": model, "optimizer": optimizer}'
         )
     modules = {
-        key: ModuleCarrier(join(_checked(key)), thing) for key, thing in state.items() if isinstance(thing, nn.Module)
+        key: ModuleCarrier(join(_checked(key)), thing, rank, size)
+        for key, thing in state.items()
+        if isinstance(thing, nn.Module)
     }
     found: list[Carrier] = []
     for key, thing in state.items():

@@ -11,6 +11,7 @@ from shardwise.engine.engine import Engine
 from shardwise.units.unit import Unit
 
 ATTACHMENT = "_shardwise_attachment"
+SHARES_BUFFERS = "_shardwise_shares_buffers"  # marks a module whose forward begins with the buffers of the first rank
 PENDING = "shardwise: attachments to complete"  # among the memo of a deep copy: pairs of an attachment and its copy
 
 

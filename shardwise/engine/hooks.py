@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise import black_box, torch_private
 from shardwise.comm.sync import broadcast_from_first
-from shardwise.engine.attachment import Attachment, Pass, attachment_of
+from shardwise.engine.attachment import SHARES_BUFFERS, Attachment, Pass, attachment_of
 from shardwise.engine.engine import Engine, live_engines
 from shardwise.engine.nested import cast_floating, map_tensors, tensors_behind, tensors_in
 from shardwise.engine.notes import logger, note
@@ -358,6 +358,7 @@ def keep_buffers_equal(module: nn.Module, group: dist.ProcessGroup) -> None:
             calm.add(module)
 
     module.register_forward_pre_hook(before_forward)
+    module.__dict__[SHARES_BUFFERS] = True
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -79,7 +79,7 @@ def start_saving(folder: Path, progress: Progress, model: nn.Module, optimizer: 
     Raises: CheckpointError on every rank if this one cannot begin, or the one before was not written.
     """
     state = _state(model, optimizer) | {_PROGRESS: asdict(progress)}
-    save(folder, state, step=progress.step, keep=keep, wait=False)
+    save(folder, state, step=progress.step, keep=keep, wait=False, buffers="rank0")
 
 
 def finish_saving(folder: Path, keep: int, *, is_first: bool) -> None:
