@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -27,10 +28,12 @@ from shardwise.comm.leaving import will_leave
 from shardwise.comm.mending import break_off_all
 from shardwise.comm.store import BRIEF_S, JobStore
 from shardwise.comm.wait_watch import status_in_words
+from shardwise.doctor.user_code import lines_of_trace
 from shardwise.errors import ShardwiseError, TransportError
 
 _T = TypeVar("_T")
 _MOST_ASKED = 64
+_OF_BACKEND = re.compile(r"^\[\S+\.(cc|cpp|hpp):\d+\]|^Connection (closed|reset)|^Wait timeout")
 _SAY_S = 3.0  # for ranks to fail after this one, and to say so
 
 
@@ -76,12 +79,19 @@ def _explain(error: BaseException) -> str:
     if not isinstance(error, ShardwiseError):  # which has been left, and names whom it is of
         said = f"{type(error).__name__}: {in_short(error)}"
         leave(said)
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+        if _is_of_backend(error):
             found = found_among(others, store, str(error))
             leave(f"{said}; {found}")
             found = "; ".join(filter(None, [found, status]))
     will_leave(store)
     return found
+
+
+def _is_of_backend(error: BaseException) -> bool:
+    """Return True if ``error`` is of a collective or the store; False for the program's own, of which others know nothing."""
+    frames = lines_of_trace(error.__traceback__)
+    is_called = isinstance(error, RuntimeError) and any("/torch/distributed/" in frame for frame in frames)
+    return is_called or isinstance(error, dist.DistError) or _OF_BACKEND.search(str(error)) is not None
 
 
 def found_among(others: Sequence[int], store: dist.Store, error: str = "") -> str:

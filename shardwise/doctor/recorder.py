@@ -77,8 +77,8 @@ class Recorder:
 
     @property
     def is_silent(self) -> bool:
-        """True where nothing is written: it is closed, or another one writes in its place."""
-        return self not in _open
+        """True where nothing is written: it is closed, another one writes in its place, or this is a fork."""
+        return self not in _open or os.getpid() != self._pid
 
     def _write_raised(self, error: BaseException, trace: TracebackType | None) -> None:
         if self.is_silent:
@@ -88,9 +88,7 @@ class Recorder:
         self._write("; ".join(part for part in (_describe(error, frames), known) if part), frames)
 
     def _write(self, reason: str, raised: tuple[str, ...]) -> Path | None:
-        if (
-            self.is_silent or os.getpid() != self._pid or not self._lock.acquire(timeout=1.0)
-        ):  # a forked child has no say; see a signal
+        if self.is_silent or not self._lock.acquire(timeout=1.0):  # a signal may come while it writes
             return None
         try:
             now_s = time.time()
@@ -217,7 +215,7 @@ class DefaultRecorder(Recorder):
     @property
     def is_silent(self) -> bool:
         """True also while a recorder of the user's is open."""
-        return self not in _open or any(type(each) is Recorder for each in _open)
+        return super().is_silent or any(type(each) is Recorder for each in _open)
 
     def _put(self, record: Record) -> Path:
         if self.place() is None:

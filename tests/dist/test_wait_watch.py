@@ -20,6 +20,7 @@ from torch import nn
 
 import shardwise
 from shardwise import CheckpointError, DesyncError, fully_shard
+from shardwise.black_box import explain_end
 from shardwise.checkpoint import save
 from shardwise.cli.main import main
 from shardwise.doctor.recorder import default_place
@@ -126,6 +127,15 @@ def test_nothing_is_said_of_ranks_that_go_on_and_only_once_of_those_that_wait() 
         num_lines = said.getvalue().count("shardwise: rank 0 is in its 18th forward")
         assert num_lines == len(said.getvalue().splitlines()) == (dist.get_rank() == 0)
         assert "different numbers" not in said.getvalue(), "rank 1 is late, not elsewhere"
+
+
+@on_ranks(2, fresh=True)
+def test_an_error_of_the_program_itself_is_not_said_to_be_of_other_ranks() -> None:
+    stepped()
+    with pytest.raises(RuntimeError, match="shapes") as caught:
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert explain_end(caught.value) == ""
+    assert not getattr(caught.value, "__notes__", [])
 
 
 @on_ranks(2)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardwise
 from shardwise.black_box import ERROR, EVERYBODY, WAITS
 from shardwise.doctor.diagnosis import diagnose, first_parting
 from shardwise.doctor.rank_record import Event, Reason, Record, Stack, from_lines, to_lines
-from shardwise.doctor.user_code import own_line
+from shardwise.doctor.user_code import lines_of, own_line
 from shardwise.doctor.words import in_words
 
 MAIN = 7
@@ -165,3 +169,26 @@ def test_own_code_is_the_innermost_line_that_is_not_of_a_library() -> None:
     frames = ("/home/me/train.py:3 main", "/home/me/model.py:8 forward", "/site/torch/nn.py:1 call")
     assert own_line(frames) == "/home/me/model.py:8 forward, in call()"
     assert own_line(()) == "nowhere"
+
+
+def test_a_line_of_the_package_is_never_own_code_and_one_in_a_folder_of_its_name_is() -> None:
+    package = str(Path(shardwise.__file__).parent)
+    ours = (f"{package}/comm/posts.py:9 collect", "/site/torch/store.py:5 set")
+    assert own_line(ours) == "outside your code, in set()"
+    assert own_line(("/home/me/shardwise/train.py:3 main", *ours)) == "/home/me/shardwise/train.py:3 main, in set()"
+    assert own_line(("/elsewhere/shardwise/comm/posts.py:9 collect",)) == "outside your code, in collect()"
+    trainer = "/usr/lib/python3.11/site-packages/some/trainer.py:7 fit"
+    assert own_line((trainer, *ours)) == f"{trainer}, in set()"
+    assert own_line(("/home/me/train.py:3 main", trainer)) == "/home/me/train.py:3 main, in fit()"
+    program = f"{package}/recipes/loop.py:4 train"
+    assert own_line((program, *ours)) == f"shardwise's own program, {program}, in set()"
+    assert own_line(("<string>:2 <module>", *ours)) == "<string>:2 <module>, in set()"
+
+
+def test_the_users_line_is_found_outside_any_number_of_lines_of_a_library() -> None:
+    library: dict[str, Any] = {}
+    code = "def call(times, look):\n    return call(times - 1, look) if times else look()\n"
+    exec(compile(code, "/site/torch/nn.py", "exec"), library)
+    frames = library["call"](200, lambda: lines_of(sys._getframe().f_back))
+    assert len(frames) <= 80
+    assert "test_the_users_line_is_found" in own_line(frames)

@@ -274,12 +274,13 @@ class Mates:
         which = "the same" if span == mine else "an earlier" if span < mine else "a later"
         kind = "backward" if words[_OPEN] & _IN_BACKWARD else "forward"
         done = [
-            f", {words[word] & (1 << _CALL_BITS) - 1} {what}"
+            f"{words[word] & (1 << _CALL_BITS) - 1} {what}"
             for word, what in self._signs
             if words[word] >> _CALL_BITS == span
         ]
+        counts = f" ({', '.join(done)})" if done else ""
         ended = ", which it has finished" if words[CLOSED] >> _CALL_BITS == span else ""
-        return f"rank {name} was last in {which} {kind}{''.join(done)}{ended}"
+        return f"rank {name} was last in {which} {kind}{counts}{ended}"
 
     def _has_stayed(self, place: int) -> bool:
         return self._words[place][_EPOCH] <= self._epoch
