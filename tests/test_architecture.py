@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -38,9 +39,14 @@ def owner(path: Path) -> str:
     return parts[0]
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> list[str]:
     names: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -73,7 +79,7 @@ def test_pure_layers_use_the_standard_library_alone(path: Path) -> None:
 
 @of_each([p for p in FILES if owner(p) == "plan"])
 def test_no_function_of_plan_takes_a_rank(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef):
             names = [arg.arg for arg in (*node.args.args, *node.args.kwonlyargs)]
             assert "rank" not in names, f"{path.name}: {node.name} takes a rank"
@@ -112,7 +118,7 @@ FOR_TYPE_CHECKERS = {"api/module.py": ["_Base = nn.Module"]}
 @of_each(FILES)
 def test_nothing_is_imported_or_defined_for_type_checkers_alone(path: Path) -> None:
     conditions = (ast.If, ast.IfExp, ast.While)
-    uses = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, conditions)]
+    uses = [n for n in ast.walk(tree_of(path)) if isinstance(n, conditions)]
     found = [node for node in uses if "TYPE_CHECKING" in ast.unparse(node.test)]
     bodies = [
         ast.unparse(each) for node in found for each in (node.body if isinstance(node.body, list) else [node.body])
@@ -151,7 +157,7 @@ PRIVATE = re.compile(r"(?<![\w.])(?:torch|dist|nn|param|tensor|module|group|mesh
 def test_private_torch_names_live_in_one_file(path: Path) -> None:
     if path.name == "torch_private.py":
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             private = [part for part in (node.module or "").split(".") if part.startswith("_")]
             private += [alias.name for alias in node.names if alias.name.startswith("_") and not node.level]
@@ -222,7 +228,7 @@ MOST_PARAMETERS, MOST_RETURNED = 6, 2
 FUNCTIONS = [
     (path.relative_to(ROOT).as_posix(), node)
     for path in FILES
-    for node in ast.walk(ast.parse(path.read_text()))
+    for node in ast.walk(tree_of(path))
     if isinstance(node, ast.FunctionDef)
 ]
 
@@ -297,7 +303,7 @@ def test_classes_of_many_attributes_hold_one_idea_that_is_named_here() -> None:
     found = {
         f"{path.relative_to(ROOT).as_posix()}:{node.name}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef) and len(attributes_of(node)) > MOST_ATTRIBUTES
     }
     assert found == ONE_IDEA.keys(), "two ideas? Split it. One? Say which, in ONE_IDEA"
@@ -337,7 +343,7 @@ def test_tensors_and_generators_are_made_on_a_device_that_is_named() -> None:
     for path in FILES:
         if owner(path) in OF_USERS:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
                 continue
             name = ast.unparse(node.func).removeprefix("torch.")
