@@ -283,7 +283,8 @@ class Engine:
             return  # their backward takes the parameters where they are registered
         if after_forward and (unit.backward.keeps_for_graph or (unit.backward.is_unseen and torch.is_grad_enabled())):
             return
-        if after_forward and unit.count_aliases() > unit.num_aliases and torch.is_grad_enabled():
+        has_hooks = torch_private.saved_tensor_hooks(True) is not None and torch.is_grad_enabled()
+        if after_forward and has_hooks and unit.count_aliases() > unit.num_aliases:
             return
         is_done = unit.reshard_after_forward() if after_forward else unit.reshard(in_span=True)
         if not is_done:

@@ -350,16 +350,15 @@ class Unit:
         for member in (self, *self.borrows):
             member.holders += 1
             member.wait(span)
-            member.num_aliases = member.count_aliases()
+            if torch_private.saved_tensor_hooks(True) is not None:
+                member.num_aliases = member.count_aliases()
 
     def count_aliases(self) -> int:
-        """Return how many tensors lie in the memory of the full parameters; 0 without hooks on saved tensors.
+        """Return how many tensors lie in the memory of the full parameters, asked where hooks on saved tensors are on.
 
         A hook may keep such a tensor to tell others by its address (activation offloading does), which must not become
         another parameter's before backward.
         """
-        if torch_private.saved_tensor_hooks(True) is None:
-            return 0
         packings = [group.packing for group in self.groups if group.packing is not None]
         return sum(buffer.num_holders for packing in packings for buffer in packing.fulls)
 

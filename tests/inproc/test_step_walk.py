@@ -7,6 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardwise import fully_shard
+
+MOST_CALLS = 310  # of Python functions, per unit and step, without the model's own
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "step_walk.py"
 
 
@@ -15,3 +23,50 @@ def test_a_step_walks_no_further_than_torchs(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "walk").read_text())
     assert found["shardwise"]["calls"] < found["fsdp2"]["calls"], found
     assert found["shardwise"]["room_entries"] < found["fsdp2"]["room_entries"], found
+
+
+class _Unit(nn.Module):
+    """Eight parameters, of which each call is a step's and not the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(8):
+            self.register_parameter(f"w{number}", nn.Parameter(torch.ones(8, 2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self._parameters.values():
+            assert weight is not None
+            x = x + weight[0, 0]
+        return x
+
+
+def _calls_of_a_step(model: nn.Module) -> int:
+    """Return how many functions of Python a warm step calls."""
+    for _ in range(5):
+        model(torch.zeros(())).backward()
+        model.zero_grad()
+    calls = 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        model(torch.zeros(())).backward()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_unit_of_eight_parameters_costs_no_more_calls_than_it_did() -> None:
+    """The count is exact: lower it with what a step calls."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        plain, model = (nn.Sequential(*[_Unit() for _ in range(16)]) for _ in range(2))
+        for unit in model:
+            fully_shard(unit)
+        fully_shard(model)
+        assert (_calls_of_a_step(model) - _calls_of_a_step(plain)) / 16 <= MOST_CALLS
+    finally:
+        dist.destroy_process_group()
