@@ -24,6 +24,7 @@ from shardwise.comm.links.link import set_default_transport
 from shardwise.comm.wait_watch import set_wait_report
 from shardwise.doctor.recorder import record
 from shardwise.errors import (
+    ArgumentTypeError,
     CheckpointError,
     ConfigError,
     DamagedCheckpointError,
@@ -34,6 +35,7 @@ from shardwise.errors import (
     StateError,
     StepError,
     TransportError,
+    UsageError,
 )
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.table import UnitRow, UnitTable
@@ -45,6 +47,7 @@ from shardwise.units.precision import CPUOffloadPolicy, MixedPrecisionPolicy, Of
 from shardwise.version import __version__ as __version__
 
 __all__ = [
+    "ArgumentTypeError",
     "CPUOffloadPolicy",
     "CheckpointError",
     "Choices",
@@ -79,6 +82,7 @@ __all__ = [
     "UnitRow",
     "UnitTable",
     "UnshardHandle",
+    "UsageError",
     "Wire",
     "ZeroRedundancyOptimizer",
     "clip_grad_norm_",

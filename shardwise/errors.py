@@ -6,7 +6,21 @@ Every class also derives from the built-in type that torch raises in the same pl
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 from shardwise import black_box
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question that names what in ``known`` is spelt most like ``name``; an empty text if nothing is.
+
+    Example:
+        >>> did_you_mean("modle", ["model", "optimizer"])
+        " Did you mean 'model'?"
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 class ShardwiseError(Exception):
@@ -19,6 +33,14 @@ class ShardwiseError(Exception):
 
 class ConfigError(ShardwiseError, ValueError):
     """An argument is wrong: says what was found, what was expected and what to change."""
+
+
+class ArgumentTypeError(ConfigError, TypeError):
+    """An argument has another type than it must have, or a name that is not known, where torch or Python raise a TypeError."""
+
+
+class UsageError(ConfigError, AssertionError):
+    """A call that cannot be right, where torch raises an AssertionError."""
 
 
 class LayoutError(ShardwiseError, ValueError):

@@ -13,6 +13,27 @@ from shardwise.errors import StateError
 _MIXED = "mixed torch.Tensor and DTensor"  # in DTensor's message
 
 
+# What wrappers of torch have and a sharded module, which is wrapped in nothing, has not.
+OF_WRAPPERS = {
+    "module": "a sharded module is the model itself: leave out .module",
+    "no_sync": "write model.set_requires_gradient_sync(False) before the backwards whose gradients a later one sends, and "
+    "True before that, or with shardwise.policy(model, sync=False): around them",
+    "summon_full_params": "call model.unshard() and model.reshard(), or read param.full_tensor() of one parameter",
+    "clip_grad_norm_": "write torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+}
+
+
+def explained_load(error: RuntimeError) -> RuntimeError:
+    """Return ``error`` of ``load_state_dict``, or what to do where it says that plain tensors do not go into shards."""
+    if _MIXED not in str(error):
+        return error
+    return StateError(
+        "load_state_dict was given plain tensors for parameters that are sharded. Call set_model_state_dict(model, "
+        "state_dict, options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict, or "
+        f"shardwise.checkpoint.load, which reads files straight into shards. ({str(error)[:400]})"
+    )
+
+
 def explained_methods(original: type) -> dict[str, Callable[..., Any]]:
     """Return the methods of ``original`` (not ``forward``, none of ``nn.Module``'s), made to explain DTensor's complaint.
 

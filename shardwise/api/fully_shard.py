@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
 from shardwise import torch_private
+from shardwise.api.arguments import explains_arguments, ids_of_ignored
 from shardwise.api.mesh import axes_of, default_mesh, resolve_reshard
 from shardwise.api.module import FSDPModule, mix_in
 from shardwise.codec.compression_policy import CompressionPolicy
@@ -21,7 +22,7 @@ from shardwise.engine.build import Preset, ShardPlacementFn, build_unit
 from shardwise.engine.hooks import wrap_forward_method
 from shardwise.engine.roots import provisional_engine
 from shardwise.engine.wiring import share_lanes
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, UsageError
 from shardwise.units.axes import DataParallelMeshDims, MeshAxes
 from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
 
@@ -34,7 +35,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     compression: CompressionPolicy | None = ...,
@@ -49,13 +50,14 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     compression: CompressionPolicy | None = ...,
 ) -> list[FSDPModule]: ...
 
 
+@explains_arguments
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
@@ -63,7 +65,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008  frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     compression: CompressionPolicy | None = None,
@@ -83,7 +85,8 @@ def fully_shard(
             keep them.  An int: keep shards over that many ranks.  None: True, but False for the root.
         shard_placement_fn: maps a parameter to None, a ``Shard(dim)``, or a :class:`ShardPlacementResult` on another mesh.
         mp_policy: dtypes of compute, reduction and output.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in host memory.
+        offload_policy: None or ``OffloadPolicy()``: nothing is offloaded.
+            ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in host memory.
         ignored_params: parameters that are neither sharded nor moved.
         dp_mesh_dims: names the data-parallel axes of ``mesh`` when that is a full SPMD mesh with DTensor parameters on it.
         compression: what of the unit travels in fewer bits; between replicas alone on a mesh that has them.  None: nothing.
@@ -111,7 +114,7 @@ def fully_shard(
         reshard: bool | int | None = False
     else:
         reshard = None if reshard_after_forward is None else resolve_reshard(reshard_after_forward, axes.num_shards)
-    ignored = frozenset(id(param) for param in ignored_params or ())
+    ignored = ids_of_ignored(ignored_params, "fully_shard")
     precision, offload = precision_from(mp_policy), offload_from(offload_policy)
     preset = Preset(axes, reshard, precision, offload, shard_placement_fn, ignored, False, compression)
     check_compression(compression, axes, "fully_shard")
@@ -159,9 +162,10 @@ def check_modules(modules: Sequence[nn.Module], door: str) -> None:
                 f"{type(module).__name__} already; call one of the two, not both"
             )
         if attachment_of(module) is not None:
-            raise AssertionError(
+            raise UsageError(
                 "Each distinct composable distributed API can only be applied to a module once. "
-                f"{type(module).__name__} was given to {door} before."
+                f"{type(module).__name__} was given to {door} before: leave out one of the calls; shardwise.policy(...) and "
+                "the set_* methods change settings afterwards"
             )
 
 
@@ -191,7 +195,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):
-        raise ValueError(f"{type(module)} does not have a method {method_name}")
+        raise ConfigError(f"{type(module)} does not have a method {method_name}")
     attachment = attachment_of(module)
     assert attachment is not None
     wrap_forward_method(module, attachment, method_name)
@@ -205,6 +209,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     attachments = [attachment_of(cast(nn.Module, module)) for module in modules]
     for module, attachment in zip(modules, attachments, strict=True):
         if attachment is None:
-            raise ValueError(f"Expects list of FSDPModules but got {module}")
+            raise ConfigError(f"Expects list of FSDPModules but got {module}")
     engines = [provisional_engine(attachment) for attachment in attachments if attachment is not None]
     share_lanes(engines)

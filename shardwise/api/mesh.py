@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, init_device_mesh
 
 from shardwise import torch_private
-from shardwise.errors import ConfigError
+from shardwise.errors import ArgumentTypeError, ConfigError, UsageError
 from shardwise.units.axes import DataParallelMeshDims, MeshAxes, names_of
 
 logger = logging.getLogger("shardwise")
@@ -33,11 +33,21 @@ def _join_or_stand_alone() -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
+def check_mesh(mesh: object) -> None:
+    """Raise ArgumentTypeError unless ``mesh`` is a DeviceMesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(
+            f"mesh is {mesh!r} of type {type(mesh).__name__}; expected a DeviceMesh, as init_device_mesh('cuda', (ranks,)) of "
+            "torch.distributed.device_mesh makes one, or None for all ranks"
+        )
+
+
 def axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshAxes:
     """Return the roles of the axes of ``mesh``: 1-D shards, 2-D is (replicate, shard), named ones as ``dims`` says.
 
     Raises: ValueError, AssertionError with torch's words for meshes that do not fit.
     """
+    check_mesh(mesh)
     if dims is not None:
         return _named_axes(mesh, dims)
     if mesh.ndim not in (1, 2):
@@ -48,7 +58,7 @@ def axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshAxes:
     if mesh.ndim == 1:
         return MeshAxes(mesh, shard_mesh_dim=0)
     if mesh.mesh_dim_names is None:
-        raise AssertionError(
+        raise UsageError(
             "Please init the 2D mesh for HSDP with mesh_dim_names specified, "
             'e.g. init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))'
         )

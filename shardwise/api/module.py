@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.api.compression_report import CompressionState, UnitCompression, report_of
 from shardwise.api.conversion import converting
-from shardwise.api.explain import explained_methods
+from shardwise.api.explain import OF_WRAPPERS, explained_load, explained_methods
 from shardwise.api.handles import GradientReductionHandle, UnshardHandle, wait_by_hand
 from shardwise.api.torch_tools import show_to_tools, tool_classes
 from shardwise.comm.custom import AllGatherFunction, ReduceScatterFunction
@@ -27,7 +27,7 @@ from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.roots import provisional_engine
 from shardwise.engine.unwritten import materializing
 from shardwise.engine.wiring import bind_units, limit_gathers, limit_reductions, use_transport
-from shardwise.errors import ConfigError, StateError
+from shardwise.errors import ArgumentTypeError, ConfigError, StateError, UsageError
 from shardwise.units.group import ShardGroup
 from shardwise.units.unit import Unit
 
@@ -77,6 +77,21 @@ class FSDPModule(_Base):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return copy_module(cast(nn.Module, self), self._attachment(), memo)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
+        except AttributeError as error:
+            if name not in OF_WRAPPERS:
+                raise
+            raise AttributeError(f"{error}; {OF_WRAPPERS[name]}") from None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Do as any module does.  Raises: StateError for plain tensors, which no shard can take."""
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)  # pyright: ignore
+        except RuntimeError as error:
+            raise explained_load(error) from error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
@@ -132,7 +147,7 @@ class FSDPModule(_Base):
         """
         attachment = self._attachment()
         if attachment.is_root is False:
-            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+            raise StateError("reset_iter_state must be called on the root FSDP module")
         engine = engine_of(attachment.unit)
         if engine is not None:
             engine.forget_step()
@@ -235,7 +250,7 @@ class FSDPModule(_Base):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Replace the ``reshard_after_forward`` argument.  Raises: ValueError if it is not a bool."""
         if not isinstance(reshard_after_forward, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+            raise ConfigError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in self._units(recurse):
             unit.uses_default_reshard = False
         self._replace_policies(recurse, reshard_after_forward=reshard_after_forward)
@@ -289,9 +304,9 @@ class FSDPModule(_Base):
         """
         is_int = isinstance(max_input_buffers, int)  # pyright: ignore[reportUnnecessaryIsInstance]
         if isinstance(max_input_buffers, bool) or not is_int:
-            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+            raise ArgumentTypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+            raise ConfigError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for unit in self._units(recurse):
             unit.max_reductions = max_input_buffers
         limit_reductions(self._engine())
@@ -309,7 +324,7 @@ class FSDPModule(_Base):
         follow that.  Raises: TypeError if it is no int, ConfigError if it is below 0, StateError if this is not the root.
         """
         if num_bytes is not None and (isinstance(num_bytes, bool) or not isinstance(num_bytes, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"num_bytes must be an int or None, got {type(num_bytes).__name__}")
+            raise ArgumentTypeError(f"num_bytes must be an int or None, got {type(num_bytes).__name__}")
         if num_bytes is not None and num_bytes < 0:
             raise ConfigError(
                 f"num_bytes must not be negative, got {num_bytes}; 0 stands for what one unit ahead holds"
@@ -333,7 +348,9 @@ class FSDPModule(_Base):
     def _get_fsdp_state(self) -> object:
         raise StateError(
             f"{type(self).__name__}: a tool asks for the private state of torch's own FSDP2, as FSDPMemTracker does, and "
-            "here is none. shardwise.describe_units shows the bytes of every unit; torch's MemTracker works on any module"
+            "here is none. To reshard the root after forward write fully_shard(model, reshard_after_forward=True) or "
+            "model.set_reshard_after_forward(True); shardwise.describe_units shows the bytes of every unit, and torch's "
+            "MemTracker works on any module"
         )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -369,7 +386,7 @@ class FSDPModule(_Base):
         """
         group = self._single_group("set_all_reduce_hook")
         if stream is not None and group is not None and group.axes.replicate_mesh_dim is not None:
-            raise ValueError("stream cannot be set when using native HSDP")
+            raise ConfigError("stream cannot be set when using native HSDP")
         unit = self._unit()
         unit.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
 
@@ -393,7 +410,7 @@ class FSDPModule(_Base):
         """
         for group in self._unit().groups:
             if group.custom.all_gather is not None or group.custom.reduce_scatter is not None:
-                raise AssertionError(
+                raise UsageError(
                     "set_allocate_memory_from_process_group_for_comm cannot be used together with set_custom_all_gather "
                     "or set_custom_reduce_scatter: a custom communication allocates its own buffers"
                 )
@@ -479,5 +496,5 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[t
 def _unit_refs(modules: Sequence[FSDPModule]) -> list[weakref.ref[Unit]]:
     for module in modules:
         if not isinstance(module, FSDPModule):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+            raise ConfigError(f"Expects FSDPModule but got {type(module)}: {module}")
     return [weakref.ref(module._unit()) for module in modules]  # pyright: ignore[reportPrivateUsage]

@@ -11,15 +11,16 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise import torch_private
+from shardwise.api.arguments import ids_of_ignored
 from shardwise.api.fully_shard import check_compression, check_modules, modules_in
-from shardwise.api.mesh import axes_of, default_mesh
+from shardwise.api.mesh import axes_of, check_mesh, default_mesh
 from shardwise.api.module import FSDPModule, mix_in
 from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.comm.sync import broadcast_from_first
 from shardwise.engine.attachment import Attachment, attachment_of
 from shardwise.engine.build import Preset, build_unit
 from shardwise.engine.hooks import keep_buffers_equal
-from shardwise.errors import ConfigError
+from shardwise.errors import ArgumentTypeError, ConfigError, StateError, did_you_mean
 from shardwise.units.axes import DataParallelMeshDims, MeshAxes
 from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
 
@@ -45,7 +46,7 @@ def replicate(
     *,
     mesh: DeviceMesh | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     compression: CompressionPolicy | None = ...,
@@ -60,7 +61,7 @@ def replicate(
     *,
     mesh: DeviceMesh | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     compression: CompressionPolicy | None = ...,
@@ -74,7 +75,7 @@ def replicate(
     *,
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008  frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     compression: CompressionPolicy | None = None,
@@ -113,14 +114,14 @@ def replicate(
     modules = modules_in(module, "replicate")
     for each in modules:
         if attachment_of(each) is not None and not isinstance(each, ReplicateModule):
-            raise RuntimeError("Cannot apply `replicate()` on a Module already managed by `fully_shard`")
+            raise StateError("Cannot apply `replicate()` on a Module already managed by `fully_shard`")
     check_modules(modules, "replicate")
     is_plain = bool(ddp) or ignored_modules is not None
     axes = _plain_axes(ddp) if is_plain and mesh is None else _mesh_axes(mesh, dp_mesh_dims)
-    ignored = {id(param) for param in ignored_params or ()}
+    ignored = ids_of_ignored(ignored_params, "replicate")
     ignored |= {id(param) for each in ignored_modules or () for param in each.parameters()}
     precision, offload = precision_from(mp_policy), offload_from(offload_policy)
-    preset = Preset(axes, False, precision, offload, None, frozenset(ignored), is_plain, compression)
+    preset = Preset(axes, False, precision, offload, None, ignored, is_plain, compression)
     check_compression(compression, axes, "replicate")
     if is_plain and ddp.get("init_sync", True):
         shared = [tensor.detach() for tensor in _start_tensors(modules, ddp) if id(tensor) not in ignored]
@@ -143,6 +144,7 @@ def _mesh_axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> Me
                 "Use fully_shard() for sharding."
             )
         return axes
+    check_mesh(mesh)
     if mesh.ndim != 1:
         raise ConfigError(f"replicate expects a 1D DeviceMesh but got {mesh}")
     return MeshAxes(mesh, replicate_mesh_dim=0)
@@ -150,10 +152,12 @@ def _mesh_axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> Me
 
 def _check_older(ddp: dict[str, Any]) -> None:
     unknown = sorted(set(ddp) - OLDER_ARGUMENTS)
+    known = [*OLDER_ARGUMENTS, "mesh", "mp_policy", "offload_policy", "ignored_params", "dp_mesh_dims", "compression"]
     if unknown:
-        raise TypeError(
-            f"replicate() has no argument {', '.join(unknown)}. It takes mesh, mp_policy, offload_policy, ignored_params, "
-            "dp_mesh_dims and compression, or, called the older way, ignored_modules and what DistributedDataParallel takes"
+        raise ArgumentTypeError(
+            f"replicate() has no argument {', '.join(unknown)}.{did_you_mean(unknown[0], known)} It takes "
+            "mesh, mp_policy, offload_policy, ignored_params, dp_mesh_dims and compression, or, called the older "
+            "way, ignored_modules and what DistributedDataParallel takes"
         )
     if ddp.get("mixed_precision") is not None:
         raise ConfigError(
@@ -179,7 +183,7 @@ def _start_tensors(modules: list[nn.Module], ddp: dict[str, Any]) -> list[torch.
 def _plain_axes(ddp: dict[str, Any]) -> MeshAxes:
     device_id = ddp.get("device_id")
     if device_id is not None and not isinstance(device_id, (int, torch.device)):
-        raise RuntimeError(f"Expected device_id to be int or torch.device, but got {type(device_id)}")
+        raise StateError(f"Expected device_id to be int or torch.device, but got {type(device_id)}")
     mesh: DeviceMesh | None = ddp.get("device_mesh")
     group: dist.ProcessGroup | None = ddp.get("process_group")
     if mesh is None and group is None:

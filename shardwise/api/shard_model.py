@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
+from shardwise.api.arguments import explains_arguments, ids_of_ignored
 from shardwise.api.describe import describe_units
 from shardwise.api.fully_shard import check_modules, fully_shard
 from shardwise.api.mesh import default_mesh
@@ -17,14 +18,15 @@ from shardwise.api.module import FSDPModule
 from shardwise.api.repeated_blocks import families_of
 from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.engine.attachment import attachment_of
-from shardwise.engine.build import ShardPlacementFn
+from shardwise.engine.build import ShardPlacementFn, refuse_wrappers
 from shardwise.engine.notes import say
 from shardwise.errors import ConfigError, StateError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, group_blocks
 from shardwise.units.axes import DataParallelMeshDims
-from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy
+from shardwise.units.precision import MixedPrecisionPolicy, OffloadPolicy, precision_from
 
 
+@explains_arguments
 def shard_model(
     model: nn.Module,
     *,
@@ -33,7 +35,7 @@ def shard_model(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  frozen
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008  frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     compression: CompressionPolicy | None = None,
@@ -96,9 +98,11 @@ def shard_model(
             compression=compression,
         )
 
-    # A policy of torch's own class has the field, too.
+    mp_policy = precision_from(mp_policy)
     within = replace(mp_policy, output_dtype=None) if mp_policy.output_dtype is not None else mp_policy
-    ignored = frozenset(id(param) for param in ignored_params or ())
+    ignored_params = set(ignored_params or ())  # read more than once below
+    ignored = ids_of_ignored(ignored_params, "shard_model")
+    refuse_wrappers(model.named_modules(), ignored)
     for children in list(families_of(model, ignored)):
         for paths in group_blocks(children, min_unit_bytes):
             modules = [model.get_submodule(path) for path in paths]

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from torch import nn
 
 from shardwise.engine.attachment import attachment_of
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, did_you_mean
 from shardwise.plan.policy import UnitPolicy
 from shardwise.units.unit import Unit
 
@@ -36,7 +36,7 @@ def policy(
     known = [each.name for each in fields(UnitPolicy)]
     unknown = sorted(set(changes) - set(known))
     if unknown:
-        raise ConfigError(f"a unit policy has no field {unknown}; it has {known}")
+        raise ConfigError(f"a unit policy has no field {unknown}.{did_you_mean(unknown[0], known)} It has {known}")
     units = _units_in(module, recurse)
     if not units:
         raise ConfigError(

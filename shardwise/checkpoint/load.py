@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.api.arguments import explains_arguments
 from shardwise.black_box import note
 from shardwise.checkpoint.carriers import Apply
 from shardwise.checkpoint.files import DiskFiles, Files
@@ -61,6 +62,7 @@ class _Staged:
     num_bytes_read: int
 
 
+@explains_arguments
 def load(
     folder: str | Path,
     state: Mapping[str, Any],

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise import torch_private
+from shardwise.api.arguments import explains_arguments
 from shardwise.checkpoint.buffer_choice import Buffers, check_choice
 from shardwise.checkpoint.contents import Contents, Known
 from shardwise.checkpoint.saving import Saver
@@ -34,6 +35,7 @@ class _Kept:
 _savers: list[_Kept] = []
 
 
+@explains_arguments
 def save(
     folder: str | Path,
     state: Mapping[str, Any],

@@ -14,7 +14,7 @@ from shardwise.checkpoint.contents import Contents, Known
 from shardwise.checkpoint.modules import ModuleCarrier
 from shardwise.checkpoint.names import join
 from shardwise.checkpoint.optimizers import OptimizerCarrier
-from shardwise.errors import ConfigError
+from shardwise.errors import ArgumentTypeError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,10 @@ def carriers_of(state: Mapping[str, Any], rank: int, size: int) -> list[Carrier]
 
     Raises: ConfigError for an entry that cannot be saved.
     """
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  from user code
+        raise ArgumentTypeError(
+            f'the state is a {type(state).__name__}; give what is to be saved by name, as {{"model": model}}'
+        )
     if not state:
         raise ConfigError(
             'the state is empty; give what is to be saved by name, as {"model": model, "optimizer": optimizer}'

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, cast
 
 from shardwise.cli.bench_args import add_bench_arguments, read_bench_request
 from shardwise.cli.checkpoint_args import add_checkpoint_arguments
@@ -15,13 +16,27 @@ from shardwise.cli.extras import check_extras
 from shardwise.cli.info_args import add_info_arguments
 from shardwise.cli.plan_args import add_plan_arguments, run_plan
 from shardwise.cli.train_args import add_train_arguments, read_train_request
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, did_you_mean
 from shardwise.version import __version__
+
+
+class Parser(argparse.ArgumentParser):
+    """Names the option that a misspelt one may mean."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore
+        """Parse, and refuse options that are not known."""
+        found, rest = super().parse_known_args(args, namespace)
+        wrong = next((word for word in rest if word.startswith("--")), None)
+        if wrong is not None:
+            name, known = wrong.partition("=")[0], [each for action in self._actions for each in action.option_strings]
+            self.error(f"unrecognized arguments: {' '.join(rest)}.{did_you_mean(name, known)}")
+        return found, rest
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands."""
-    parser = argparse.ArgumentParser(prog="shardwise", description="Sharded data-parallel training for PyTorch.")
+    made = Parser(prog="shardwise", description="Sharded data-parallel training for PyTorch.")
+    parser = cast(argparse.ArgumentParser, made)
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_train_arguments(commands)

@@ -44,6 +44,8 @@ from shardwise.units.placement import cut_shard, place
 from shardwise.units.precision import CPUOffloadPolicy, GradDtype, MixedPrecisionPolicy, OffloadPolicy, keeps_dtype
 from shardwise.units.unit import Unit
 
+_WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})  # of torch
+
 ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
 # Ties between modules that are sharded by separate calls show in nothing but the identity of the original parameter, so
@@ -91,6 +93,7 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     roots = _outermost(modules)
     device = preset.axes.device
     managed = _managed_modules(roots)
+    refuse_wrappers(managed, preset.ignored)
     found = _find_parameters(managed, preset.ignored)
     _refuse_unfit(found)
     _move_buffers(managed, device)
@@ -155,6 +158,17 @@ def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
             children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
             todo += reversed(children)
     return [(path, module) for module, path in managed.items()]
+
+
+def refuse_wrappers(managed: Iterable[tuple[str, nn.Module]], ignored: frozenset[int]) -> None:
+    """Raise ConfigError for a module of torch that exchanges gradients of parameters that are not ignored."""
+    for path, module in managed:
+        kind = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _WRAPPERS), None)
+        if kind is not None and any(id(param) not in ignored for param in module.parameters()):
+            raise ConfigError(
+                f"{path or 'the module'} is a {kind}, which exchanges gradients of the same parameters itself. Shard the "
+                f"module within (model.module) and leave {kind} out; its parameters may stay its own with ignored_params"
+            )
 
 
 def _ignored_in(

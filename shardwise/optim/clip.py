@@ -12,7 +12,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate
 
 from shardwise import torch_private
 from shardwise.comm.matrices import sum_of
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StateError
 from shardwise.optim.owned_gradient import GradientOwner, OwnedGradient
 
 
@@ -42,6 +42,8 @@ class Limit:
     error_if_nonfinite: bool = False
 
     def __post_init__(self) -> None:
+        if not self.max_norm >= 0:
+            raise ConfigError(f"max_norm is {self.max_norm}; expected 0 or more, or math.inf to measure the norm alone")
         if self.norm_type <= 0:
             raise ConfigError(f"norm_type is {self.norm_type}; expected a positive number or math.inf")
 
@@ -77,7 +79,7 @@ class Limit:
         norm = power if self.is_max else power ** (1.0 / self.norm_type)
         norm = norm if {torch.float64, torch.complex128} & set(dtypes) else norm.float()
         if self.error_if_nonfinite and not bool(torch.isfinite(norm)):
-            raise RuntimeError(
+            raise StateError(
                 f"The total norm of order {self.norm_type} for gradients from `parameters` is non-finite ({norm.item()}), so "
                 "it cannot be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
                 "`error_if_nonfinite=False`"

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ArgumentTypeError, ConfigError
 
 
 def checked_params(params: Any) -> dict[str, torch.Tensor]:
@@ -17,7 +17,7 @@ def checked_params(params: Any) -> dict[str, torch.Tensor]:
     Raises: TypeError for anything else; ConfigError for none at all, and for a name or tensor that is given twice.
     """
     if isinstance(params, torch.Tensor):
-        raise TypeError("parameters come with names: pass dict(model.named_parameters()), not a tensor")
+        raise ArgumentTypeError("parameters come with names: pass dict(model.named_parameters()), not a tensor")
     pairs = list(cast(Mapping[str, Any], params).items()) if isinstance(params, Mapping) else list(params)
     if not pairs:
         raise ConfigError("ShardedOptimizer got no parameters")
@@ -25,10 +25,15 @@ def checked_params(params: Any) -> dict[str, torch.Tensor]:
     first_name: dict[int, str] = {}
     for pair in pairs:
         if not isinstance(pair, tuple) or len(cast(tuple[Any, ...], pair)) != 2:
-            raise TypeError(f"parameters come with names: expected (name, tensor), found {type(pair).__name__}")
+            raise ArgumentTypeError(
+                f"parameters come with names: expected (name, tensor), found "
+                f"{type(pair).__name__}. Pass dict(model.named_parameters()), not model.parameters()"
+            )
         name, param = cast(tuple[str, Any], pair)
         if not isinstance(param, torch.Tensor):
-            raise TypeError(f"{name}: expected a Tensor, DTensor or ShardedTensor, found {torch.typename(param)}")
+            raise ArgumentTypeError(
+                f"{name}: expected a Tensor, DTensor or ShardedTensor, found {torch.typename(param)}"
+            )
         if name in found or id(param) in first_name:
             raise ConfigError(f"{name} is given twice (first as {first_name.get(id(param), name)}); pass it once")
         found[name] = param

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import DeviceMesh, Shard
 
+from shardwise.errors import ConfigError, UsageError
+
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
@@ -25,7 +27,7 @@ class DataParallelMeshDims:
 
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
-            raise ValueError("At least one of shard or replicate must be set in DataParallelMeshDims")
+            raise ConfigError("At least one of shard or replicate must be set in DataParallelMeshDims")
 
 
 def names_of(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -100,7 +102,7 @@ class FSDPMeshInfo(DataParallelMeshInfo):
 
     def __post_init__(self) -> None:
         if self.shard_mesh_dim is None:
-            raise AssertionError("Expects non-None shard_mesh_dim")
+            raise UsageError("Expects non-None shard_mesh_dim")
 
 
 class HSDPMeshInfo(FSDPMeshInfo):
@@ -109,7 +111,7 @@ class HSDPMeshInfo(FSDPMeshInfo):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.replicate_mesh_dim is None:
-            raise AssertionError("Expects non-None replicate_mesh_dim")
+            raise UsageError("Expects non-None replicate_mesh_dim")
 
 
 class DDPMeshInfo(DataParallelMeshInfo):
@@ -117,7 +119,7 @@ class DDPMeshInfo(DataParallelMeshInfo):
 
     def __post_init__(self) -> None:
         if self.replicate_mesh_dim is None:
-            raise AssertionError("Expects non-None replicate_mesh_dim")
+            raise UsageError("Expects non-None replicate_mesh_dim")
 
 
 @dataclass(frozen=True, eq=False)

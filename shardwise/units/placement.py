@@ -10,7 +10,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardwise import torch_private
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, UsageError
 from shardwise.layout.shard import ChunkShard
 from shardwise.torch_private import DTensorSpec
 from shardwise.units.axes import MeshAxes, names_of
@@ -81,7 +81,7 @@ def _chunk(whole: torch.Tensor, cut: ChunkShard, rank: int) -> torch.Tensor:
 def _checked_dim(fqn: str, param: nn.Parameter, dim: int) -> int:
     dim = dim + param.ndim if dim < 0 else dim
     if param.ndim and not 0 <= dim < param.ndim:
-        raise AssertionError(
+        raise UsageError(
             f"Shard dim {dim} is invalid for {param.ndim}D tensor: '{fqn}' has shape {tuple(param.shape)}; "
             f"return a Shard of 0..{param.ndim - 1} from shard_placement_fn"
         )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.errors import ConfigError
+from shardwise.errors import ArgumentTypeError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +67,36 @@ class CPUOffloadPolicy(OffloadPolicy):
 def precision_from(policy: object) -> MixedPrecisionPolicy:
     """Return ``policy``, or what torch's policy object of the same fields says.  Raises: ConfigError for other things."""
     if isinstance(policy, MixedPrecisionPolicy):
-        return policy
+        return _checked_dtypes(policy)
     names = [each.name for each in fields(MixedPrecisionPolicy)]
     found = [name for name in names if hasattr(policy, name)]
     if not {*names} - {*found} <= {"param_dtype_override_fn"}:  # torch has that from 2.15 on
-        raise ConfigError(f"mp_policy is {policy!r}; expected a MixedPrecisionPolicy with {names}")
-    return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in found})
+        raise ArgumentTypeError(
+            f"mp_policy is {policy!r}; expected a MixedPrecisionPolicy with {names}, such as "
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        )
+    return _checked_dtypes(MixedPrecisionPolicy(**{name: getattr(policy, name) for name in found}))
+
+
+def _checked_dtypes(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        value: object = getattr(policy, name)
+        if value is not None and not isinstance(value, torch.dtype):
+            raise ArgumentTypeError(f"mp_policy: {name} is {value!r}; expected None or a dtype, such as torch.bfloat16")
+    return policy
 
 
 def offload_from(policy: object) -> OffloadPolicy:
-    """Return ``policy``, or what torch's policy object says.  Raises: ConfigError for other things."""
+    """Return ``policy``, or what torch's policy object says; None: nothing is offloaded.
+
+    Raises: ConfigError for other things.
+    """
+    if policy is None:
+        return OffloadPolicy()
     if isinstance(policy, OffloadPolicy):
         return policy
     if type(policy).__name__ not in ("OffloadPolicy", "CPUOffloadPolicy"):
-        raise ConfigError(f"offload_policy is {policy!r}; expected OffloadPolicy() or CPUOffloadPolicy()")
+        raise ConfigError(f"offload_policy is {policy!r}; expected OffloadPolicy(), CPUOffloadPolicy() or None")
     pin_memory = getattr(policy, "pin_memory", None)
     return OffloadPolicy() if pin_memory is None else CPUOffloadPolicy(bool(pin_memory))
 

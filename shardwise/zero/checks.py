@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.comm.board import Board
-from shardwise.errors import ConfigError
+from shardwise.errors import ArgumentTypeError, ConfigError
 from shardwise.optim.forms import options_of
 from shardwise.optim.pieces import is_sharded, is_sharded_tensor
 from shardwise.optim.trial import why_not_cut
@@ -26,9 +26,9 @@ def checked_params(params: object) -> list[torch.Tensor] | list[dict[str, Any]]:
     parameters or a group without "params".
     """
     if isinstance(params, torch.Tensor):
-        raise TypeError(f"`params` argument should be an iterable of Tensors, but got {torch.typename(params)}")
+        raise ArgumentTypeError(f"`params` argument should be an iterable of Tensors, but got {torch.typename(params)}")
     if not isinstance(params, Iterable):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"`params` argument should be an iterable of Tensors or dicts, but got {torch.typename(params)}"
         )
     found = list(params)
@@ -45,7 +45,9 @@ def checked_params(params: object) -> list[torch.Tensor] | list[dict[str, Any]]:
                 )
         return [{**group, "params": _as_tensors(group["params"])} for group in found]
     kinds = sorted({torch.typename(item) for item in found})
-    raise TypeError(f"`params` argument should be an iterable of Tensors or dicts, but got {' and '.join(kinds)}")
+    raise ArgumentTypeError(
+        f"`params` argument should be an iterable of Tensors or dicts, but got {' and '.join(kinds)}"
+    )
 
 
 def flatten_groups(params: Sequence[torch.Tensor] | Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
@@ -185,4 +187,6 @@ def _as_tensors(params: object) -> list[torch.Tensor]:
         found = list(params)
         if _all_tensors(found):
             return found
-    raise TypeError(f"'params' of a group should be a Tensor or an ordered iterable of them, but got {type(params)}")
+    raise ArgumentTypeError(
+        f"'params' of a group should be a Tensor or an ordered iterable of them, but got {type(params)}"
+    )

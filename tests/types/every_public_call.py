@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from shardwise import (
+    ArgumentTypeError,
     CheckpointError,
     Choices,
     CodedTraffic,
@@ -48,6 +49,7 @@ from shardwise import (
     UnitRow,
     UnitTable,
     UnshardHandle,
+    UsageError,
     Wire,
     ZeroRedundancyOptimizer,
     clip_grad_norm_,
@@ -224,6 +226,7 @@ def saves(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def fails() -> None:
     kinds: tuple[type[ShardwiseError], ...] = (
         CheckpointError, ConfigError, DamagedCheckpointError, DesyncError, LayoutError, StateError, TransportError,
+        ArgumentTypeError, UsageError,
     )  # fmt: skip
     try:
         with record("run/black_box", stall_s=30.0), faults.kill_at("backward", rank=1, step=3):

@@ -1,0 +1,115 @@
+"""Wrong arguments end in errors of the package, which say what was found, what was expected and what to write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwise
+from shardwise import (
+    MixedPrecisionPolicy,
+    ShardedOptimizer,
+    ShardwiseError,
+    ZeroRedundancyOptimizer,
+    fully_shard,
+    replicate,
+    shard_model,
+)
+from shardwise.checkpoint import load, save
+
+APIS: list[Callable[..., Any]] = [fully_shard, shard_model, replicate]
+
+
+def _net() -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8)) for _ in range(3)])
+
+
+def _refused(call: Callable[[], Any], words: str, kind: type[Exception] = ValueError) -> None:
+    with pytest.raises(ShardwiseError, match=re.escape(words)) as found:
+        call()
+    assert isinstance(found.value, kind)
+
+
+@pytest.mark.parametrize("api", APIS)
+@on_ranks(2)
+def test_arguments_of_another_type_are_named(api: Callable[..., Any]) -> None:
+    half = torch.bfloat16
+    _refused(lambda: api(_net(), mp_policy=half), "such as MixedPrecisionPolicy(param_dtype=torch.bfloat16)", TypeError)
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        policy = MixedPrecisionPolicy(**{name: "bf16"})
+        _refused(lambda policy=policy: api(_net(), mp_policy=policy), f"mp_policy: {name} is 'bf16'", TypeError)
+    _refused(lambda: api(_net(), mesh="cpu"), "mesh is 'cpu' of type str; expected a DeviceMesh", TypeError)
+    words = "ignored_params holds '0.0.weight', expected the parameters themselves"
+    _refused(lambda: api(_net(), ignored_params=["0.0.weight"]), words)
+    model = _net()
+    api(model, offload_policy=None, ignored_params=iter([model[0][0].weight]))
+    assert type(model[0][0].weight) is nn.Parameter
+    model(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("api", APIS)
+@on_ranks(2)
+def test_misspelt_arguments_get_a_question(api: Callable[..., Any]) -> None:
+    _refused(lambda: api(_net(), mp_polcy=None), "Did you mean 'mp_policy'?", TypeError)
+    _refused(shardwise.policy(api(_net()), synk=False).__enter__, "no field ['synk']. Did you mean 'sync'?")
+
+
+@on_ranks(2)
+def test_a_module_is_sharded_once_and_without_wrappers() -> None:
+    for api in (fully_shard, replicate):
+        _refused(lambda api=api: api(api(_net())), "was given to", AssertionError)
+    _refused(lambda: replicate(fully_shard(_net())), "already managed by `fully_shard`", RuntimeError)
+    for api in APIS:
+        ddp = DistributedDataParallel(_net())
+        for model in (ddp, nn.Sequential(nn.Linear(8, 8), ddp)):
+            _refused(lambda api=api, model=model: api(model), "DistributedDataParallel, which exchanges gradients")
+            assert all(type(param) is nn.Parameter for param in model.parameters())
+    around = nn.Sequential(nn.Linear(8, 8), ddp)
+    fully_shard(around, ignored_params=set(ddp.parameters()))
+    around(torch.ones(2, 8)).sum().backward()
+
+
+@on_ranks(2)
+def test_optimizers_and_checkpoints_say_what_they_take(tmp_path: Any) -> None:
+    model = fully_shard(_net())
+    words = "Pass dict(model.named_parameters()), not model.parameters()"
+    _refused(lambda: ShardedOptimizer(model.parameters(), torch.optim.AdamW), words, TypeError)
+    optimizer = ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW)
+    zero = ZeroRedundancyOptimizer(_net().parameters(), torch.optim.AdamW)
+    for value in (-1.0, float("nan")):
+        for each in (optimizer, zero):
+            _refused(
+                lambda each=each, value=value: each.clip_grad_norm_(value), f"max_norm is {value}; expected 0 or more"
+            )
+    for call in (lambda: save(tmp_path, model, step=1), lambda: load(tmp_path, model)):
+        _refused(call, "", RuntimeError)
+    _refused(lambda: save(tmp_path, model, step=1), "the state is a FSDPSequential; give", RuntimeError)
+    _refused(lambda: save(tmp_path, {"model": model}, step=1, kep=1), "Did you mean 'keep'?", TypeError)
+
+
+@on_ranks(2)
+def test_what_a_sharded_module_has_not_is_explained() -> None:
+    plain = _net()
+    model = fully_shard(_net())
+    for name, words in (("module", "leave out .module"), ("no_sync", r"set_requires_gradient_sync\(False\)")):
+        assert not hasattr(model, name)
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'; .*{words}"):
+            getattr(model, name)
+    with pytest.raises(AttributeError, match="has no attribute 'other'$"):
+        _ = model.other
+    with pytest.raises(
+        shardwise.StateError, match="plain tensors for parameters that are sharded. Call set_model_state"
+    ):
+        model.load_state_dict(plain.state_dict())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({})
+    named = nn.Sequential()
+    named.module = nn.Linear(2, 2)
+    assert fully_shard(named).module is named.module
