@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +18,16 @@ from shardwise.errors import ConfigError
 from shardwise.optim.checkpointed import Checkpoint, only_saved
 from shardwise.optim.clip import Limit, Part, clip_parts, part_of
 from shardwise.optim.flat import room_for
-from shardwise.optim.forms import StateForm, copy_options, in_form, is_flat, options_of, unflattened
+from shardwise.optim.forms import (
+    StateForm,
+    copy_options,
+    in_form,
+    is_flat,
+    options_of,
+    step_in_sync,
+    synced_options,
+    unflattened,
+)
 from shardwise.optim.members import Members
 from shardwise.optim.named_groups import checked_params, match_groups, split_by_pattern
 from shardwise.optim.named_state import (
@@ -117,7 +127,7 @@ class ShardedOptimizer(Optimizer):
             for group, (names, _) in zip(inner.param_groups, split, strict=True)
         ]
         self._is_built = False
-        super().__init__(outer, dict(inner.defaults))
+        super().__init__(outer, inner.defaults)
         self.param_groups = [OwnGroup(g, names) for g, (names, _) in zip(self.param_groups, split, strict=True)]
         self._members = Members(self.param_groups)
         self._is_built = True
@@ -130,12 +140,10 @@ class ShardedOptimizer(Optimizer):
 
         Raises: StateError on every rank if a whole-matrix optimizer fails on an owner.
         """
-        self._pull_options()
-        try:
-            with torch.no_grad():
-                return self._stepper.step(closure)
-        finally:
-            copy_options(self._stepper.optimizer.param_groups, self.param_groups)
+        self._members.check(self.param_groups)
+        stepper = self._stepper
+        with torch.no_grad():
+            return step_in_sync(stepper.step, closure, self.param_groups, stepper.optimizer.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters and local shards, or make them zero."""
@@ -173,6 +181,7 @@ class ShardedOptimizer(Optimizer):
         if not self._is_built:
             super().add_param_group(param_group)
             return
+        self._members.check(self.param_groups)
         found = checked_params(param_group["params"])
         known = sorted(set(found) & set(self.named_params))
         tensors = {id(param): name for name, param in self.named_params.items()}
@@ -230,8 +239,8 @@ class ShardedOptimizer(Optimizer):
             >>> torch.distributed.checkpoint.load({"optimizer": found}, checkpoint_id=path)  # doctest: +SKIP
             >>> optimizer.load_state_dict(found)  # doctest: +SKIP
         """
-        self._pull_options()
-        states = self._stepper.states(blank=True)
+        with self._synced_options():
+            states = self._stepper.states(blank=True)
         found = self._named_dict(states)
         if checkpoint is not None:
             # Names as they are in the form: by the plain optimizer's indices in one of them.
@@ -310,11 +319,10 @@ class ShardedOptimizer(Optimizer):
         @functools.wraps(found)
         def method(*args: Any, **kwargs: Any) -> Any:
             before_optimizer_step(self)
-            self._pull_options()
             try:
-                return found(*args, **kwargs)
+                with self._synced_options():
+                    return found(*args, **kwargs)
             finally:
-                copy_options(stepper.optimizer.param_groups, self.param_groups)
                 after_optimizer_step(self)
 
         return method
@@ -328,9 +336,9 @@ class ShardedOptimizer(Optimizer):
             for name, values in given.items()
         }
 
-    def _pull_options(self) -> None:
+    def _synced_options(self) -> AbstractContextManager[None]:
         self._members.check(self.param_groups)
-        copy_options(self.param_groups, self._stepper.optimizer.param_groups)
+        return synced_options(self.param_groups, self._stepper.optimizer.param_groups)
 
     def _names_by_group(self) -> list[list[str]]:
         self._members.check(self.param_groups)

@@ -125,7 +125,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Optimizer.__init__(self, given, defaults)
             share = make_share(self._groups, partition, self.world_size, self.rank)
             local = make_local_optimizer(share, self._groups, lambda groups: plain(groups, **defaults))
-            self.defaults = dict(local.optim.defaults)  # schedulers look there for what the optimizer has
+            self.defaults = local.optim.defaults  # schedulers look there for what the optimizer has
             overlapped = Overlapped(overlap_grad_reduce, overlap_param_gather)
             self._stepper = ShareStepper(local, self._board, parameters_as_bucket_view, overlapped)
             kind = f"partition={partition!r}, {optimizer_class.__name__}, {overlapped}"
@@ -146,6 +146,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return
 
         def check() -> list[str]:
+            self._stepper.local.members.check(self._groups)
             given = checked_params([dict(param_group)])
             check_dense([*self._stepper.share.params, *flatten_groups(given)], self._mixed_dtypes)
             return describe_params([*self._groups, *[item for item in given if isinstance(item, dict)]])

@@ -21,6 +21,7 @@ from shardwise.checkpoint.order import Order
 from shardwise.checkpoint.values import encode
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.optim.forms import options_of
+from shardwise.optim.pieces import in_order_of
 from shardwise.zero.checkpoint import StateSlice
 
 State = dict[str, dict[str, Any]]  # parameter name -> state key -> value
@@ -265,7 +266,7 @@ def _on_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _placed(param: torch.Tensor, staged: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return state that is sharded like its parameter."""
     device = device_of(param)
-    return like(param, [each.to(device) for each in staged], staged[0].dtype)
+    return in_order_of(param, like(param, [each.to(device) for each in staged], staged[0].dtype))
 
 
 def _beside(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

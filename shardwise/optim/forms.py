@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, Literal
 
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
+from shardwise.optim.pieces import in_order_of
 
 # named: {"state": {NAME: {KEY: value}}, "param_groups": [{"params": [NAME, ...], OPTION: value}]}
 # indexed: the same with the parameters' numbers for names, as plain optimizers have it.
@@ -83,13 +85,21 @@ def unflattened(flat: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dic
 def load_indexed(
     optimizer: Optimizer, states: Iterable[Mapping[str, Any] | None], options: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Let ``optimizer`` load ``states``, one per parameter in the order of its groups, and the options of its groups."""
+    """Let ``optimizer`` load ``states``, one per parameter in the order of its groups, and the options of its groups.
+
+    State with a number per element takes the memory order of its parameter.
+    """
     indices = count()
     groups = [
         {**options_of(option), "params": [next(indices) for _ in group["params"]]}
         for option, group in zip(options, optimizer.param_groups, strict=True)
     ]
-    state = {index: state for index, state in enumerate(states) if state is not None}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = {
+        index: {key: in_order_of(param, value) for key, value in state.items()}
+        for index, (param, state) in enumerate(zip(params, states, strict=True))
+        if state is not None
+    }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -102,6 +112,33 @@ def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[st
     """Copy the options of param groups, group by group."""
     for source, target in zip(sources, targets, strict=True):
         target.update(options_of(source))
+
+
+@contextmanager
+def synced_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> Generator[None, None, None]:
+    """Copy the options of ``source`` to ``target`` on entry and back on exit, so that one of the two is current at any time."""
+    copy_options(source, target)
+    try:
+        yield
+    finally:
+        copy_options(target, source)
+
+
+def step_in_sync(
+    step: Callable[..., Any],
+    closure: Callable[[], Any] | None,
+    outer: Sequence[dict[str, Any]],
+    inner: Sequence[dict[str, Any]],
+) -> Any:
+    """Run ``step`` on the options of ``outer``, which users set, also in ``closure``; ``inner`` are those that it reads."""
+
+    def closure_of_user() -> Any:
+        assert closure is not None
+        with synced_options(inner, outer):
+            return closure()
+
+    with synced_options(outer, inner):
+        return step() if closure is None else step(closure=closure_of_user)
 
 
 def leaves_of(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -67,6 +67,15 @@ def copied(value: Any) -> Any:
     return value.detach().clone() if type(value) is torch.Tensor else pickle.loads(pickle.dumps(value))
 
 
+def in_order_of(param: torch.Tensor, value: Any) -> Any:
+    """Return a state value with the strides of ``param`` if it has its shape: fused optimizers pair elements by memory."""
+    if type(value) is not torch.Tensor or value.shape != param.shape:
+        return value
+    if value.stride() == torch.empty_like(param, device="meta").stride():
+        return value
+    return torch.empty_like(param, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
+
+
 def state_of_piece(values: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return the state of piece ``index``; what all pieces share is copied, since each optimizer tensor counts alone."""
     return {key: value[index] if isinstance(value, PerPiece) else copied(value) for key, value in values.items()}

@@ -155,6 +155,7 @@ def _inward(local: LocalPiece, _name: str, value: Any) -> Any:
 
 def _blank_state(local: LocalOptimizer) -> dict[Piece, StateOfParam]:
     """Return state of the right names, shapes and dtypes for trainable pieces without any."""
+    local.push_options()
     lacking = {
         id(own.tensor): own for own in local.share.local_pieces if own.param.requires_grad and not local.state_of(own)
     }

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import JoinHook
 from shardwise.comm.board import Board
 from shardwise.comm.owned import ranks_that_are, receive_tensor, send_tensor
 from shardwise.layout.owners import Piece
-from shardwise.zero.local_pieces import gradient_for, make_local
+from shardwise.zero.local_pieces import elements_of, flat_view
 from shardwise.zero.share import Share
 
 
@@ -62,8 +62,9 @@ def _send(share: Share, to: int, board: Board, what: str) -> None:
     send_tensor(torch.tensor(is_present, dtype=torch.uint8, device=share.params[0].device), to, board, what)
     for piece, gradient in zip(theirs, gradients, strict=True):
         if gradient is not None:
-            local = make_local(piece, share.params[piece.tensor], share.partition)
-            send_tensor(gradient_for(local, gradient).contiguous(), to, board, what)
+            param = share.params[piece.tensor]
+            elements = elements_of(piece, param, gradient).to(param.grad_dtype or param.dtype)
+            send_tensor(elements.contiguous(), to, board, what)
 
 
 def _receive(share: Share, source: int, board: Board, what: str) -> dict[Piece, torch.Tensor]:
@@ -74,7 +75,8 @@ def _receive(share: Share, source: int, board: Board, what: str) -> dict[Piece, 
     receive_tensor(mask, source, board, what)
     for local, is_present in zip(share.local_pieces, mask.tolist(), strict=True):
         if is_present:
-            gradient = torch.empty(local.tensor.shape, dtype=local.param.dtype, device=local.param.device)
-            receive_tensor(gradient, source, board, what)
+            # Fused optimizers pair parameter and gradient by memory alone: equal shapes are not enough.
+            gradient = torch.empty_like(local.tensor, dtype=local.param.grad_dtype, requires_grad=False)
+            receive_tensor(flat_view(gradient), source, board, what)
             received[local.piece] = gradient
     return received

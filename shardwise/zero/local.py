@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from shardwise.optim.forms import copy_options
+from shardwise.optim.forms import copy_options, step_in_sync
 from shardwise.optim.members import Members
 from shardwise.optim.protocol import MakeOptimizer
 from shardwise.zero.local_pieces import LocalPiece
@@ -36,6 +37,7 @@ class LocalOptimizer:
 
     def with_last_group(self) -> LocalOptimizer:
         """Return the same with the group that was added to ``groups``; what has state keeps it."""
+        copy_options(self.groups[:-1], self.optim.param_groups)
         share = self.share
         share = make_share(self.groups, share.partition, share.num_ranks, share.rank, share)
         self.optim.add_param_group(_local_group(share, self.groups, len(self.groups) - 1))
@@ -51,8 +53,12 @@ class LocalOptimizer:
         copy_options(self.groups, self.optim.param_groups)
 
     def pull_options(self) -> None:
-        """Show users the options of the optimizer, which a step or a load may have changed."""
+        """Show users the options of the optimizer, which it has been built or loaded with."""
         copy_options(self.optim.param_groups, self.groups)
+
+    def step(self, closure: Callable[[], float] | None, kwargs: Mapping[str, Any]) -> Any:
+        """Step the optimizer with the options that users have set, also those that they set in ``closure``."""
+        return step_in_sync(partial(self.optim.step, **kwargs), closure, self.groups, self.optim.param_groups)
 
     def state_of(self, local: LocalPiece) -> Mapping[str, Any]:
         """Return the state of a piece; empty if it has none."""
@@ -73,11 +79,10 @@ class LocalOptimizer:
             for local, gradient in gradients:
                 local.tensor.grad = gradient
             with _narrowed(self.optim.param_groups, chosen):
-                self.optim.step()
+                self.step(None, {})
         finally:
             for tensor, gradient in before:
                 tensor.grad = gradient
-        self.pull_options()
 
 
 def make_local_optimizer(share: Share, groups: list[dict[str, Any]], make: MakeOptimizer) -> LocalOptimizer:

@@ -114,7 +114,10 @@ class ShareStepper:
         self.lay_out()
 
     def refresh(self) -> None:
-        """Follow changes made from outside: options, replaced memory, frozen or thawed parameters."""
+        """Follow changes made from outside: replaced memory, frozen or thawed parameters.
+
+        Raises: StateError if param groups have other parameters.
+        """
         self.arrivals.wait()
         layout, params = self.layout, self.share.params
         moving = moving_of(params)
@@ -128,7 +131,7 @@ class ShareStepper:
         elif addresses_of(params) != layout.addresses:
             del layout
             self.lay_out()
-        self.local.push_options()
+        self.local.members.check(self.local.groups)
 
     def begin_join(self) -> None:
         """From here on hand gradients to the ranks that have run out of inputs."""
@@ -226,24 +229,20 @@ class ShareStepper:
         kwargs: Mapping[str, Any],
         received: Mapping[Piece, torch.Tensor] | None,
     ) -> Any:
-        optim = self.local.optim
-        if not callable(closure):
+        if closure is None:
             with attached(self.share, received):
-                loss = optim.step(**kwargs) if closure is None else optim.step(closure=closure, **kwargs)
-        else:
-            with ExitStack() as attachment:
+                return self.local.step(None, kwargs)
+        with ExitStack() as attachment:
 
-                def closure_then_attach() -> float:
-                    attachment.close()
-                    result = closure()
-                    what = f"the closure of step {self.num_steps + 1}"
-                    self.known.check(self.share, self.board, what, only_warn=True)
-                    attachment.enter_context(attached(self.share, received))
-                    return result
+            def closure_then_attach() -> float:
+                attachment.close()
+                result = closure()
+                what = f"the closure of step {self.num_steps + 1}"
+                self.known.check(self.share, self.board, what, only_warn=True)
+                attachment.enter_context(attached(self.share, received))
+                return result
 
-                loss = optim.step(closure=closure_then_attach, **kwargs)
-        self.local.pull_options()
-        return loss
+            return self.local.step(closure_then_attach, kwargs)
 
     # ---- gradients and state ----
 

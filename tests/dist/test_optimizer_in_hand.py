@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from helpers.ranks import on_ranks
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise import ShardedOptimizer, StateError, ZeroRedundancyOptimizer, fully_shard
+from shardwise import ShardedOptimizer, StateError, ZeroRedundancyOptimizer, checkpoint, fully_shard
 
 DOORS = ["ZeRO whole", "ZeRO even", "sharded", "sharded over fully_shard"]
 
@@ -175,3 +176,140 @@ def test_defaults_are_those_of_the_optimizer_which_schedulers_of_momentum_look_a
             scheduler.step()
     mine, expected = ({key: each.param_groups[0][key] for key in ("lr", "momentum")} for each in (optimizer, plain))
     assert mine == expected
+
+
+Change = Callable[[Optimizer], None]
+
+
+def _by_hand(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0].update(lr=0.01, momentum=0.0, nesterov=False)
+
+
+def _by_scheduler(optimizer: Optimizer) -> None:
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+    optimizer.step()
+    scheduler.step()
+
+
+def _by_new_dicts(optimizer: Optimizer) -> None:
+    optimizer.param_groups = [{**optimizer.param_groups[0], "lr": 0.01}]
+
+
+def _train_with_a_late_group(kind: str, change: Change) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    early, late = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5))
+    options = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
+    optimizer: Optimizer
+    if kind == "plain":
+        optimizer = torch.optim.SGD([early], **options)
+    elif kind == "sharded":
+        optimizer = ShardedOptimizer({"early": early}, torch.optim.SGD, **options)
+    else:
+        partition: Any = kind.split()[1]
+        optimizer = ZeroRedundancyOptimizer([early], torch.optim.SGD, partition=partition, **options)
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        (early.square().sum() + late.square().sum()).backward()
+
+    backward()
+    change(optimizer)
+    optimizer.defaults["dampening"] = 0.0
+    optimizer.defaults["weight_decay"] = 0.5  # of groups to come
+    optimizer.add_param_group({"params": {"late": late} if kind == "sharded" else [late], "lr": 0.05})
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.05])
+    for _ in range(2):
+        backward()
+        optimizer.step()
+    return [early.detach(), late.detach()]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["ZeRO whole", "ZeRO even", "sharded"])
+@pytest.mark.parametrize("change", [_by_hand, _by_scheduler, _by_new_dicts])
+def test_options_set_before_a_group_is_added_are_kept(kind: str, change: Change) -> None:
+    for found, expected in zip(
+        _train_with_a_late_group(kind, change), _train_with_a_late_group("plain", change), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", DOORS)
+def test_options_set_in_a_closure_are_those_of_the_step(door: str) -> None:
+    model, optimizer = _made(door)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 6)).sum()
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = 0.0
+        return loss
+
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.step(closure)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_group_is_not_added_to_groups_with_other_parameters(door: str) -> None:
+    optimizer = _made(door)[1]
+    _fewer(optimizer)
+    late = nn.Parameter(torch.ones(2))
+    with pytest.raises(StateError, match="param_groups hold other parameters"):
+        optimizer.add_param_group({"params": {"late": late} if isinstance(optimizer, ShardedOptimizer) else [late]})
+    assert len(optimizer.param_groups) == 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "through"),
+    [
+        ("plain", "checkpoint"),  # its own load_state_dict keeps the strides that it is given
+        *((kind, through) for kind in DOORS[:3] for through in ("checkpoint", "state dict")),
+    ],
+)
+def test_loaded_state_has_the_memory_order_of_its_parameter(kind: str, through: str, tmp_path: Path) -> None:
+    """Fused optimizers pair elements by memory: contiguous state would belong to other elements."""
+
+    def made() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 2, 2)).to(memory_format=torch.channels_last)
+        options: Any = {"lr": 0.05, "fused": True}
+        if kind == "plain":
+            return model, torch.optim.AdamW(model.named_parameters(), **options)
+        if kind == "sharded":
+            return model, ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, **options)
+        partition: Any = kind.split()[1]
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition=partition, **options)
+
+    def step(model: nn.Module, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 96).view(2, 3, 4, 4)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    step(model, optimizer)
+    other_model, other = made()
+    if through == "checkpoint":
+        checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer}, step=1)
+        checkpoint.load(tmp_path, {"model": other_model, "optimizer": other})
+    else:
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            for rank in range(2):
+                optimizer.consolidate_state_dict(to=rank)
+                if rank == optimizer.rank:
+                    found = optimizer.state_dict()
+        else:
+            found = optimizer.state_dict()
+        for entry in found["state"].values():
+            entry.update({key: value.contiguous() for key, value in entry.items()})
+        other.load_state_dict(found)
+        other_model.load_state_dict(model.state_dict())
+    for _ in range(2):
+        step(model, optimizer)
+        step(other_model, other)
+    for (name, found), expected in zip(other_model.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(found, expected), name
