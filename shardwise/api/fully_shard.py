@@ -39,6 +39,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     compression: CompressionPolicy | None = ...,
+    sync_module_states: bool = ...,
 ) -> FSDPModule: ...
 
 
@@ -54,6 +55,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     compression: CompressionPolicy | None = ...,
+    sync_module_states: bool = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -69,6 +71,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     compression: CompressionPolicy | None = None,
+    sync_module_states: bool = False,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard the parameters of ``module`` that no earlier call on a submodule has sharded.
 
@@ -90,6 +93,8 @@ def fully_shard(
         ignored_params: parameters that are neither sharded nor moved.
         dp_mesh_dims: names the data-parallel axes of ``mesh`` when that is a full SPMD mesh with DTensor parameters on it.
         compression: what of the unit travels in fewer bits; between replicas alone on a mesh that has them.  None: nothing.
+        sync_module_states: take parameters and buffers from the first rank of the mesh, unit by unit, before they are cut;
+            other ranks may have them on meta.  Else all ranks must have the same values, which the first forward checks.
 
     Returns: ``module``, its class mixed with :class:`FSDPModule`.
 
@@ -116,7 +121,9 @@ def fully_shard(
         reshard = None if reshard_after_forward is None else resolve_reshard(reshard_after_forward, axes.num_shards)
     ignored = ids_of_ignored(ignored_params, "fully_shard")
     precision, offload = precision_from(mp_policy), offload_from(offload_policy)
-    preset = Preset(axes, reshard, precision, offload, shard_placement_fn, ignored, False, compression)
+    preset = Preset(
+        axes, reshard, precision, offload, shard_placement_fn, ignored, False, compression, sync_module_states
+    )
     check_compression(compression, axes, "fully_shard")
     attachment = build_unit(modules, preset)
     for each in attachment.unit.modules:

@@ -39,6 +39,7 @@ def shard_model(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     compression: CompressionPolicy | None = None,
+    sync_module_states: bool = False,
 ) -> FSDPModule:
     """Call :func:`fully_shard` on the repeated blocks of ``model``, several small ones in one unit, and on ``model``.
 
@@ -66,7 +67,7 @@ def shard_model(
         mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy: as for :func:`fully_shard`; the
             ``output_dtype`` of ``mp_policy`` is that of the model's outputs alone: what blocks hand to each other, and to
             modules between them, stays in the dtype that is computed in.
-        ignored_params, dp_mesh_dims, compression: as for :func:`fully_shard`; like the others they hold for all units.
+        ignored_params, dp_mesh_dims, compression, sync_module_states: as for :func:`fully_shard`; they hold for all units.
 
     Returns: ``model``, its class mixed with :class:`FSDPModule`.
 
@@ -96,6 +97,7 @@ def shard_model(
             ignored_params=ignored_params,
             dp_mesh_dims=dp_mesh_dims,
             compression=compression,
+            sync_module_states=sync_module_states,
         )
 
     mp_policy = precision_from(mp_policy)

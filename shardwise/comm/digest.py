@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ from dataclasses import dataclass
 import torch
 
 CHUNK_NUMEL = 1 << 20
+SAMPLE_NUMEL = 1 << 16
 NUM_PROJECTIONS = 16
+_SKETCHED_NUMEL = CHUNK_NUMEL // NUM_PROJECTIONS
 _ODD = -7046029254386353131  # 2**64 / golden ratio, as a signed number: spreads consecutive integers over all bits
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -24,6 +27,25 @@ def digest_of(values: torch.Tensor) -> int:
     for chunk in numbers.split(CHUNK_NUMEL):
         total = total * _ODD + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
     return int(total.item())
+
+
+def sample_of(local: torch.Tensor, most: int = SAMPLE_NUMEL) -> torch.Tensor:
+    """Return ``most`` elements of ``local`` at most, in one dimension: all, or some from everywhere and the end."""
+    flat = local.reshape(-1)
+    if flat.numel() <= most:
+        return flat
+    half = most // 2
+    return torch.cat([flat[:: -(-flat.numel() // half)], flat[-half:]])
+
+
+@functools.cache
+def _signs() -> torch.Tensor:
+    noise = torch.Generator("cpu").manual_seed(1)
+    return _random_signs(NUM_PROJECTIONS * _SKETCHED_NUMEL, noise).view(NUM_PROJECTIONS, _SKETCHED_NUMEL)
+
+
+def _random_signs(numel: int, noise: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 2, (numel,), generator=noise, dtype=torch.int8, device="cpu") * 2 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +68,11 @@ class Sketch:
         total = torch.zeros(NUM_PROJECTIONS, dtype=torch.float64, device="cpu")
         square = 0.0
         flat = torch.view_as_real(values) if values.is_complex() else values
-        for chunk in flat.detach().reshape(-1).split(CHUNK_NUMEL // NUM_PROJECTIONS):
+        for chunk in flat.detach().reshape(-1).split(_SKETCHED_NUMEL):
             numbers = chunk.to("cpu", torch.float64)
-            signs = torch.randint(
-                0, 2, (NUM_PROJECTIONS, numbers.numel()), generator=noise, dtype=torch.int8, device="cpu"
-            )
-            total += (signs.double() * 2 - 1) @ numbers
+            # Every chunk has the same signs, turned at random: drawing a sign per element takes most of the time.
+            turns = _random_signs(NUM_PROJECTIONS, noise).double()
+            total += turns * (_signs()[:, : numbers.numel()].double() @ numbers)
             square += float(numbers.square().sum())
         eps = torch.finfo(flat.dtype).eps if flat.dtype.is_floating_point else 0.0
         return cls(math.sqrt(square), total.tolist(), min(256 * eps, 0.02))

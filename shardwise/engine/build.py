@@ -19,6 +19,7 @@ from shardwise.codec.compression_policy import CompressionPolicy
 from shardwise.comm.alive import announce
 from shardwise.comm.coding_state import Compression
 from shardwise.engine.attachment import ATTACHMENT, Attachment, attachment_of, is_managed_by_torch
+from shardwise.engine.first_rank import sync_buffers, values_of_first
 from shardwise.engine.hooks import Hooks, watch_optimizers
 from shardwise.engine.take_over import (
     axes_of_plan,
@@ -37,6 +38,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.layout.shard import ChunkShard
 from shardwise.plan.policy import UnitPolicy
 from shardwise.units.axes import MeshAxes, ShardPlacementResult, axes_from, smaller_axes
+from shardwise.units.beginning import Beginning
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import Slot, UnitParam
 from shardwise.units.place import Place
@@ -57,7 +59,12 @@ _managed_plain: weakref.WeakValueDictionary[int, UnitParam] = weakref.WeakValueD
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What a door asks for: the arguments of ``fully_shard``, checked; ``keeps_plain``: parameters stay plain tensors."""
+    """What a door asks for: the arguments of ``fully_shard``, checked.
+
+    Attributes:
+        keeps_plain: parameters stay plain tensors.
+        syncs: ``sync_module_states``.
+    """
 
     axes: MeshAxes
     reshard_after_forward: bool | int | None
@@ -67,12 +74,13 @@ class Preset:
     ignored: frozenset[int] = frozenset()
     keeps_plain: bool = False
     compression: CompressionPolicy | None = None
+    syncs: bool = False
 
 
 @dataclass(slots=True)
 class _Found:
     """A parameter and the places it hangs in; ``owned``: what the unit of an outer module has made of it,
-    and on which mesh."""
+    and on which mesh; ``values``: what to cut instead of its own."""
 
     param: nn.Parameter
     fqn: str
@@ -80,6 +88,7 @@ class _Found:
     slots: list[Slot] = field(default_factory=list)
     owned: UnitParam | None = None
     owned_on: MeshAxes | None = None
+    values: torch.Tensor | None = None
 
 
 def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
@@ -97,6 +106,8 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     found = _find_parameters(managed, preset.ignored)
     _refuse_unfit(found)
     _move_buffers(managed, device)
+    if preset.syncs:
+        sync_buffers(managed, preset.axes)
     _find_owned(found)
     for item in found:
         if item.owned is None:
@@ -263,8 +274,10 @@ def _lend(lender: UnitParam, item: _Found, unit: Unit) -> bool:
 def _make_groups(found: list[_Found], preset: Preset, device: torch.device) -> list[ShardGroup]:
     by_mesh: dict[int, tuple[MeshAxes, list[UnitParam]]] = {}
     infos: dict[int, tuple[object, MeshAxes]] = {}
-    for item in found:
-        axes, shard = _resolve_placement(item, preset, infos)
+    resolved = [(item, *_resolve_placement(item, preset, infos)) for item in found]
+    if preset.syncs:
+        _sync_params([(item, axes) for item, axes, _ in resolved if item.owned is None])
+    for item, axes, shard in resolved:
         make = _shard_parameter if item.owned is None else _take_over
         by_mesh.setdefault(id(axes), (axes, []))[1].append(make(item, axes, shard, preset))
     _check_shared_groups([axes for axes, _ in by_mesh.values()])
@@ -280,6 +293,14 @@ def _make_groups(found: list[_Found], preset: Preset, device: torch.device) -> l
         group.ensure_packed()
         groups.append(group)
     return groups
+
+
+def _sync_params(found: Sequence[tuple[_Found, MeshAxes]]) -> None:
+    for axes in {id(axes): axes for _, axes in found}.values():
+        items = [item for item, its_axes in found if its_axes is axes]
+        values = values_of_first([(item.fqn, torch_private.local_of(item.param)) for item in items], axes)
+        for item, value in zip(items, values, strict=True):
+            item.values = value
 
 
 def _resolve_placement(
@@ -325,6 +346,8 @@ def _hand_on(source: nn.Parameter, target: nn.Parameter) -> None:
 
 def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, preset: Preset) -> UnitParam:
     placed = place(item.param, item.fqn, axes, shard)
+    if item.values is not None:
+        placed = replace(placed, local=item.values)
     cut = ChunkShard(tuple(placed.local.shape), placed.dim, axes.num_shards)
     shape = cut.shard_shape(axes.shard_rank)
     if preset.keeps_plain:
@@ -348,6 +371,8 @@ def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, preset: 
     else:
         result.original = weakref.ref(item.param)
         _sharded_from[item.param] = weakref.ref(result)
+        if axes.num_shards > 1:
+            result.beginning = Beginning.of(placed.local, result.local)
     return result
 
 
@@ -377,6 +402,9 @@ def _take_over(item: _Found, axes: MeshAxes, shard: Shard | None, preset: Preset
         _hand_on(old.sharded, item.param)
     _move_parameter(item, axes.device)
     new = _shard_parameter(item, axes, shard, preset)
+    if old.beginning is not None and not old.beginning.was_overwritten(old.local):
+        # The whole is the same on every rank now, and may be a mixture of what they had.
+        new.beginning = None if new.beginning is None else replace(old.beginning, shard=new.beginning.shard)
     original = old.original()
     if original is not None:
         new.original = weakref.ref(original)

@@ -91,6 +91,7 @@ def _copy_group(group: ShardGroup, memo: dict[Any, Any]) -> ShardGroup:
         copied = UnitParam(param.fqn, slots, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape)
         copied.keeps_dtype, copied.grad_dtype = param.keeps_dtype, param.grad_dtype
         copied.follow_grad_dtype()
+        copied.beginning = param.beginning
         module = param.module()
         if module is not None and id(module) in memo:
             copied.module = weakref.ref(memo[id(module)])

@@ -1,7 +1,9 @@
-"""Have replicas the same values?  Asked once, in the first backward whose gradients are averaged over them.
+"""Did all ranks begin with the same values?  Replicas, and ranks that cut shards from what each of them held.
 
-They apply the same sums to whatever each has begun with: seeds of each rank's own, or a checkpoint that one rank alone has
-loaded, keep them apart for ever, and no loss shows it.  Ranks compare digests through the store, where all of them come by.
+Replicas apply the same sums to whatever each has begun with: seeds of each rank's own, or a checkpoint that one rank alone
+has loaded, keep them apart for ever.  Ranks that cut shards from different values train a mixture of them.  No loss shows
+either.  Ranks compare digests through the store, once, where all of them come by: of shards in the first forward, of replicas
+in the first backward that averages over them.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,16 +21,13 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.comm.bulletin import Bulletin, Position
-from shardwise.comm.digest import Sketch, digest_of
+from shardwise.comm.digest import Sketch, digest_of, sample_of
 from shardwise.errors import DesyncError
 from shardwise.units.unit import Unit
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_NUMEL = 1 << 16
-_TOPIC = "values that replicas begin with"
-
-Key = tuple[int, str]  # the first of the ranks that hold the same, and the name of a parameter, "" for all of them
+Key = tuple[int, str]  # the first of the ranks that held the same, and the name of a parameter
 
 
 def have_replicas(units: Iterable[Unit]) -> bool:
@@ -48,10 +47,67 @@ def compare_replicas(units: Iterable[Unit], bulletin: Bulletin, position: Positi
         return
     mine = _replicated(units)
     digests = {key: digest_of(sample_of(local)) for key, local in mine.items()}
-    by_track: dict[int, list[int]] = defaultdict(list)
-    for (track, _), digest in digests.items():
-        by_track[track].append(digest)
-    sums = {(track, ""): hashlib.sha256(repr(each).encode()).hexdigest() for track, each in by_track.items()}
+    topic = "values that replicas begin with"
+    unlike = _find_unlike(topic, digests, {}, lambda key: Sketch.of(mine[key]), bulletin, position)
+    _judge(
+        unlike,
+        "replicas",
+        "Each would add the same averaged gradients to its own, so that they stay apart: build the model with one seed on all "
+        "ranks, load a checkpoint on every rank, or broadcast the parameters of one before the first step; what is to differ "
+        "between ranks belongs into ignored_params",
+    )
+
+
+def compare_beginnings(units: Iterable[Unit], bulletin: Bulletin, position: Position) -> None:
+    """Let all ranks compare what they held of the parameters of ``units`` when they cut their shards.  Collective.
+
+    A parameter that any rank has overwritten since (initialised, loaded) is left out, and so are ranks whose shard of it is
+    empty: what they held is lost anyway.  Not where ranks are threads.
+
+    Raises: DesyncError on every rank, naming a parameter that was not the same on all ranks.
+    """
+    groups = [group for unit in units for group in unit.groups if group.axes.num_shards > 1]
+    if not groups or torch_private.are_threads():
+        return
+    # With the shape: ranks whose models differ by more than values are told so where they gather.
+    params = {
+        (int(group.axes.mesh.mesh.min()), f"{param.fqn} of shape {param.shard.shape}"): param
+        for group in groups
+        for param in group.params
+    }
+    cut = {key: param for key, param in params.items() if param.local.numel()}
+    begun = {
+        key: param.beginning
+        for key, param in cut.items()
+        if param.beginning is not None and not param.beginning.was_overwritten(param.local)
+    }
+    digests = {key: begun[key].digest if key in begun else None for key in cut}
+    holders = {key: param.shard.num_holders for key, param in cut.items()}
+    topic = "values that were sharded"
+    unlike = _find_unlike(topic, digests, holders, lambda key: begun[key].sketch, bulletin, position)
+    _judge(
+        unlike,
+        "ranks",
+        "Each has cut its shards from its own, so that the model is a mixture of them: build the model with one seed on all "
+        "ranks, load weights on every rank or after sharding, or pass sync_module_states=True to fully_shard or shard_model, "
+        "which broadcasts those of the first rank",
+    )
+    for param in params.values():
+        param.beginning = None
+
+
+def _find_unlike(
+    topic: str,
+    digests: Mapping[Key, int | None],
+    holders: Mapping[Key, int],
+    sketch_of: Callable[[Key], Sketch],
+    bulletin: Bulletin,
+    position: Position,
+) -> dict[Key, list[Any]]:
+    """Return what each rank says of the parameters whose digests are not the same on all.
+
+    ``digests``: None where it does not matter.  ``holders``: how many shards of a parameter are not empty.
+    """
 
     def unlike(topic: str, values: Mapping[Key, Any]) -> dict[Key, list[Any]]:
         said = [json.dumps([*key, value]) for key, value in values.items()]
@@ -60,20 +116,15 @@ def compare_replicas(units: Iterable[Unit], bulletin: Bulletin, position: Positi
             found[track, name].append(value)
         return {key: others for key, others in found.items() if len(others) > 1}
 
-    if not unlike(_TOPIC, sums):
-        return
-    names = unlike(f"each of the {_TOPIC}", digests)
-    sketches = {key: [dist.get_rank(), *Sketch.of(mine[key]).told] for key in names if key in mine}
-    _judge(unlike(f"some of the {_TOPIC}", sketches))
-
-
-def sample_of(local: torch.Tensor) -> torch.Tensor:
-    """Return what is compared of ``local``, in one dimension: all, or, of much, some from everywhere and the end."""
-    flat = local.reshape(-1)
-    if flat.numel() <= SAMPLE_NUMEL:
-        return flat
-    half = SAMPLE_NUMEL // 2
-    return torch.cat([flat[:: -(-flat.numel() // half)], flat[-half:]])
+    alike: dict[Key, list[int | None]] = defaultdict(list)  # digests that the same ranks have
+    for (track, name), digest in digests.items():
+        alike[track, str(holders.get((track, name)))].append(digest)
+    sums = {key: hashlib.sha256(repr(each).encode()).hexdigest() for key, each in alike.items()}
+    if not unlike(topic, sums):
+        return {}
+    keys = [key for key, found in unlike(f"each of the {topic}", digests).items() if None not in found]
+    sketches = {key: [dist.get_rank(), *sketch_of(key).told] for key in keys if key in digests}
+    return unlike(f"some of the {topic}", sketches) if keys else {}
 
 
 def _replicated(units: Iterable[Unit]) -> dict[Key, torch.Tensor]:
@@ -88,7 +139,7 @@ def _replicated(units: Iterable[Unit]) -> dict[Key, torch.Tensor]:
     return found
 
 
-def _judge(unlike: Mapping[Key, Sequence[Any]]) -> None:
+def _judge(unlike: Mapping[Key, Sequence[Any]], who: str, advice: str) -> None:
     apart: list[tuple[str, dict[int, Sketch]]] = []
     largest = 0.0
     for (_, name), told in unlike.items():
@@ -99,16 +150,13 @@ def _judge(unlike: Mapping[Key, Sequence[Any]]) -> None:
             largest = max(largest, *distances)
         else:
             apart.append((name, sketches))
-    if not apart:
+    if unlike and not apart:
         logger.warning(
-            "replicas do not begin with the same bits; they differ by %.1e of a parameter's norm at most", largest
+            "%s do not begin with the same bits; they differ by %.1e of a parameter's norm at most", who, largest
         )
+    if not apart:
         return
     name, sketches = apart[0]
     norms = ", ".join(f"of norm {sketches[rank].norm:.6g} on rank {rank}" for rank in sorted(sketches)[:8])
     more = f", and {len(apart) - 1} more parameters differ" if len(apart) > 1 else ""
-    raise DesyncError(
-        f"replicas do not begin with the same values: {name} is {norms}{more}. Each would add the same averaged gradients to "
-        "its own, so that they stay apart: build the model with one seed on all ranks, load a checkpoint on every rank, or "
-        "broadcast the parameters of one before the first step; what is to differ between ranks belongs into ignored_params"
-    )
+    raise DesyncError(f"{who} do not begin with the same values: {name} is {norms}{more}. {advice}")

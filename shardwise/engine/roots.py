@@ -11,6 +11,7 @@ from shardwise.engine.attachment import Attachment, attachment_of
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.optimizers import check_optimizers
 from shardwise.engine.outside import Outside
+from shardwise.engine.replicas import compare_beginnings
 from shardwise.engine.unwritten import check_values
 from shardwise.engine.wiring import new_engine
 from shardwise.errors import StateError
@@ -65,6 +66,8 @@ def _become_root(attachment: Attachment) -> Engine:
     engine = new_engine([each.unit for each in attachments])
     engine.outside = outside
     check_values(root, attachments, engine.journal.bulletin, engine.journal.position())
+    if engine.journal.bulletin is not None:
+        compare_beginnings(engine.units, engine.journal.bulletin, engine.journal.position())
     for inner in attachments:
         if inner.engine is not None:
             if inner.engine.manual.is_on and inner is not attachment:

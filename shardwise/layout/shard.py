@@ -83,6 +83,11 @@ class ChunkShard:
         return -(-self.size // self.num_shards) if self.shape else 1
 
     @property
+    def num_holders(self) -> int:
+        """How many ranks have a shard that is not empty: the first ones."""
+        return self.num_shards if self.is_whole else -(-self.size // self.chunk) if self.numel else 0
+
+    @property
     def numel(self) -> int:
         """Elements of the full tensor."""
         return math.prod(self.shape)

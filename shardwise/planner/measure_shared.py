@@ -130,6 +130,7 @@ def _gather_s(numel: int) -> float:
 
 def _unit_and_update_s() -> tuple[float, float]:
     def build() -> nn.Sequential:
+        torch.manual_seed(0)
         return nn.Sequential(*(nn.Sequential(*(nn.Linear(8, 8) for _ in range(_LAYERS))) for _ in range(_UNITS)))
 
     plain, sharded = build(), build()

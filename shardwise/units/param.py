@@ -15,6 +15,7 @@ from shardwise import torch_private
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.shard import ChunkShard
 from shardwise.torch_private import DTensorSpec
+from shardwise.units.beginning import Beginning
 from shardwise.units.precision import GradDtype, MixedPrecisionPolicy, dtype_of_full
 from shardwise.units.version_count import VersionCount
 
@@ -89,6 +90,7 @@ class UnitParam:
         original: weak reference to the parameter it was made from, while someone holds that.
         is_touched: the full form has been written to in a way that torch does not count.  is_touchy: that has happened before.
         attributes: what users have set on it, shared by its forms; conversions and loading leave a parameter without.
+        beginning: what it held when it was sharded, until ranks have compared that; None: nothing that could be compared.
         made_of: what told the storage of the sharded parameter apart, and its shard, when both were made.
     """
 
@@ -113,6 +115,7 @@ class UnitParam:
     grad_dtype: GradDtype | None = None
     module: Callable[[], nn.Module | None] = field(default=_nothing)
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
+    beginning: Beginning | None = None
     made_of: tuple[int, Callable[[], torch.Tensor | None]] = (0, _nothing)
     is_touched: bool = False
     is_touchy: bool = False

@@ -1,7 +1,8 @@
-"""Are the gradients that ranks are about to step on the same?  Asked once, where nothing has averaged them before our eyes.
+"""Are the gradients that ranks are about to step on the same, and the parameters?  Asked once, before the first step.
 
 Each owner steps on its own copy of the gradients.  If nobody averaged them, every owner trains on another batch, without
-a sign of it.  So ranks compare digests of the bits through the store, at the first step; nothing in the steps after.
+a sign of it.  Each owner then sends its own values to all: of parameters that began apart they make a mixture.  So ranks
+compare digests of the bits through the store, at the first step; nothing in the steps after.
 
 Equal bits are what all-reduces give (every rank gets the sums that one rank has taken), but not what all programs do
 with them: ranks on unlike processors clip with another last bit.  Gradients that are not equal are therefore compared by
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shardwise.comm.board import Board
-from shardwise.comm.digest import Sketch, digest_of
+from shardwise.comm.digest import Sketch, digest_of, sample_of
 from shardwise.errors import DesyncError
 from shardwise.optim.owned_gradient import OwnedGradient
 from shardwise.zero.local_pieces import flat_like
@@ -35,19 +36,54 @@ def are_same(share: Share, board: Board, what: str, *, has_inputs: bool = True, 
     Raises: DesyncError on every rank, naming the first parameter that differs.
     """
     gradients = [_gradient(param) if has_inputs else None for param in share.params]
-    digests = [None if gradient is None else digest_of(gradient) for gradient in gradients]
-    summary = hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16] if has_inputs else ""
-    texts = board.gather(f"comparing the gradients of {what}", json.dumps([summary, any(digests)]))
+    is_known, rows = _compare(gradients, f"the gradients of {what}", board, has_inputs)
+    complaint = _judge(share, f"{what}: gradients", rows)
+    if complaint:
+        text = (
+            f"{what}: gradients differ between ranks: that of {complaint}. Each owner would train on its own: "
+            "wrap the model in DistributedDataParallel, or call reduce_gradients() before step()"
+        )
+        if not only_warn:
+            raise DesyncError(text)
+        logger.warning("%s. A closure's gradients are taken as they are", text)
+    return is_known
+
+
+def check_same_params(share: Share, moving: Sequence[bool], board: Board, what: str) -> None:
+    """Return if all ranks have the same parameters, of large ones a sample, without those not ``moving``.  Collective.
+
+    Raises: DesyncError on every rank, naming the first parameter that differs.
+    """
+    params = [
+        sample_of(flat_like(param.detach(), param)) if moves else None
+        for param, moves in zip(share.params, moving, strict=True)
+    ]
+    complaint = _judge(share, f"{what}: parameters", _compare(params, f"the parameters before {what}", board)[1])
+    if complaint:
+        raise DesyncError(
+            f"{what}: parameters differ between ranks before it: {complaint}. Each owner would send its own to all, so that "
+            "the model becomes a mixture of them: build the model with one seed on all ranks, load weights on every rank, or "
+            "wrap the model in DistributedDataParallel, which broadcasts those of the first rank"
+        )
+
+
+def _compare(
+    tensors: Sequence[torch.Tensor | None], what: str, board: Board, takes_part: bool = True
+) -> tuple[bool, dict[int, dict[int, Sketch | None]]]:
+    """Return whether ranks had tensors to compare, and by index, for those unlike, what each rank that takes part has."""
+    digests = [None if tensor is None else digest_of(tensor) for tensor in tensors]
+    summary = hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16] if takes_part else ""
+    texts = board.gather(f"comparing {what}", json.dumps([summary, any(digests)]))
     summaries, are_there = zip(*(json.loads(text) for text in texts), strict=True)
+    is_known = any(are_there) and sum(map(bool, summaries)) > 1
     if len({found for found in summaries if found}) <= 1:
-        return any(are_there) and sum(map(bool, summaries)) > 1
-    every = [json.loads(text) for text in board.gather(f"comparing each gradient of {what}", json.dumps(digests))]
+        return is_known, {}
+    every = [json.loads(text) for text in board.gather(f"comparing each of {what}", json.dumps(digests))]
     unlike = [index for index, column in enumerate(zip(*every, strict=True)) if len(set(column)) > 1]
-    sketches = {index: Sketch.of(gradient).told for index in unlike if (gradient := gradients[index]) is not None}
-    texts = board.gather(f"comparing some gradients of {what}", json.dumps(sketches))
+    sketches = {index: Sketch.of(tensor).told for index in unlike if (tensor := tensors[index]) is not None}
+    texts = board.gather(f"comparing some of {what}", json.dumps(sketches))
     rows = [{rank: _sketch_in(text, index) for rank, text in enumerate(texts) if summaries[rank]} for index in unlike]
-    _judge(share, what, dict(zip(unlike, rows, strict=True)), only_warn)
-    return True
+    return is_known, dict(zip(unlike, rows, strict=True))
 
 
 def _sketch_in(text: str, index: int) -> Sketch | None:
@@ -65,31 +101,23 @@ def _gradient(param: torch.Tensor) -> torch.Tensor | None:
     return flat_like(gradient.detach(), param)
 
 
-def _judge(share: Share, what: str, rows: Mapping[int, dict[int, Sketch | None]], only_warn: bool) -> None:
+def _judge(share: Share, what: str, rows: Mapping[int, dict[int, Sketch | None]]) -> str:
+    """Return where a parameter is apart, "" if only rounding is; then warn of that."""
     largest = 0.0
     for index, row in rows.items():
         present = [sketch for sketch in row.values() if sketch is not None]
         lacking = [piece.owner for piece in share.by_param[index] if row.get(piece.owner, present[0]) is None]
         apart = [present[0].distance(sketch) for sketch in present]
         if lacking or not all(distance <= present[0].tolerance for distance in apart):  # nan is far, too
-            _complain(f"parameter {index} of shape {tuple(share.params[index].shape)}", what, row, lacking, only_warn)
-            return
+            listing = ", ".join(
+                f"none on rank {rank}" if sketch is None else f"of norm {sketch.norm:.6g} on rank {rank}"
+                for rank, sketch in list(row.items())[:8]
+            )
+            owners = f" (rank {', '.join(map(str, lacking))} owns it)" if lacking else ""
+            return f"parameter {index} of shape {tuple(share.params[index].shape)} is {listing}{owners}"
         largest = max(largest, *apart)
     if largest:
-        text = "%s: gradients are not the same to the bit on all ranks; they differ by %.1e of their norm at most"
-        logger.warning(text, what, largest)
-
-
-def _complain(name: str, what: str, row: Mapping[int, Sketch | None], lacking: Sequence[int], only_warn: bool) -> None:
-    listing = ", ".join(
-        f"none on rank {rank}" if sketch is None else f"of norm {sketch.norm:.6g} on rank {rank}"
-        for rank, sketch in list(row.items())[:8]
-    )
-    owners = f" (rank {', '.join(map(str, lacking))} owns it)" if lacking else ""
-    text = (
-        f"{what}: gradients differ between ranks: that of {name} is {listing}{owners}. Each owner would train on its own: "
-        "wrap the model in DistributedDataParallel, or call reduce_gradients() before step()"
-    )
-    if not only_warn:
-        raise DesyncError(text)
-    logger.warning("%s. A closure's gradients are taken as they are", text)
+        logger.warning(
+            "%s are not the same to the bit on all ranks; they differ by %.1e of their norm at most", what, largest
+        )
+    return ""

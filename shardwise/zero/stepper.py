@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardwise import torch_private
 from shardwise.comm.board import Board
 from shardwise.comm.buffers import BufferPool
 from shardwise.comm.matrices import sum_of
@@ -24,6 +25,7 @@ from shardwise.zero.consolidate import Consolidated, consolidate
 from shardwise.zero.gradients import KnownGradients, attached
 from shardwise.zero.join import share_gradients
 from shardwise.zero.local import LocalOptimizer
+from shardwise.zero.same_gradients import check_same_params
 from shardwise.zero.share import Layout, Share, addresses_of, make_layout, moving_of, trainable_of
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class ShareStepper:
         self.known = KnownGradients()
         self.num_steps = 0
         self.has_state = self.is_joining = False
+        self._has_compared = False  # the parameters, with those of other ranks
         self.consolidated: Consolidated | None = None
         self._packs = packs
         self._layout: Layout | None = None
@@ -131,6 +134,9 @@ class ShareStepper:
         elif addresses_of(params) != layout.addresses:
             del layout
             self.lay_out()
+        if not self._has_compared and self.board.size > 1 and not torch_private.are_threads():
+            check_same_params(self.share, moving, self.board, f"step() number {self.num_steps + 1}")
+            self._has_compared = True
         self.local.members.check(self.local.groups)
 
     def begin_join(self) -> None:

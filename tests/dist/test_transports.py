@@ -154,7 +154,7 @@ def test_ranks_agree_on_what_all_of_them_allow() -> None:
     assert routes_of(model) == {"collectives"}
     with pytest.raises(ConfigError, match="expected one of 'auto', 'gloo', 'collective'"):
         set_default_transport("pigeon")  # type: ignore[arg-type]
-    model = nn.Linear(8 + 8 * dist.get_rank(), 8)
+    model = nn.Linear(8 + 8 * dist.get_rank(), 8, bias=False)
     fully_shard(model)
     with pytest.raises(DesyncError, match=r"rank [01] and rank [01] have shards of different sizes"):
         model(torch.randn(2, 8 + 8 * dist.get_rank()))

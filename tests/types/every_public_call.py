@@ -153,7 +153,7 @@ def configures(model: FSDPModule) -> None:
 
 def sends_fewer_bits(model: Net) -> int:
     coded: CompressionPolicy = CompressionPolicy(gather="int8", reduce="bf16", block=128, exact=("head",))
-    sharded: FSDPModule = fully_shard(model, compression=coded)
+    sharded: FSDPModule = fully_shard(model, compression=coded, sync_module_states=True)
     state: CompressionState = sharded.compression_state()
     state.load_state_dict(state.state_dict())
     units: tuple[UnitCompression, ...] = sharded.compression_report()

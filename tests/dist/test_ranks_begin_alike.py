@@ -1,0 +1,203 @@
+"""Ranks that shard different values are named in the first forward or step, unless ``sync_module_states`` makes them equal."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import on_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from shardwise import ConfigError, DesyncError, ZeroRedundancyOptimizer, fully_shard, shard_model
+
+Door = Callable[..., Any]
+
+
+def layers(model: nn.Module, **options: Any) -> nn.Module:
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def whole(model: nn.Module, **options: Any) -> nn.Module:
+    return shard_model(model, **options)
+
+
+def hybrid(model: nn.Module, **options: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replica", "shard"))
+    return layers(model, mesh=mesh, **options)
+
+
+class Net(nn.Sequential):
+    """Uneven shards, a shard that all ranks but one have empty, a frozen matrix and buffers."""
+
+    def __init__(self, seed: int = 0, device: str = "cpu") -> None:
+        torch.manual_seed(seed)
+        with torch.device(device):
+            super().__init__(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, bias=False), nn.Linear(3, 1))
+        self[2].requires_grad_(False)
+        if device != "meta":
+            self[1].running_mean.uniform_()
+
+
+def forward(model: nn.Module) -> torch.Tensor:
+    dtype = next(model.parameters()).dtype
+    return model(torch.linspace(-1, 1, 20, dtype=dtype).view(4, 5))
+
+
+def named(model: nn.Module, match: str) -> None:
+    for _ in range(2):  # also a second time
+        with pytest.raises(
+            DesyncError, match=f"ranks do not begin with the same values: {match}.*sync_module_states=True"
+        ):
+            forward(model)
+
+
+@pytest.mark.parametrize("door", [layers, whole, hybrid])
+@on_ranks(2, 4)
+def test_ranks_with_seeds_of_their_own_are_named_in_the_first_forward(door: Door) -> None:
+    norms = [torch.empty(()) for _ in range(dist.get_world_size())]
+    model = Net(dist.get_rank())
+    dist.all_gather(norms, model[0].bias.detach().norm())
+    model = door(model)
+    said = ", ".join(f"of norm {norm:.6g} on rank {rank}" for rank, norm in enumerate(norms))
+    with torch.no_grad():
+        named(copy.deepcopy(model), rf"0.bias of shape \(7,\) is {said}, and \d more parameters differ")
+    named(model, rf"0.bias of shape \(7,\) is {said}, and \d more parameters differ")
+
+
+@on_ranks(2)
+def test_one_element_of_a_frozen_matrix_is_enough() -> None:
+    model = Net()
+    if dist.get_rank():
+        model[2].weight[0, 0] += 0.1  # in the shard of the other rank
+    named(layers(model), r"2.weight of shape \(3, 7\) is of norm")
+
+
+@on_ranks(2)
+def test_conversions_and_other_units_do_not_hide_what_ranks_began_with() -> None:
+    named(layers(Net(dist.get_rank())).bfloat16(), r"0.bias of shape \(7,\) is")
+    model = Net(dist.get_rank())
+    fully_shard(model)
+    fully_shard(
+        model[0], shard_placement_fn=lambda param: Shard(param.ndim - 1)
+    )  # cut anew from the mixture of all ranks
+    named(model, r"0.bias of shape \(7,\) is")
+
+
+def overwrite(model: nn.Module, way: str) -> None:
+    expected = dict(Net(7).named_parameters())
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        shard = distribute_tensor(expected[name].detach(), param.device_mesh, param.placements)
+        with torch.no_grad():
+            if way == "copy":
+                param.copy_(shard)
+            elif way == "data":
+                param.data.copy_(shard)
+            else:
+                param.to_local().copy_(shard.to_local())
+    if way == "load":
+        model.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("way", ["copy", "data", "local", "load"])
+@pytest.mark.parametrize("first_seed", [0, 7])
+@on_ranks(2)
+def test_values_that_are_written_after_sharding_are_all_that_counts(way: str, first_seed: int) -> None:
+    """Also if the first rank had them before: it writes what it has."""
+    model = layers(Net(first_seed if dist.get_rank() == 0 else 1))
+    overwrite(model, way)
+    plain = Net(7)
+    plain[1].load_state_dict({**model[1].state_dict(), "weight": plain[1].weight, "bias": plain[1].bias})
+    assert torch.equal(forward(model), forward(plain))
+
+
+@on_ranks(2)
+def test_what_differs_by_rounding_is_warned_of() -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("shardwise.engine.replicas").addHandler(handler)
+    model = Net().double()
+    with torch.no_grad():
+        model[0].weight.mul_(1 + 1e-15 * dist.get_rank())
+    model = layers(model)
+    for _ in range(2):
+        forward(model)
+    logging.getLogger("shardwise.engine.replicas").removeHandler(handler)
+    assert len(told) == 1
+    assert "ranks do not begin with the same bits; they differ by" in told[0]
+
+
+@pytest.mark.parametrize("door", [layers, whole, hybrid])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@on_ranks(2, 4)
+def test_sync_module_states_gives_all_ranks_the_values_of_the_first(door: Door, device: str) -> None:
+    rank = dist.get_rank()
+    model = door(Net(rank, "cpu" if rank == 0 else device), sync_module_states=True)
+    plain = Net()
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.full_tensor(), expected), name
+    for _ in range(2):
+        assert torch.equal(forward(model), forward(plain))
+    for (name, found), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+@on_ranks(2, 4)
+def test_a_first_rank_without_values_is_refused_on_every_rank() -> None:
+    model = Net(device="meta" if dist.get_rank() == 0 else "cpu")
+    error, match = (ConfigError, "") if dist.get_rank() == 0 else (DesyncError, "rank 0 raised ConfigError.*")
+    with pytest.raises(error, match=f"{match}the first rank has 1.running_mean on meta|{match}the first rank has"):
+        hybrid(model, sync_module_states=True)
+
+
+@on_ranks(2)
+def test_ranks_that_synchronize_models_of_other_shapes_are_named() -> None:
+    with pytest.raises(DesyncError, match="sync_module_states"):
+        fully_shard(nn.Linear(3, 4 + dist.get_rank()), sync_module_states=True)
+
+
+def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, averages: bool) -> None:
+    forward(model).sum().backward()
+    if averages:
+        optimizer.reduce_gradients()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("partition", ["whole", "even"])
+@pytest.mark.parametrize("averages", [False, True])
+@on_ranks(2, 4)
+def test_zero_names_parameters_that_differ_before_its_first_step(partition: Any, averages: bool) -> None:
+    model = Net(dist.get_rank())
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, partition=partition)
+    for _ in range(2):
+        with pytest.raises(
+            DesyncError, match=r"parameters differ between ranks before it: parameter 0 of shape \(7, 5\) is"
+        ):
+            step(model, optimizer, averages)
+        model.zero_grad()
+    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+
+
+@on_ranks(2)
+def test_zero_compares_what_ddp_or_the_user_has_made_equal_by_then() -> None:
+    model = Net(dist.get_rank())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    ddp = DDP(model)
+    step(ddp, optimizer, averages=False)
+    model = Net(dist.get_rank())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for param in model.parameters():
+        dist.broadcast(param.detach(), 0)
+    step(model, optimizer, averages=True)
