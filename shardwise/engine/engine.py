@@ -304,15 +304,21 @@ class Engine:
             heap.keep()
         if [group.num_packs for group in unit.groups] != made_of:
             unit.refuse_packing()
-        backward = unit.backward
+        backward, task = unit.backward, torch_private.graph_task_id()
+        is_nested = task != self.watch.task
         if torch.is_grad_enabled():
             backward.keeps_for_graph = self.watch.makes_graph = True
         if through is not None:
             backward.open_passes.add(through)
         if backward.stage is Stage.RUNNING and (unit.is_full or not unit.policy.unshard_in_backward):
+            if is_nested and task != backward.task != self.watch.task:
+                backward.enter(task)
+                torch_private.call_after_backward(_ending(weakref.ref(self), weakref.ref(unit), task))
             return
         ahead = self.journal.visit(unit, Edge.ENTER_BACKWARD)
-        backward.enter(torch_private.graph_task_id(), unit.is_full)
+        backward.enter(task, unit.is_full, self.watch.task)
+        if is_nested:
+            torch_private.call_after_backward(_ending(weakref.ref(self), weakref.ref(unit), task))
         if len(self.units) == 1 and not self.manual.is_on:
             backward.send_early(self.reductions.early_buckets(unit))
         if unit.policy.unshard_in_backward:
@@ -345,6 +351,18 @@ class Engine:
         if self._is_lending(unit):
             return
         if backward.arrived or not backward.expects_any:
+            self.after_backward(unit)
+
+    def nested_backward_ended(self, unit: Unit, task: int) -> None:
+        """End the backward of ``unit`` if it began in the backward ``task`` of a reentrant checkpoint, which is over.
+
+        Not if backward comes to the unit again later, as one has shown before: then it is reduced once, with the rest.
+        """
+        backward = unit.backward
+        if not self.watch.is_running or self._is_lending(unit):
+            return
+        if backward.ends_with(task, is_one_module=len(unit.modules) == 1):
+            backward.ended_in = self.watch.task
             self.after_backward(unit)
 
     def _is_lending(self, unit: Unit) -> bool:
@@ -534,6 +552,17 @@ def _hearing(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit]) -> Ca
             engine.gradient_arrived(unit)
 
     return on_gradients
+
+
+def _ending(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit], task: int) -> Callable[[], None]:
+    """Return what autograd calls when the backward ``task`` of a reentrant checkpoint has ended."""
+
+    def on_end() -> None:
+        engine, unit = engine_ref(), unit_ref()
+        if engine is not None and unit is not None:
+            engine.nested_backward_ended(unit, task)
+
+    return on_end
 
 
 def engine_of(unit: Unit) -> Engine | None:

@@ -47,11 +47,14 @@ class UnitBackward:
     Attributes:
         on_gradients: what is called when one has come from which something may follow.
         stage: one arrow of the table above is one method.
-        task: the autograd task in which it has begun.
+        task: the autograd task in which it has begun; of several nested ones, the last.
         arrived: ordinals of the parameters whose gradient has come.
         counted: how many parameters want one, and how many there are.  has_frozen: some want none.
         open_passes: passes through the unit's modules that it has come to and not left.
         is_nested: gradients have come from a backward within it: they tell nothing of what is still to come.
+        comes_again: backward has come to it again after it had ended with a nested one, or with the same gradients.
+        came_again: that was so in the last backward that brought gradients.
+        ended_in: the autograd task of the whole backward in which it has ended with a nested one.
         counts: the last gradient ends it.  Where checkpoints run backwards of their own, which may use the parameters
             again, that is so once a first backward has shown that they do not.
         ended_late: the last one ended without some gradient, at the end of the whole backward.
@@ -73,7 +76,8 @@ class UnitBackward:
         self.counted = (0, 0)
         self.has_frozen = False
         self.open_passes: set[object] = set()
-        self.is_nested = False
+        self.is_nested = self.comes_again = self.came_again = False
+        self.ended_in = -1
         self.counts = True
         self.ended_late = False
         self.owes_weights = self.has_lost_weights = False
@@ -98,11 +102,15 @@ class UnitBackward:
         self.counted = (num_trainable, num_params)
         self.has_frozen = num_trainable < num_params
 
-    def enter(self, task: int, is_full: bool = True) -> None:
-        """The gradient of an output has come, in autograd's ``task``; ``is_full``: its parameters are there."""
+    def enter(self, task: int, is_full: bool = True, whole: int = -1) -> None:
+        """The gradient of an output has come, in autograd's ``task``; ``is_full``: its parameters are there.
+
+        ``whole``: the task of the whole backward, which may have come here before, in another nested one.
+        """
         if self.stage is not Stage.RUNNING:  # a second time where somebody has resharded the unit by hand
             self._step(Stage.RUNNING)
             self._began_full = is_full
+            self.comes_again = self.comes_again or self.ended_in == whole != -1
         self.task = task
 
     def hook(self, param: UnitParam) -> Callable[[torch.Tensor], None]:
@@ -115,6 +123,8 @@ class UnitBackward:
             if backward is None:
                 return
             arrived, early = backward.arrived, backward.early
+            if ordinal in arrived:
+                backward.comes_again = True
             arrived.add(ordinal)
             if backward.stage is running:
                 if backward.task != task_id():
@@ -148,10 +158,17 @@ class UnitBackward:
         is_there = len(self.arrived) >= self.counted[0] > 0
         return is_there and self.counts and not self.has_frozen and not self.is_nested
 
+    def ends_with(self, task: int, is_one_module: bool) -> bool:
+        """Return True if it ends with the nested backward ``task``; of several modules, others may be recomputed later."""
+        if self.stage is not Stage.RUNNING or self.task != task or self.comes_again or self.came_again:
+            return False
+        return is_one_module or len(self.arrived) >= self.counted[0] > 0
+
     def leave(self, ended_late: bool = False, is_kept: bool = False) -> None:
         """The unit's part of the backward is over, and its gradients are taken; ``is_kept``: its parameters stay full."""
         if self.arrived:
-            self.counts = not self.is_nested
+            self.came_again = self.comes_again
+            self.counts = not (self.is_nested or self.comes_again)
         self.ended_late = self.ended_late or ended_late
         if self.stage is Stage.RUNNING:
             brought_none = self.expects_any and not self.arrived
@@ -164,7 +181,7 @@ class UnitBackward:
         """Be without a backward, as after one that has failed."""
         self.arrived.clear()
         self.open_passes.clear()
-        self.is_nested = False
+        self.is_nested = self.comes_again = False
         self.early = self.first = None
         if self.stage is not Stage.IDLE:
             self._step(Stage.IDLE)

@@ -61,7 +61,7 @@ def test_whatever_happens_the_stage_tells_what_has_come(moves: list[str]) -> Non
             assert backward.stage is Stage.IDLE
         assert (backward.stage is Stage.IDLE) <= (not backward.arrived)
         assert (backward.stage is Stage.ARRIVING) <= bool(backward.arrived)
-        assert backward.is_complete == (backward.arrived == {0, 1})
+        assert backward.is_complete == (backward.counts and backward.arrived == {0, 1})
 
 
 def test_who_listens_hears_of_what_nobody_knew_and_of_the_last_gradient() -> None:
@@ -92,6 +92,30 @@ def test_gradients_of_a_backward_within_end_nothing_until_one_has_shown_that_the
     assert not backward.is_complete
     backward.leave()
     assert backward.counts
+
+
+def test_a_nested_backward_ends_a_unit_unless_one_has_come_to_it_again() -> None:
+    backward = UnitBackward()
+    backward.expect(2, 2)
+    for comes_again in (False, True, False):
+        backward.enter(7, whole=3)
+        MOVES["arrive 0"](backward)
+        assert not backward.ends_with(7, is_one_module=False)
+        assert not backward.ends_with(3, is_one_module=True)
+        MOVES["arrive 1"](backward)
+        assert backward.ends_with(7, is_one_module=False)
+        backward.ended_in = 3 if comes_again else -1
+        backward.leave()
+        backward.enter(7, whole=3)
+        MOVES["arrive 0"](backward)
+        assert backward.ends_with(7, is_one_module=True) is not comes_again
+        backward.leave()
+        assert backward.counts is not comes_again
+        if comes_again:
+            backward.enter(7, whole=4)
+            assert not backward.ends_with(7, is_one_module=True)
+            MOVES["arrive 0"](backward)
+            backward.leave()
 
 
 def test_a_frozen_parameter_may_be_read_after_the_last_gradient() -> None:
