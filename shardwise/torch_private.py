@@ -182,6 +182,26 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def check_backward_inputs(around: Callable[[Sequence[Any], Callable[[], Any]], Any]) -> None:
+    """Let ``around`` run every backward, of all threads, that is asked for gradients of some inputs, DTensors among them.
+
+    It gets the inputs and what runs the backward; what it returns is what ``run_backward`` of autograd's engine does: the
+    gradients, or nothing where they are accumulated.
+    """
+    variable: Any = torch.autograd.Variable
+    real: Any = type(variable._execution_engine)
+
+    class CheckedEngine(real):
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            inputs = args[4] if len(args) > 4 else ()
+            for each in inputs:
+                if isinstance(each, DTensor):
+                    return around(inputs, functools.partial(super().run_backward, *args, **kwargs))
+            return super().run_backward(*args, **kwargs)
+
+    variable._execution_engine = CheckedEngine()
+
+
 ALL_GATHER_METHOD = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
 """The method of a process group that ``dist.all_gather_single`` calls after its checks; groups may define it anew."""
 
@@ -492,6 +512,27 @@ def intercept_redistribute(gather: Callable[[DTensor, Callable[[], DTensor]], DT
         return original(self, device_mesh, placements, **options)
 
     DTensor.redistribute = redistribute
+
+
+def clip_mixed_by(clip: Callable[..., torch.Tensor]) -> None:
+    """Let ``torch.nn.utils.clip_grad_norm_`` call ``clip`` for DTensors and plain gradients together, once; torch's own raises.
+
+    The function is public, but is put in place of itself.
+    """
+    original = torch.nn.utils.clip_grad_norm_
+    if hasattr(original, "shardwise_clip"):
+        return
+
+    @functools.wraps(original)
+    def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if len({isinstance(param.grad, DTensor) for param in params if param.grad is not None}) < 2:
+            return original(params, max_norm, *args, **kwargs)
+        kwargs.pop("foreach", None)
+        return clip(params, max_norm, *args[:2], **kwargs)
+
+    clip_grad_norm_.shardwise_clip = clip  # pyright: ignore[reportAttributeAccessIssue]
+    torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

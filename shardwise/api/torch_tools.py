@@ -8,6 +8,7 @@ from shardwise import torch_private
 from shardwise.engine.attachment import Attachment
 from shardwise.engine.by_hand import end_step
 from shardwise.engine.roots import provisional_engine
+from shardwise.optim.clip import clip_grad_norm_
 
 
 class StageState:
@@ -42,8 +43,12 @@ def tool_classes() -> tuple[type, ...]:
 
 
 def show_to_tools(module: nn.Module, attachment: Attachment) -> None:
-    """Let tools that ask for the state of ``module`` find one, and torch's own composable APIs leave the module alone."""
+    """Let tools that ask for the state of ``module`` find one, and torch's own composable APIs leave the module alone.
+
+    torch's clipping takes ignored parameters beside shards from here on.
+    """
     # torch's replicate skips modules that have the first name, its fully_shard and FSDP1 those that have the second.
     for name in ("fully_shard", "replicate"):
         torch_private.enter_composable_api(module, name)
+    torch_private.clip_mixed_by(clip_grad_norm_)
     torch_private.put_state_that_tools_ask_for(module, StageState(attachment))

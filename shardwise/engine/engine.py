@@ -14,11 +14,11 @@ from shardwise import torch_private
 from shardwise.comm.links.link import SpanKind
 from shardwise.engine.backward_watch import BackwardWatch
 from shardwise.engine.converted import Converted
-from shardwise.engine.forwards import Forward, Forwards, explain_no_memory
+from shardwise.engine.forwards import Forward, Forwards, explain_torchs
 from shardwise.engine.journal import Journal
 from shardwise.engine.manual import ManualFinalization
 from shardwise.engine.means import Means
-from shardwise.engine.notes import note
+from shardwise.engine.notes import logger
 from shardwise.engine.reductions import Reductions
 from shardwise.engine.replicas import compare_replicas, have_replicas
 from shardwise.engine.staged import hold_assigned
@@ -156,7 +156,7 @@ class Engine:
             return True
         raised = sys.exc_info()[1]
         if raised is not self.forwards.pop().exception:  # forward has raised
-            explain_no_memory(raised)
+            explain_torchs(raised)
             unit.abort_forward()
             if not self.forwards:
                 self.forwards.tell(raised)
@@ -197,7 +197,7 @@ class Engine:
         self.manual.check_completed("a forward")
         if self.watch.has_raised:
             self.abort_backward()
-        note("root_pre_forward")
+        logger.debug("FSDP::root_pre_forward")
         self._num_forwards += 1
         if self.outside is not None:
             self.outside.check()
@@ -375,7 +375,7 @@ class Engine:
         ``is_late``: it is the whole backward that has ended.
         """
         self._begin_backward()
-        note("post_backward", unit.name)
+        logger.debug("FSDP::post_backward (%s)", unit.name)
         gradients = unit.take_gradients(is_late)
         if self._may_go(unit):
             self.reshard_in_step(unit)
@@ -416,7 +416,7 @@ class Engine:
 
     def finish(self) -> None:
         """End a backward: reduce what came only in part, reshard what is left, set gradients, plan the next step."""
-        note("root_post_backward")
+        logger.debug("FSDP::root_post_backward")
         if not self.watch.makes_graph:
             for unit in self.units:
                 unit.backward.keeps_for_graph = False

@@ -17,6 +17,11 @@ _NO_MEMORY = (
     "out of bounds for storage of size 0",
     "its data is not allocated yet",
 )
+_MIXED = "got mixed torch.Tensor and DTensor"
+_READ_ELSEWHERE = (
+    "a sharded parameter was read outside of its unit, in whose own forward alone it is full. Make one unit of the module that "
+    "reads it and the one that has it, fully_shard([outer, inner]), or call fully_shard on the outer one alone"
+)
 _GIVEN_BACK = (
     "a tensor that shared memory with a full parameter was read after that was given back. "
     "Keep clone() of it, or read the parameter from its module inside its forward"
@@ -31,12 +36,14 @@ class Forward:
     exception: BaseException | None
 
 
-def explain_no_memory(error: BaseException | None) -> None:
-    """Say in ``error``, which a forward has raised, what has no memory, if it is torch's complaint of that."""
+def explain_torchs(error: BaseException | None) -> None:
+    """Say in ``error``, which a forward has raised, what has no memory or is sharded, if it is torch's complaint of that."""
     if type(error) is RuntimeError and len(error.args) == 1:
         text = str(error)
         if _GIVEN_BACK not in text and any(words in text for words in _NO_MEMORY):
             error.args = (f"{text}\n{_GIVEN_BACK}",)
+        elif _MIXED in text and _READ_ELSEWHERE not in text:
+            error.args = (f"{text}\n{_READ_ELSEWHERE}",)
 
 
 class Forwards(list[Forward]):

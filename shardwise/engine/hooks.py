@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise import black_box, torch_private
 from shardwise.comm.sync import broadcast_from_first
 from shardwise.engine.attachment import SHARES_BUFFERS, Attachment, Pass, attachment_of
+from shardwise.engine.backward_inputs import check_backward_inputs
 from shardwise.engine.engine import Engine, live_engines
 from shardwise.engine.nested import cast_floating, map_tensors, tensors_behind, tensors_in
 from shardwise.engine.notes import logger, note
@@ -250,8 +251,9 @@ _watches: list[RemovableHandle] = []  # two entries, made by watch_optimizers al
 
 
 def watch_optimizers() -> None:
-    """Let all optimizers step on shards as they are, and count their steps as writes to these."""
+    """Let all optimizers step on shards as they are, and count their steps as writes; refuse shards as inputs of backwards."""
     if not _watches:
+        check_backward_inputs()
         _watches.append(register_optimizer_step_pre_hook(before_optimizer_step))
         _watches.append(register_optimizer_step_post_hook(after_optimizer_step))
 

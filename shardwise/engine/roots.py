@@ -17,6 +17,7 @@ from shardwise.engine.wiring import new_engine
 from shardwise.errors import StateError
 from shardwise.plan.naming import compress_paths
 from shardwise.units.precision import CPUOffloadPolicy
+from shardwise.units.unit import Unit
 
 
 def live_engine(attachment: Attachment) -> Engine:
@@ -55,13 +56,17 @@ def _become_root(attachment: Attachment) -> Engine:
         if inner.is_root is not None and engine_of(inner.unit) is not None:
             raise StateError(
                 f"FSDP state has already been lazily initialized for {inner.unit.name or _path_in(root, inner)}\n"
-                "FSDP requires running forward through the root module first"
+                "FSDP requires running forward through the root module first: this module ran before, alone or below another "
+                "root, and belongs to that. Run the outermost module first. Where two models share it (an actor and a critic "
+                "over one trunk), call fully_shard on their parts, not on the models around them, or on one module whose "
+                "forward runs both"
             )
     _name_units(root, attachments)
     _check_materialized(attachments)
     check_optimizers(param for each in attachments for param in each.unit.params)
     if attachment.unit.uses_default_reshard:
         attachment.unit.policy = replace(attachment.unit.policy, reshard_after_forward=False)
+    _give_to_readers(root, attachment.unit)
     outside = Outside(root, attachments)
     engine = new_engine([each.unit for each in attachments])
     engine.outside = outside
@@ -79,6 +84,17 @@ def _become_root(attachment: Attachment) -> Engine:
         inner.is_root, inner.engine = False, None
     attachment.is_root, attachment.engine = True, engine
     return engine
+
+
+def _give_to_readers(module: nn.Module, unit: Unit) -> None:
+    """Let units whose parameters another module reads, without calling theirs, be full while that module's unit is."""
+    own = attachment_of(module)
+    unit = unit if own is None else own.unit
+    read = attachment_of(module.out_proj) if isinstance(module, nn.MultiheadAttention) else None
+    if read is not None and read.unit is not unit:
+        unit.borrow(read.unit)
+    for child in module.children():
+        _give_to_readers(child, unit)
 
 
 def _inherit(engine: Engine, old: Engine) -> None:

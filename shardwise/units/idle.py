@@ -149,7 +149,19 @@ class _Idle(_Standing):
             if isinstance(result, torch.Tensor):  # .T, .real
                 _guard(result, args[:1])
             return result
-        kept = _idle_in(_Idle, (args, list(kwargs.values())) if kwargs else args)
+        given = (args, list(kwargs.values())) if kwargs else args
+        kept = _idle_in(_Idle, given)
+        if any(not isinstance(each, _Idle) for each in _idle_in(DTensor, given)):
+            # Beside shards, as an average beside the model, it is the shard that it stands for.
+            for tensor in kept:
+                tensor.kept.follow()
+            with torch_private.without_torch_function():
+                result = func(
+                    *_with_shards(args), **{key: _with_shards(value) for key, value in (kwargs or {}).items()}
+                )
+            if name.endswith("_"):  # torch's multi-tensor functions count no writes to DTensors
+                torch.autograd.graph.increment_version([tensor.kept.sharded() for tensor in kept])
+            return result
         for tensor in kept:
             tensor.kept.check()
         with torch_private.without_torch_function():
@@ -326,6 +338,12 @@ def _idle_in(kind: type[Any], args: Any) -> list[Any]:
         elif isinstance(arg, (list, tuple)):
             found += _idle_in(kind, arg)
     return found
+
+
+def _with_shards(value: Any) -> Any:
+    if isinstance(value, _Idle):
+        return value.kept.sharded()
+    return type(value)(map(_with_shards, value)) if type(value) in (list, tuple) else value
 
 
 def mark_freed(params: Iterable[UnitParam], has_memory: bool = False) -> None:

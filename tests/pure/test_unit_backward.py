@@ -97,22 +97,22 @@ def test_gradients_of_a_backward_within_end_nothing_until_one_has_shown_that_the
 def test_a_nested_backward_ends_a_unit_unless_one_has_come_to_it_again() -> None:
     backward = UnitBackward()
     backward.expect(2, 2)
-    for comes_again in (False, True, False):
-        backward.enter(7, whole=3)
+    for whole, comes_again in ((3, False), (4, True), (5, False)):
+        backward.enter(7, whole=whole)
         MOVES["arrive 0"](backward)
         assert not backward.ends_with(7, is_one_module=False)
-        assert not backward.ends_with(3, is_one_module=True)
+        assert not backward.ends_with(whole, is_one_module=True)
         MOVES["arrive 1"](backward)
         assert backward.ends_with(7, is_one_module=False)
-        backward.ended_in = 3 if comes_again else -1
+        backward.ended_in = whole if comes_again else -1
         backward.leave()
-        backward.enter(7, whole=3)
+        backward.enter(7, whole=whole)
         MOVES["arrive 0"](backward)
         assert backward.ends_with(7, is_one_module=True) is not comes_again
         backward.leave()
         assert backward.counts is not comes_again
         if comes_again:
-            backward.enter(7, whole=4)
+            backward.enter(7, whole=whole + 4)
             assert not backward.ends_with(7, is_one_module=True)
             MOVES["arrive 0"](backward)
             backward.leave()

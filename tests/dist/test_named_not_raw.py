@@ -1,0 +1,176 @@
+"""What people try with sharded parameters works, or is refused with what was found and what to do, not in torch's own words."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.compare import full
+from helpers.ranks import on_ranks
+from helpers.trains_alike import assert_trains_alike, batch
+from torch import nn
+
+from shardwise import ShardwiseError, StateError, fully_shard
+
+Way = Callable[[torch.Tensor, list[nn.Parameter]], object]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
+    fully_shard(model[0])
+    return fully_shard(model, **options)
+
+
+WAYS: dict[str, Way] = {
+    "grad": lambda loss, params: torch.autograd.grad(loss, params),
+    "allow_unused": lambda loss, params: torch.autograd.grad(loss, params, allow_unused=True),
+    "backward": lambda loss, params: loss.backward(inputs=params),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_gradients_of_shards_as_inputs_of_a_backward_are_refused(way: str) -> None:
+    model, plain = sharded(net()), net()
+    assert_trains_alike(model, plain)
+    for _ in range(2):  # the second time with gradients of the first
+        with pytest.raises(StateError, match="gradient of 0.weight and 3 more sharded.*loss.backward.. without inputs"):
+            WAYS[way](model(batch(0)).sum(), list(model.parameters()))
+        model(batch(0)).sum().backward()
+    model.zero_grad()
+    assert_trains_alike(model, plain)
+
+
+@on_ranks(2)
+def test_gradients_of_inputs_and_ignored_parameters_are_given() -> None:
+    model, plain = net(), net()
+    ignored = model[2].bias
+    sharded(model, ignored_params={ignored})
+    x = batch(0).requires_grad_()
+    expected = torch.autograd.grad(plain(x).square().sum(), [x, plain[2].bias])
+    assert all(map(torch.equal, torch.autograd.grad(model(x).square().sum(), [x, ignored]), expected))
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("how", ["lerp_", "foreach", "copy_"])
+@on_ranks(2)
+def test_an_average_may_be_evaluated_and_then_updated(how: str, reshard: bool | None) -> None:
+    model, average = sharded(net(), reshard_after_forward=reshard), sharded(net(), reshard_after_forward=reshard)
+    plain, plain_average = net(), net()
+    x = torch.linspace(-1, 1, 24).view(4, 6)  # the same on all ranks: nothing to average for the plain model
+    for step in range(3):
+        for each, mean in ((model, average), (plain, plain_average)):
+            each(x).square().sum().backward()
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+            with torch.no_grad():
+                mean(x)
+                if step:
+                    each(x)  # full, too
+                if how == "foreach":
+                    torch._foreach_lerp_(list(mean.parameters()), list(each.parameters()), 0.1)
+                for old, new in zip(mean.parameters(), each.parameters(), strict=True):
+                    if how == "lerp_":
+                        old.lerp_(new, 0.1)
+                    elif how == "copy_":
+                        old.copy_(new)
+    for (name, found), expected in zip(average.state_dict().items(), plain_average.parameters(), strict=True):
+        torch.testing.assert_close(full(found), expected.detach(), msg=name)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unsqueeze(1).expand(-1, 4, -1)
+        return self.attention(x, x, x, need_weights=False)[0][:, 0]
+
+
+@pytest.mark.parametrize("order", ["inner first", "outer first", "root"])
+@on_ranks(2)
+def test_attention_may_have_its_projection_as_a_unit(order: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Attention(), Attention())
+    plain = copy.deepcopy(model)
+    for each in (model[1].attention, model[2].attention):
+        units = [each.out_proj] if order == "root" else [each.out_proj, each]
+        for unit in reversed(units) if order == "outer first" else units:
+            fully_shard(unit)
+    fully_shard(model)
+    assert_trains_alike(model, plain)
+    for each in (model, plain):
+        each.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch(0)), plain(batch(0)))
+
+
+class ReadsInner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.inner.weight)
+
+
+@on_ranks(2)
+def test_a_forward_that_reads_a_parameter_of_another_unit_says_so() -> None:
+    model = ReadsInner()
+    fully_shard(model.inner)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"was read outside of its unit.*fully_shard\(\[outer, inner\]\)"):
+        model(batch(0))
+
+
+@on_ranks(2)
+def test_two_models_over_one_trunk_are_sharded_by_their_parts() -> None:
+    def made() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        trunk = nn.Linear(6, 6)
+        return nn.Sequential(trunk, nn.Linear(6, 2)), nn.Sequential(trunk, nn.Linear(6, 1))
+
+    actor, critic = made()
+    for each in (actor[0], actor, critic):
+        fully_shard(each)
+    actor(batch(0))
+    with pytest.raises(
+        ShardwiseError, match=r"lazily initialized for 0\n.*belongs to that.*call fully_shard on their parts"
+    ):
+        critic(batch(0))
+    actor, critic = made()
+    plain = made()
+    for each in (actor[0], actor[1], critic[1]):
+        fully_shard(each)
+    x = torch.linspace(-1, 1, 24).view(4, 6)
+    for step in range(3):
+        for one, two in ((actor, critic), plain):
+            optimizer = torch.optim.SGD({*one.parameters(), *two.parameters()}, lr=0.1)
+            (one(x).sum() * (step + 1) + two(x).square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for found, expected in zip((actor, critic), plain, strict=True):
+        for mine, theirs in zip(found.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(full(mine), theirs)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@on_ranks(2)
+def test_torchs_clipping_takes_ignored_parameters_beside_shards(norm_type: float) -> None:
+    model, plain = net(), net()
+    fully_shard(model, ignored_params={model[2].bias})
+    x = torch.linspace(-1, 1, 24).view(4, 6)
+    for each in (model, plain):
+        each(x).square().sum().backward()
+    norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1, norm_type, foreach=True) for each in (model, plain)]
+    torch.testing.assert_close(*norms)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(mine.grad), theirs.grad)
