@@ -122,7 +122,8 @@ class Hooks:
         """Pre-forward hook: full parameters, inputs on the device and in the compute dtype."""
         engine = self._engine() if self._attachment.is_root is not None else None
         if engine is None:
-            engine = live_engine(self._attachment)
+            with _NO_RANGE if innermost_transform() is None else beside_transforms():
+                engine = live_engine(self._attachment)
         if engine.means.device.type != "cpu" and not engine.forwards:
             args, kwargs = to_device(args, engine.means.device), to_device(kwargs, engine.means.device)
         with _range("pre_forward", self._unit.name):
