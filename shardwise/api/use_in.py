@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import logging
+import sys
 from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any
@@ -10,10 +14,13 @@ from shardwise.api.fully_shard import fully_shard, register_fsdp_forward_method,
 from shardwise.api.replicate import replicate
 from shardwise.errors import ConfigError
 
+logger = logging.getLogger("shardwise")
+
 # Classes need no replacement: torch's policies and meshes are understood, and ``isinstance`` of its FSDPModule is true.
 _OURS: dict[str, Callable[..., Any]] = {
     each.__name__: each for each in (fully_shard, replicate, register_fsdp_forward_method, share_comm_ctx)
 }
+_OLDER_PATHS = ("torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")
 _PLACES = ("torch.distributed.fsdp", "torch.distributed._composable.replicate_with_fsdp")
 
 
@@ -21,8 +28,9 @@ class use_in:
     """Replace torch's ``fully_shard`` and its companions in the namespaces of ``modules`` by those of shardwise.
 
     For code that calls ``fully_shard`` itself: a trainer's module that has imported the name, or ``torch.distributed.fsdp``
-    for code that imports it when it runs (accelerate, Lightning, transformers).  Only these namespaces change, from the call
-    on, or within ``with``; call it before the model is sharded, on every rank.
+    for code that imports it when it runs (accelerate, Lightning, transformers), also from the older path
+    ``torch.distributed._composable.fsdp``; modules that have imported it by name before are named in a warning.
+    Only these namespaces change, from the call on, or within ``with``; call it before the model is sharded, on every rank.
 
     Attributes:
         replaced: pairs of a module and a name, in the order of replacement.
@@ -35,7 +43,10 @@ class use_in:
     def __init__(self, *modules: ModuleType) -> None:
         self.replaced: list[tuple[ModuleType, str]] = []
         self._before: list[Any] = []
-        found = [(module, name) for module in modules for name, value in vars(module).items() if _is_torchs(value)]
+        added = [each for module in modules for each in _at_older_paths(module) if each not in modules]
+        found = [
+            (module, name) for module in (*modules, *added) for name, value in vars(module).items() if _is_torchs(value)
+        ]
         for module in modules:
             if not any(owner is module for owner, _ in found):
                 raise ConfigError(
@@ -47,6 +58,12 @@ class use_in:
             self._before.append(before)
             self.replaced.append((module, name))
             setattr(module, name, _OURS[before.__name__])
+        left = _who_has_torchs() if added else []
+        if left:
+            logger.warning(
+                "%s imported torch's function before use_in, which cannot change that: call use_in with these modules, too",
+                ", ".join(left),
+            )
 
     def __enter__(self) -> use_in:
         return self
@@ -58,6 +75,24 @@ class use_in:
         while self.replaced:
             module, name = self.replaced.pop()
             setattr(module, name, self._before.pop())
+
+
+def _at_older_paths(module: ModuleType) -> list[ModuleType]:
+    """Return the modules in which torch has the names of ``module`` as well.
+
+    They are imported here: imported later, they would copy names that are replaced, and keep them for ever.
+    """
+    found: list[ModuleType] = []
+    for name in _OLDER_PATHS if module.__name__ == "torch.distributed.fsdp" else ():
+        with contextlib.suppress(ImportError):
+            found.append(importlib.import_module(name))
+    return found
+
+
+def _who_has_torchs() -> list[str]:
+    """Return the names of modules of others that have imported torch's ``fully_shard`` by name."""
+    others = [(name, each) for name, each in list(sys.modules.items()) if not name.startswith(("torch.", "shardwise."))]
+    return [name for name, each in others if _is_torchs(getattr(each, "__dict__", {}).get("fully_shard"))]
 
 
 def _is_torchs(value: object) -> bool:

@@ -73,6 +73,8 @@ def export_model(
         >>> export_model("run", "exported")  # doctest: +SKIP
     """
     source, target = open_source(folder, step), Path(to)
+    if target.is_file():
+        raise ConfigError(f"{target} is a file; name a folder to export into")
     tensors = {split(name)[1]: (name, t) for name, t in source.manifest.tensors.items() if split(name)[0] == key}
     if not tensors:
         there = sorted({split(name)[0] for name in source.manifest.tensors})

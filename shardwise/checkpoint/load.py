@@ -19,12 +19,12 @@ from shardwise.checkpoint.folder import list_checkpoints, note_verified
 from shardwise.checkpoint.foreign import find_foreign, foreign_manifest
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.meeting import together
-from shardwise.checkpoint.names import MANIFEST, step_of
+from shardwise.checkpoint.names import MANIFEST, join, step_of
 from shardwise.checkpoint.order import Order
 from shardwise.checkpoint.reader import read_manifest, read_requests
 from shardwise.checkpoint.state import carriers_of
 from shardwise.comm.roll_call import RollCall, open_roll_call
-from shardwise.errors import CheckpointError, DamagedCheckpointError
+from shardwise.errors import CheckpointError, DamagedCheckpointError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,10 @@ def _candidates(path: Path, step: int | None, files: Files, roll: RollCall) -> l
             return []
         if MANIFEST in files.names(path) or find_foreign(files, path) is not None:
             return [str(path)]
+        if path.is_file():
+            raise CheckpointError(
+                f"{path} is a file; name the folder of a checkpoint, or the one that checkpoints are in"
+            )
         found = [each for each in list_checkpoints(files, path) if step is None or each.step <= step]
         if not found or (step is not None and found[-1].step != step):
             there = ", ".join(str(each.step) for each in list_checkpoints(files, path)) or "none"
@@ -145,7 +149,7 @@ def _load_one(path: Path, state: Mapping[str, Any], strict: bool, skipped: tuple
     )
     if roll.rank == 0 and result.order.is_whole:
         note_verified(DiskFiles(), path, result.manifest.save_id)
-    missing = tuple(result.order.missing)
+    missing = (*result.order.missing, *result.order.unlike)
     if missing or result.unexpected:
         logger.warning("%s: missing: %s; unexpected: %s", path, _listing(missing), _listing(result.unexpected))
     step = result.manifest.step
@@ -168,12 +172,25 @@ def _stage(path: Path, state: Mapping[str, Any], strict: bool, roll: RollCall) -
     carriers = carriers_of(state, roll.rank, roll.size)
     applies = tuple(carrier.ask(order) for carrier in carriers)
     unexpected = tuple(order.unexpected([carrier.prefix for carrier in carriers]))
-    if strict and (order.missing or unexpected):
+    if strict:
+        _refuse_differences(order, state, unexpected)
+    return _Staged(manifest, order, applies, unexpected, read_requests(files, path, manifest, order.requests))
+
+
+def _refuse_differences(order: Order, state: Mapping[str, Any], unexpected: Sequence[str]) -> None:
+    entries = order.entries()
+    for key in state:
+        if key not in entries and any(join(key) in name.split("/") for name in order.missing):
+            raise CheckpointError(
+                f"the checkpoint has no entry {key!r}.{did_you_mean(key, entries)} It has {', '.join(map(repr, entries))}. "
+                "Leave the entry out of the state, or load what there is with strict=False"
+            )
+    if order.missing or order.unlike or unexpected:
         raise CheckpointError(
             f"the state and the checkpoint differ: missing there: {_listing(order.missing)}; unexpected: "
-            f"{_listing(unexpected)}. Load with the model that was saved, or strict=False"
+            f"{_listing(unexpected)}; of another shape: {_listing(order.unlike)}. Load with the model that was saved, or "
+            "strict=False"
         )
-    return _Staged(manifest, order, applies, unexpected, read_requests(files, path, manifest, order.requests))
 
 
 def _only_module(state: Mapping[str, Any]) -> str:

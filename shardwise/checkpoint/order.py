@@ -10,6 +10,7 @@ import torch
 
 from shardwise.checkpoint.dtypes import dtype_of
 from shardwise.checkpoint.manifest import Manifest, TensorRecord
+from shardwise.checkpoint.names import split
 from shardwise.checkpoint.plan import Window, whole
 from shardwise.checkpoint.values import Give, decode
 from shardwise.errors import CheckpointError
@@ -29,13 +30,15 @@ class Order:
     """Collects the requests of one load; memory is taken when something is asked for, and filled later.
 
     Attributes:
-        missing: names that were asked for and are not there, or do not fit, with the reason.
+        missing: names that were asked for and are not there.
+        unlike: what was asked for and has another shape there.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.requests: list[Request] = []
         self.missing: list[str] = []
+        self.unlike: list[str] = []
         self._used: set[str] = set()
         self._by_prefix: dict[str, list[str]] | None = None
 
@@ -47,7 +50,7 @@ class Order:
             return None
         self._used |= {name, self.manifest.ties.get(name, name)}
         if record.shape != tuple(shape):
-            self.missing.append(f"{name}: has shape {list(record.shape)} there, {list(shape)} here")
+            self.unlike.append(f"{name} is {list(record.shape)} in the checkpoint and {list(shape)} in the state")
             return None
         dtype = dtype_of(record.dtype, name)
         targets = [torch.empty(window.sizes, dtype=dtype, device="cpu") for window in windows]
@@ -81,6 +84,11 @@ class Order:
     def has_value(self, name: str) -> bool:
         """Return True if there is a value of that name."""
         return name in self.manifest.values
+
+    def entries(self) -> list[str]:
+        """Return the names of the entries of the state that was saved."""
+        parts = [split(name) for name in (*self.manifest.tensors, *self.manifest.values, *self.manifest.ties)]
+        return sorted({each[2] if each[0] == "rank" and len(each) > 2 else each[0] for each in parts})
 
     def names_under(self, prefix: str) -> list[str]:
         """Return the names of tensors and values that are ``prefix``, a slash and one more part."""

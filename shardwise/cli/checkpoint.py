@@ -68,6 +68,11 @@ def find_checkpoints(path: Path, step: int | None) -> list[Path]:
         raise ConfigError(
             f"{folder} has no checkpoint of step {step}; it has: {', '.join(str(e.step) for e in found)}."
         )
+    if path.is_file():
+        is_part = (path.parent / MANIFEST).is_file()
+        raise ConfigError(
+            f"{path} is a file; name {path.parent if is_part else 'the folder of a checkpoint, or a run'}."
+        )
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder.")
     is_old = (path / _OLD).is_file() or any(folder.glob(f"step-*/{_OLD}"))

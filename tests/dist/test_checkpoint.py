@@ -363,8 +363,29 @@ def test_names_that_differ_are_listed_and_nothing_changes(tmp_path: Path) -> Non
     assert not torch.equal(before, other.first.weight)
     wide = nn.Linear(6, 9)
     wide.first = nn.Linear(7, 9)
-    with pytest.raises(CheckpointError, match=r"model/first\.weight: has shape \[9, 6\] there, \[9, 7\] here"):
+    with pytest.raises(
+        CheckpointError, match=r"of another shape: model/first\.weight is \[9, 6\] in .* \[9, 7\] in the state"
+    ):
         load(tmp_path, {"model": wide})
+    assert "model/first.weight is [9, 6]" in str(load(tmp_path, {"model": wide}, strict=False).missing)
+
+
+@on_ranks(2)
+def test_entries_that_were_not_saved_are_told_from_misspelt_ones(tmp_path: Path) -> None:
+    model, optimizer = made("fully_shard")
+    save(tmp_path, {"model": model, "empty": nn.Identity(), "loader": PerRank({"at": 1})}, step=1)
+    load(tmp_path, {"model": model, "empty": nn.Identity(), "loader": PerRank({})})
+    with pytest.raises(CheckpointError, match="has no entry 'modle'. Did you mean 'model'. It has 'loader', 'model'"):
+        load(tmp_path, {"modle": model})
+    with pytest.raises(
+        CheckpointError, match="has no entry 'optimizer'. It has 'loader', 'model'. Leave the entry out"
+    ):
+        load(tmp_path, {"model": model, "optimizer": optimizer})
+    with pytest.raises(CheckpointError, match="has no entry 'other'"):
+        load(tmp_path, {"other": PerRank({})})
+    part = next((tmp_path / "step-00000001").glob("part-*"))
+    with pytest.raises(CheckpointError, match="is a file; name the folder of a checkpoint"):
+        load(part.parent / "manifest.json", {"model": model})
 
 
 @on_ranks(2)

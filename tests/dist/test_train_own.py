@@ -119,7 +119,12 @@ def test_exported_weights_load_into_the_plain_model_and_begin_another_run(runs: 
 
 def test_weights_of_another_model_are_refused_by_name_and_shape(runs: tuple[Path, dict[str, str]]) -> None:
     folder, said = runs
-    for words in ("--init", "token.weight: has shape [9, 16] there, [256, 16] here", "head.bias", "other.bias"):
+    for words in (
+        "--init",
+        "token.weight is [9, 16] in the checkpoint and [256, 16] in the state",
+        "head.bias",
+        "other.bias",
+    ):
         assert words in said["wrong"], words
     assert not (folder / "wrong").exists(), "nothing was begun"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import types
 
 import pytest
@@ -36,6 +38,39 @@ def test_a_module_that_calls_nothing_of_torchs_is_refused() -> None:
         import math
 
         use_in(math)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_torchs_older_path_is_replaced_too_and_put_back(is_early: bool) -> None:
+    names = [name for name in sys.modules if name.startswith("torch.distributed._composable.fsdp")]
+    before = {name: sys.modules.pop(name) for name in names}
+    try:
+        if is_early:
+            importlib.import_module("torch.distributed._composable.fsdp")
+        with use_in(torchs):
+            older = importlib.import_module("torch.distributed._composable.fsdp")
+            oldest = importlib.import_module("torch.distributed._composable.fsdp.fully_shard")
+            for module in (older, oldest):
+                assert module.fully_shard is shardwise.fully_shard
+                assert module.register_fsdp_forward_method is shardwise.register_fsdp_forward_method
+        for module in (older, oldest):
+            assert module.fully_shard is torchs.fully_shard
+    finally:
+        sys.modules.update(before)
+
+
+def test_modules_that_have_imported_torchs_function_before_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    module = types.ModuleType("early_trainer")
+    module.fully_shard = torchs.fully_shard  # type: ignore[attr-defined]
+    sys.modules["early_trainer"] = module
+    try:
+        with use_in(torchs):
+            assert "early_trainer imported torch's function before use_in" in caplog.text
+        caplog.clear()
+        with use_in(torchs, module):
+            assert "early_trainer" not in caplog.text
+    finally:
+        del sys.modules["early_trainer"]
 
 
 def test_what_was_sharded_within_is_what_torchs_tools_know() -> None:

@@ -143,9 +143,12 @@ def test_places_without_checkpoints_are_named_in_one_line(tmp_path: Path, capsys
     (tmp_path / "old" / "checkpoints" / "step-00000001" / ".metadata").touch()
     (tmp_path / "file").touch()
     _save(tmp_path / "one", Tied(), 1)
+    part = next((tmp_path / "one").glob("step-*/part-*"))
     cases = {
         ("show", tmp_path / "none"): "no such folder",
-        ("show", tmp_path / "file"): "no such folder",
+        ("show", tmp_path / "file"): "is a file; name the folder of a checkpoint, or a run",
+        ("verify", part): f"is a file; name {part.parent}",
+        ("export", tmp_path / "one", tmp_path / "file"): "is a file; name a folder to export into",
         ("verify", tmp_path): "has no checkpoint",
         ("show", tmp_path / "old"): "torch's own format (DCP)",
         ("show", tmp_path / "one", "--step", 3): "no checkpoint of step 3; it has: 1",

@@ -211,3 +211,9 @@ def test_a_launcher_is_recognised() -> None:
     for environment in ({"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "1"}, {"RANK": "4", "WORLD_SIZE": "4"}):
         with pytest.raises(ConfigError, match="RANK"):
             _request(environment=environment)
+
+
+def test_a_misspelt_option_gets_a_question(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--stpes=3"])
+    assert "unrecognized arguments: --stpes=3. Did you mean '--steps'?" in capsys.readouterr().err
