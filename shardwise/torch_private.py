@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -493,10 +493,10 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def intercept_redistribute(gather: Callable[[DTensor, Callable[[], DTensor]], DTensor | None]) -> None:
-    """Let ``gather`` make what ``redistribute`` (and ``full_tensor``) makes of leaves of a graph that it replicates, once.
+    """Let ``gather`` make what ``redistribute`` (and ``full_tensor``) makes of tensors of a graph that it replicates, once.
 
-    ``gather`` is called with the leaf and what redistributes it; None: torch's own result.  The method is public, but is
-    put in place of itself on the class.
+    ``gather`` is called with the tensor, a fake one while torch.compile traces, and what redistributes it; None: torch's own
+    result.  The method is public, but is put in place of itself on the class.
     """
     original = DTensor.redistribute
     if hasattr(original, "__wrapped__"):
@@ -504,13 +504,15 @@ def intercept_redistribute(gather: Callable[[DTensor, Callable[[], DTensor]], DT
 
     @functools.wraps(original)
     def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
-        is_wanted = torch.is_grad_enabled() and self.requires_grad and self.is_leaf
+        is_wanted = torch.is_grad_enabled() and self.requires_grad
         if is_wanted and placements is not None and all(each.is_replicate() for each in placements):
             found = gather(self, lambda: original(self, device_mesh, placements, **options))
             if found is not None:
                 return found
         return original(self, device_mesh, placements, **options)
 
+    for each in (redistribute, DTensor.full_tensor):  # where they run between graphs, nothing is compiled of them
+        skip_frames(each, "DTensor.redistribute runs between graphs")
     DTensor.redistribute = redistribute
 
 
@@ -533,6 +535,13 @@ def clip_mixed_by(clip: Callable[..., torch.Tensor]) -> None:
 
     clip_grad_norm_.shardwise_clip = clip  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
+
+
+def end_graph(why: str) -> NoReturn:
+    """Let torch.compile, which is tracing an operation, run it between graphs; ``why``: its error with ``fullgraph=True``."""
+    from torch._dynamo.exc import Unsupported
+
+    raise Unsupported(why)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

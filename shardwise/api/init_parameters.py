@@ -68,9 +68,11 @@ def init_parameters(
     meshes += [param.device_mesh for param in params.values() if isinstance(param, DTensor)]  # with tensor parallelism
     with _generators_of_first(max(meshes, key=DeviceMesh.size, default=None)):
         whole = _WholeParameters(units, {id(params[name]) for name in was_meta if name in params})
-        with whole:
-            (init_fn or _init_modules)(module)
-        whole.put_back()
+        try:
+            with whole:
+                (init_fn or _init_modules)(module)
+        finally:  # also after an error: what was written until then stays, as on one process
+            whole.put_back()
     left = unwritten_in(module)
     if left:
         logger.warning(
@@ -140,10 +142,12 @@ def _generators_of_first(mesh: DeviceMesh | None) -> Generator[None]:
     first = [state.cpu() for state in states]
     for each, state in zip(devices, first, strict=True):
         each.set_rng_state(state)
-    yield
-    for each, mine, state in zip(devices, own, first, strict=True):
-        if not torch.equal(mine, state):
-            each.set_rng_state(mine)
+    try:
+        yield
+    finally:
+        for each, mine, state in zip(devices, own, first, strict=True):
+            if not torch.equal(mine, state):
+                each.set_rng_state(mine)
 
 
 class _WholeParameters(TorchFunctionMode):

@@ -70,8 +70,6 @@ def check_values(
     """
     if not any(each.is_materialized for each in attachments):
         return
-    for each in attachments:
-        each.is_materialized = False
     params = [param for each in attachments for param in each.unit.params]
     told = [json.dumps(["", name]) for name in unwritten_in(root)]
     for group in (group for each in attachments for group in each.unit.groups):
@@ -90,20 +88,24 @@ def check_values(
             "shardwise.init_parameters(model, init_fn) with a function that gives values to all parameters and buffers, or "
             "load them; buffers that are computed in __init__ can be made on a device, inside with torch.device('cpu')"
         )
+    for each in attachments:
+        each.is_materialized = False
     several = [name for name in (param.fqn for param in params) if len(starts[name]) > 1]
     alike = [name for name in several if len(set(starts[name])) == 1]
     if alike and (alike[0] == several[0] or 2 * len(alike) > len(several)):
         raise StateError(
             f"the shards of {_shown(alike)} begin with the same values on all ranks: their initialization has drawn the "
             "shards, with one seed on every rank. Call shardwise.init_parameters(model) in place of to_empty() and "
-            "reset_parameters(): it gives the values that one process draws"
+            "reset_parameters(): it gives the values that one process draws. If the values are right, as those of experts that "
+            "are copies of one, call forward again: they are checked once"
         )
 
 
 def _start_of(param: UnitParam) -> int | None:
-    """Return a digest of the first values of a shard; None where these are all one number."""
+    """Return a digest of the first values of a shard; None where these are all one number, or the tensor is no shard."""
     local = torch_private.local_of(param.sharded).detach()
-    if param.shard.is_whole or not local.numel() or type(local) not in (torch.Tensor, nn.Parameter):
+    is_plain = type(local) in (torch.Tensor, nn.Parameter)
+    if param.shard.is_whole or not local.numel() or local.shape != param.shard_shape or not is_plain:
         return None
     first = local.reshape(-1)[:_NUM_FIRST]
     return None if bool((first == first[0]).all()) else digest_of(first)
