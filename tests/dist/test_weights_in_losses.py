@@ -292,7 +292,8 @@ def test_a_compiled_loss_that_gathers_a_weight_gives_it_the_mean_gradient() -> N
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["tp"]
     other = distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]).requires_grad_()  # on a mesh of its own: in one graph
     torch.compile(lambda each: each.full_tensor().sum(), backend="aot_eager", fullgraph=True)(other).backward()
-    assert other.grad is not None and torch.equal(full(other.grad), torch.ones(2, 2))
+    assert other.grad is not None
+    assert torch.equal(full(other.grad), torch.ones(2, 2))
 
 
 @on_ranks(2)
