@@ -1,7 +1,7 @@
-"""``full_tensor()`` of a sharded parameter inside a loss: its gradient goes into the reduction of the parameter's unit.
+"""``full_tensor()`` of a sharded parameter inside a loss: its gradient is reduced with those of the parameter's unit.
 
-To autograd a gathered tensor is the same on all ranks, and so is its gradient: each rank would give its shard the gradient of
-its own part of the batch.  Losses that take a head's weight (fused cross entropies, contrastive heads) gather it so.
+DTensor assumes that a gathered tensor has the same gradient on all ranks, so each rank's shard would get the gradient of that
+rank's batch alone.  Losses that take a head's weight (fused cross entropies, contrastive heads) gather it this way.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from shardwise.units.param import UnitParam
 from shardwise.units.unit import Unit
 
 _WHY_NO_GRAPH = (
-    "shardwise reduces the gradient of a parameter that is gathered, which no graph does: call full_tensor() outside of what "
-    "is compiled with fullgraph=True, and give it the result"
+    "shardwise reduces the gradient of a gathered parameter, which a compiled graph cannot: call full_tensor() outside of the "
+    "function that is compiled with fullgraph=True, and pass it the result"
 )
-_NUM_NEAR = 16  # nodes of a graph that are searched: casts, views and products of weights have fewer
+_NUM_NEAR = 16  # nodes of the graph that are searched; casts, views and products of weights have fewer
 
 
 def watch_gathers() -> None:
-    """Let ``DTensor.redistribute``, and ``full_tensor`` with it, ask for the full form of sharded parameters.  Once."""
+    """Intercept ``DTensor.redistribute``, and with it ``full_tensor``, for sharded parameters; further calls do nothing."""
     torch_private.intercept_redistribute(_gather)
 
 
 class _AsFull(torch.autograd.Function):
-    """Returns ``values`` as what a graph has computed from ``full``, which need have no memory."""
+    """Returns ``values`` as a function of ``full`` in the autograd graph; ``full`` needs no memory."""
 
     @staticmethod
     def forward(ctx: Any, full: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ class _AsFull(torch.autograd.Function):
 
 
 class _Averaged(torch.autograd.Function):
-    """Returns ``gathered``, whose gradient is then the mean over ranks, as the reduction of a unit is."""
+    """Returns ``gathered`` and averages its gradient over ranks, as the reduction of a unit does."""
 
     @staticmethod
     def forward(ctx: Any, gathered: DTensor) -> torch.Tensor:
@@ -64,9 +64,9 @@ class _Averaged(torch.autograd.Function):
 
 
 def _gather(sharded: DTensor, gather: Any) -> DTensor | None:
-    """Return what ``gather`` makes of a sharded parameter, as a function of the full form, or of what comes from shards.
+    """Return the result of ``gather`` as a function of the unsharded parameter, or of the shards behind ``sharded``.
 
-    None: ``sharded`` is of neither kind.
+    None: ``sharded`` is neither a sharded parameter nor computed from one.
     """
     if torch.compiler.is_compiling():
         if any(
@@ -109,7 +109,7 @@ def _comes_from_shards(tensor: torch.Tensor) -> bool:
 
 
 def _full_form(unit: Unit, param: UnitParam) -> torch.Tensor:
-    """Return the full form of ``param``, whose gradient ``unit`` reduces; made by a gather if there never was one."""
+    """Return the unsharded parameter of ``param``, whose gradient ``unit`` reduces; the first time an all-gather makes it."""
     attachment = attachment_of(unit.modules[0])
     assert attachment is not None
     provisional_engine(attachment)
