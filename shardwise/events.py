@@ -50,7 +50,7 @@ Event = Call | OrderChanged
 
 
 def unit_in_words(name: str) -> str:
-    """Return the words for a unit in messages.
+    """Return how messages call the unit of this name.
 
     Example:
         >>> unit_in_words("blocks.0"), unit_in_words("")

@@ -1,4 +1,4 @@
-"""Checks of arguments that several APIs share: names of keywords, and ``ignored_params``."""
+"""Arguments that the APIs have in common, checked: names, and parameters that are to be ignored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Result = TypeVar("_Result")
 
 
 def explains_arguments(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Return ``function``, made to raise ArgumentTypeError for unknown keywords and to suggest the most similar name."""
+    """Let ``function`` raise ArgumentTypeError for a keyword that it does not take, with the name that may be meant."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

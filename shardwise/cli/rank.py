@@ -48,7 +48,7 @@ _LOST_PEER = (
     "socket timeout",
     " is gone",
     " are gone",
-    " did not all make this call",
+    " did not all come",
 )
 
 

@@ -15,14 +15,13 @@ from shardwise.units.param import Slot, UnitParam
 from shardwise.units.unit import Unit
 
 # Nothing leads from an inner module to the units of those around it.
-# In the order in which they were made, which is the same on all ranks.
-_units: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
+_units: weakref.WeakSet[Unit] = weakref.WeakSet()
 _unit_of: weakref.WeakKeyDictionary[UnitParam, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 
 
 def remember(unit: Unit) -> None:
     """Let units that are made later find the parameters of ``unit``."""
-    _units[unit] = None
+    _units.add(unit)
     for param in unit.params:
         _unit_of[param] = weakref.ref(unit)
 

@@ -14,10 +14,10 @@ from shardwise.testing.fuzz.case import Contender
 from shardwise.testing.fuzz.draw import draw
 from shardwise.testing.fuzz.engines import EngineSide
 from shardwise.testing.fuzz.most_alive import most_full
+from shardwise.testing.fuzz.phases import Play, Seat
 from shardwise.testing.fuzz.render import render
 from shardwise.testing.fuzz.runner import Runner
 from shardwise.testing.fuzz.selftest import find
-from shardwise.testing.fuzz.sides import Play, Seat
 
 SEEDS: dict[str, tuple[int, ...]] = {
     "structure": (0, 2, 6),
@@ -35,6 +35,15 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "hooks": (0, 1, 2),
     "mixed": (0, 1, 2),
     "zero": (0, 1, 2),
+    "groups": (0, 1),
+    "joins": (0, 1),
+    "copies": (1, 3),
+    "meta": (0, 1, 7, 10),
+    "losses": (0, 1),
+    "saves": (0, 1),
+    "sizes": (0, 1),
+    "beside": (0, 1),
+    "around": (2, 4),
 }
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed._composable import replicate
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-__all__ = ["MixedPrecisionPolicy", "cpu_offload", "fully_shard", "zero"]
+__all__ = ["MixedPrecisionPolicy", "cpu_offload", "fully_shard", "replicate", "zero"]
 
 
 def cpu_offload() -> CPUOffloadPolicy:

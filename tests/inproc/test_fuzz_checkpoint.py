@@ -13,9 +13,9 @@ from shardwise import ShardedOptimizer
 from shardwise.testing.fuzz import actions as do
 from shardwise.testing.fuzz.case import Case, Model, Node, Optim, Segment, Settings
 from shardwise.testing.fuzz.checkpoint import read, write
+from shardwise.testing.fuzz.phases import Play
 from shardwise.testing.fuzz.reference import run_reference
 from shardwise.testing.fuzz.render import render
-from shardwise.testing.fuzz.sides import Play
 
 
 def stepped(net: nn.Module, optimizer: torch.optim.Optimizer) -> set[float]:

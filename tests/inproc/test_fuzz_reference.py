@@ -14,12 +14,13 @@ from shardwise.testing.fuzz import actions as do
 from shardwise.testing.fuzz.areas import AREAS
 from shardwise.testing.fuzz.case import Case, Model, Node, Optim, Segment, Settings
 from shardwise.testing.fuzz.draw import draw
+from shardwise.testing.fuzz.initial_values import fill
 from shardwise.testing.fuzz.judge import first_difference
+from shardwise.testing.fuzz.phases import Phase, Play
 from shardwise.testing.fuzz.record import Tale
 from shardwise.testing.fuzz.reference import run_reference
 from shardwise.testing.fuzz.render import render
-from shardwise.testing.fuzz.sides import Phase, Play
-from shardwise.testing.fuzz.zoo import Codes, Mlp, Quant, Stack, fill, wrap
+from shardwise.testing.fuzz.zoo import Codes, Mlp, Quant, Stack, wrap
 
 UNITS = (("c0",), ("",))
 

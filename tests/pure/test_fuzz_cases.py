@@ -12,8 +12,9 @@ from shardwise.testing.fuzz import actions as do
 from shardwise.testing.fuzz.areas import AREAS
 from shardwise.testing.fuzz.case import Case, Contender, Model, Node, Optim, Segment, Settings, from_json, to_json
 from shardwise.testing.fuzz.draw import draw
-from shardwise.testing.fuzz.draw_model import MODULE_HOOKS, places
+from shardwise.testing.fuzz.draw_model import MODULE_HOOKS
 from shardwise.testing.fuzz.eligible import OURS, is_ours, peer_of, suits
+from shardwise.testing.fuzz.nodes import places
 from shardwise.testing.fuzz.optims import OPTIMIZERS
 from shardwise.testing.fuzz.render import path_of, render
 from shardwise.testing.fuzz.shrink import candidates, shrink

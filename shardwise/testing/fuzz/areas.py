@@ -1,119 +1,13 @@
-"""How often what is drawn, per area: a table of weights each."""
+"""How often what is drawn, per area."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 
-Table = Mapping[str, float]
-USED = ("scalar", "tiny", "wide", "strided")
-ODDMENTS = (*USED, "frozen", "unused", "empty")
-
-
-def table(**weights: float) -> Table:
-    """Return weights by name that nobody can change."""
-    return MappingProxyType(dict(weights))
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Probabilities between 0 and 1, and tables of relative weights.
-
-    Attributes, of models:
-        kinds: of leaves.  oddments: what odd parameters there are.  depth: of stacks in stacks.  children: of a stack, at most.
-        boxed, touched, hooked, gate, peek: that a child is wrapped so.  twice, skipped: how a stack calls a child.
-        recompute: of a segment.  tie: of two alike modules.  frozen: of a leaf.  unit: that a module is one.
-        merge: that neighbouring units become one.  top_down: that the root is sharded before its blocks.
-    Attributes, of programs:
-        steps, microbatches: at most.  gap: that something comes between two actions; extras: what.
-        hold: that microbatches are not synced; retain, together, watched, clip, closure, keep_grad, grad_to_zero.
-    Attributes, of settings:
-        reals: that numbers are not whole.  meshes, reshards, policies, optims: relative weights; groups; large.
-        offload, columns, bucket_view, sync_buffers; compiled: relative weights of backends.
-        hooks: that users have registered hooks on gradients.  overlaps: of each of ZeRO's two overlaps.
-        own: of each thing that a unit may have for itself.
-        turns: that every forward is followed by its backward and a step, and everything is used, as overlapped steps need it.
-    Attributes, of contenders:
-        doors: relative weights of contenders' doors.  num_contenders: of ours, per case.
-        ranks: relative weights of world sizes.
-    """
-
-    kinds: Table = field(default_factory=lambda: table(Mlp=8, Oddments=0.6, Conv=0.2, Lookup=1, Tally=1, Follower=0.5))
-    real_kinds: Table = field(default_factory=lambda: table(Norm=1, Lstm=1))
-    oddments: tuple[str, ...] = ("tiny", "frozen", "unused")
-    depth: int = 2
-    children: int = 3
-    boxed: float = 0.1
-    touched: float = 0.05
-    hooked: float = 0.0
-    gate: float = 0.0
-    peek: float = 0.0
-    twice: float = 0.05
-    skipped: float = 0.02
-    recompute: float = 0.05
-    tie: float = 0.05
-    frozen: float = 0.05
-    unit: float = 0.6
-    merge: float = 0.1
-    top_down: float = 0.0
-    steps: int = 3
-    microbatches: int = 1
-    gap: float = 0.1
-    extras: Table = field(default_factory=lambda: table(eval=2, take=1, change=1))
-    hold: float = 0.0
-    retain: float = 0.02
-    together: float = 0.02
-    watched: float = 0.3
-    clip: float = 0.05
-    closure: float = 0.02
-    keep_grad: float = 0.02
-    grad_to_zero: float = 0.1
-    reals: float = 0.3
-    meshes: Table = field(default_factory=lambda: table(flat=1))
-    reshards: Table = field(default_factory=lambda: table(none=4, yes=2, no=2))
-    policies: Table = field(default_factory=lambda: table(none=1))
-    optims: Table = field(default_factory=lambda: table(modular=3, sgd=1, momentum=1))
-    real_optims: Table = field(default_factory=lambda: table(adamw=2, small_sgd=1))
-    groups: float = 0.2
-    large: float = 0.4
-    offload: float = 0.0
-    columns: float = 0.0
-    bucket_view: float = 0.3
-    turns: float = 0.0
-    hooks: float = 0.0
-    overlaps: float = 0.0
-    own: float = 0.0
-    sync_buffers: float = 0.0
-    compiled: Table = field(default_factory=table)
-    doors: Table = field(
-        default_factory=lambda: table(
-            fully_shard=6, shard_model=1, replicate=1, replicate_older=1, zero1=0.5, zero2=0.5
-        )
-    )
-    num_contenders: int = 3
-    ranks: Table = field(default_factory=lambda: table(one=0.5, two=6, three=1, four=2))
-
-    def in_turns(self) -> Weights:
-        """Return the weights for what a step inside of backward can do."""
-        return replace(
-            self,
-            gate=0.0,
-            skipped=0.0,
-            frozen=0.0,
-            peek=0.0,
-            recompute=0.0,
-            gap=0.1,
-            extras=table(rate=3, join=1),
-            microbatches=1,
-            retain=0.0,
-            together=0.0,
-            closure=0.0,
-            clip=0.0,
-            keep_grad=0.0,
-            oddments=USED,
-        )
-
+from shardwise.testing.fuzz.losses import LOSSES
+from shardwise.testing.fuzz.weights import ODDMENTS, PLAIN_STEPS, Weights, table
 
 _BASE = Weights()
 AREAS: Mapping[str, Weights] = MappingProxyType(
@@ -327,6 +221,130 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             num_contenders=1,
             extras=table(change=1, eval=1, take=1),
             doors=table(fully_shard=4, replicate=1, replicate_older=1),
+        ),
+        "groups": replace(
+            _BASE,
+            reals=1.0,
+            groups=0.6,
+            clip=0.0,  # of a part of the parameters, ShardedOptimizer clips that part
+            marked=0.5,
+            later=0.7,
+            gap=0.35,
+            children=2,
+            depth=1,
+            steps=4,
+            num_contenders=4,
+            keep_grad=0.1,
+            extras=table(add_group=3, option=4, rate=2, eval=0.5, take=0.5),
+            real_kinds=table(),
+            real_optims=table(small_sgd=3, adamw=2, rmsprop=1, fused_sgd=1, foreach=1),
+            doors=table(fully_shard=4, shard_model=1, replicate=1, replicate_older=1, zero1=3, zero2=3),
+        ),
+        "joins": replace(
+            _BASE,
+            reals=0.9,
+            joins=0.5,
+            gap=0.05,
+            formats=True,
+            recompute=0.0,
+            **PLAIN_STEPS,
+            kinds=table(Conv=5, Mlp=1, Oddments=0.5),
+            real_kinds=table(),
+            depth=1,
+            groups=0.3,
+            num_contenders=4,
+            extras=table(rate=1),
+            real_optims=table(fused=3, fused_sgd=2, foreach=1, adamw=1),
+            doors=table(zero1=4, overlap=1, interleaved=1),
+        ),
+        "copies": replace(
+            _BASE,
+            ignored=0.8,
+            tie=0.0,
+            gap=0.25,
+            clip=0.0,
+            extras=table(copy_model=4, eval=2, take=1, change=1, remake=0.5),
+            optims=table(modular=1, sgd=1),
+            real_kinds=table(),
+            real_optims=table(small_sgd=1, adamw=1),
+            doors=table(fully_shard=4, shard_model=2, replicate=2),
+        ),
+        "meta": replace(
+            _BASE,
+            meta=table(init=3, reset=1, load=2, assign=2),
+            reals=1.0,
+            kinds=table(Mlp=4, Conv=1, Lookup=1, Rope=2),
+            formats=True,
+            boxed=0.0,
+            steps=2,
+            tie=0.2,
+            extras=table(eval=2, take=1, copy_model=0.5),
+            doors=table(fully_shard=4, shard_model=2, replicate=2),
+        ),
+        "losses": replace(
+            _BASE,
+            losses=LOSSES,
+            recompute=0.0,
+            boxed=0.0,
+            reals=1.0,
+            tie=0.0,
+            kinds=table(Mlp=4, Oddments=1, Conv=1),
+            real_kinds=table(),
+            extras=table(loss_of=4, eval=1, set=0.5),
+            gap=0.3,
+            steps=4,
+            doors=table(fully_shard=4, shard_model=2, replicate=1),
+        ),
+        "saves": replace(
+            _BASE,
+            gap=0.1,
+            kinds=table(Mlp=4, Tally=1, Conv=1),
+            real_kinds=table(Norm=1),
+            saves=0.5,
+            extras=table(eval=1, change=1),
+            doors=table(fully_shard=3, shard_model=1, replicate=1, replicate_older=1),
+        ),
+        "sizes": replace(
+            _BASE,
+            bounded=True,
+            reshards=table(yes=1),
+            recompute=1.0,
+            kinds=table(Mlp=1),
+            real_kinds=table(),
+            depth=1,
+            children=12,
+            boxed=0.0,
+            twice=0.0,
+            unit=0.95,
+            merge=0.0,
+            tie=0.0,
+            watched=1.0,  # as reentrant checkpoints need it
+            steps=4,
+            gap=0.3,
+            extras=table(grow=1),
+            **PLAIN_STEPS,
+            doors=table(fully_shard=1),
+        ),
+        "beside": replace(
+            _BASE,
+            apart=table(named=1, synced=1),
+            steps=2,
+            extras=table(eval=1),
+            doors=table(fully_shard=3, shard_model=1, zero1=1),
+        ),
+        "around": replace(
+            _BASE,
+            depth=2,
+            recompute=0.0,
+            frozen=0.0,
+            tie=0.0,
+            gap=0.05,
+            unit=0.4,
+            merge=0.0,
+            num_contenders=1,
+            extras=table(rate=1, remake=1),
+            **PLAIN_STEPS,
+            doors=table(within_replicate=1),
         ),
         "resume": replace(
             _BASE,

@@ -61,10 +61,17 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Optim:
-    """An optimizer: a name of :data:`shardwise.testing.fuzz.optims.OPTIMIZERS`; ``groups``: biases have other options."""
+    """An optimizer: a name of :data:`shardwise.testing.fuzz.optims.OPTIMIZERS`; ``groups``: biases have other options.
+
+    Attributes:
+        marked: biases are found by an attribute that parameters have had since before they were sharded.
+        later: numbers of parameters that no group has before an ``AddGroup``.
+    """
 
     name: str = "sgd"
     groups: bool = False
+    marked: bool = False
+    later: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,12 @@ class Settings:
         hooks: parameters on whose gradients hooks of users are registered before anything is sharded: number, factor, and 1 for
             those that follow the accumulation, 0 for others.
         own: what units have for themselves, by turns: unit ``n`` has entry ``n`` modulo their number.
+        ignored: numbers of parameters that the engine's APIs ignore: every rank has its own.
+        meta: the model is made on the meta device and gets values after it was sharded: "init" (by ``init_parameters``),
+            "reset" (``to_empty``, then its own initialization), "load" (``to_empty``, then a state dict), or "assign" (a
+            state dict whose tensors replace those on meta); "" for none.
+        apart: ranks begin with different values: "named" (nothing is done about it) or "synced" by the API; "" for none.
+        bounded: steps are plain and all is recomputed: no more units are full at once than a part that is recomputed needs.
         overlap_grads, overlap_params: of ZeRO without DDP, and of ZeRO: messages beside backward, and beside the next forward.
         compiled: blocks that are units are compiled whole after they were sharded, by this backend; "" for none.
     """
@@ -124,6 +137,10 @@ class Settings:
     own: tuple[Own, ...] = ()
     overlap_grads: bool = False
     overlap_params: bool = False
+    ignored: tuple[int, ...] = ()
+    meta: str = ""
+    bounded: bool = False
+    apart: str = ""
 
 
 @dataclass(frozen=True, slots=True, order=True)

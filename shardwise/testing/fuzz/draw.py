@@ -8,11 +8,12 @@ from random import Random
 from typing import Any
 
 from shardwise.testing.fuzz import actions as do
-from shardwise.testing.fuzz.areas import AREAS, Weights
+from shardwise.testing.fuzz.areas import AREAS
 from shardwise.testing.fuzz.case import Case, Contender, Optim, Own, Settings
 from shardwise.testing.fuzz.draw_model import MODULE_HOOKS, SIZES, draw_model, pick
 from shardwise.testing.fuzz.eligible import OURS, is_ours, peer_of, suits
 from shardwise.testing.fuzz.optims import OPTIMIZERS
+from shardwise.testing.fuzz.weights import Weights
 
 RANKS = {"one": 1, "two": 2, "three": 3, "four": 4}
 RESHARDS: dict[str, bool | int | None] = {"none": None, "yes": True, "no": False, "two": 2}
@@ -84,7 +85,7 @@ def _draw_settings(random: Random, weights: Weights, num_ranks: int) -> Settings
         output=output,
         offload=random.random() < weights.offload,
         columns=mesh != "tensor" and random.random() < weights.columns,
-        optim=Optim(pick(random, weights.optims), random.random() < weights.groups),
+        optim=_draw_optim(random, weights),
         compiled=pick(random, weights.compiled) if weights.compiled else "",
         large_numel=random.choice((1, 12)) if random.random() < weights.large else 0,
         bucket_view=random.random() < weights.bucket_view,
@@ -95,6 +96,13 @@ def _draw_settings(random: Random, weights: Weights, num_ranks: int) -> Settings
         settings = replace(settings, batch=2)
     # Half precision is compared where it is exact alone.
     return _in_reals(random, settings, weights) if not compute and random.random() < weights.reals else settings
+
+
+def _draw_optim(random: Random, weights: Weights) -> Optim:
+    optim = Optim(pick(random, weights.optims), random.random() < weights.groups)
+    if weights.later and random.random() < weights.later:
+        optim = replace(optim, later=tuple(random.randrange(60) for _ in range(random.randint(1, 3))))
+    return replace(optim, marked=optim.groups and random.random() < weights.marked) if weights.marked else optim
 
 
 def _draw_beside(random: Random, weights: Weights) -> dict[str, Any]:
@@ -108,6 +116,11 @@ def _draw_beside(random: Random, weights: Weights) -> dict[str, Any]:
         found["own"] = tuple(_draw_own(random, weights.own) for _ in range(random.randint(2, 4)))
     if weights.overlaps:
         found |= {name: random.random() < weights.overlaps for name in ("overlap_grads", "overlap_params")}
+    if weights.bounded:
+        found["bounded"] = True
+    if weights.ignored and random.random() < weights.ignored:
+        found["ignored"] = tuple(random.randrange(60) for _ in range(random.randint(1, 4)))
+    found |= {name: pick(random, each) for name in ("meta", "apart") if (each := getattr(weights, name))}
     return found
 
 
@@ -121,7 +134,7 @@ def _draw_own(random: Random, share: float) -> Own:
 
 
 def _in_reals(random: Random, settings: Settings, weights: Weights) -> Settings:
-    optim = Optim(pick(random, weights.real_optims), settings.optim.groups)
+    optim = replace(settings.optim, name=pick(random, weights.real_optims))
     own = tuple(replace(each, half=False) for each in settings.own)
     batch = max(2, settings.batch)
     return replace(settings, arithmetic="reals", dtype="float64", batch=batch, optim=optim, own=own)
@@ -158,6 +171,10 @@ class _Program:
             "input_gradient": do.InputGradient,
             "join": lambda: do.JoinLoop((*(random.randint(0, 3) for _ in range(num_ranks - 1)), 2)),
             "rate": lambda: do.Rate(random.choice((2.0, 0.5)) if not self._exact else 1.0),
+            "option": lambda: do.Rate(0.5, random.choice(("momentum", "weight_decay", "lr")), self._chance(0.5)),
+            "add_group": lambda: do.AddGroup(random.choice((0.5, 1.0, 2.0))),
+            "grow": lambda: do.Grow(random.randint(0, 3)),
+            "loss_of": lambda: do.LossOf(random.choice(self._weights.losses), self._index()),
             "save": do.Save,
             "load": do.Load,
             "remake": do.Remake,
@@ -205,6 +222,9 @@ class _Program:
 
     def _draw_step(self) -> None:
         weights = self._weights
+        if weights.joins and self._chance(weights.joins):
+            self._add(self._extras["join"]())
+            return
         if self._chance(weights.closure):
             self._add(do.Step(closure=True))
             return
@@ -224,6 +244,8 @@ class _Program:
         if self._chance(weights.clip):
             self._add(self._clip())
         self._add(do.Step())
+        if weights.saves and self._chance(weights.saves):
+            self._add(do.RoundTrip(self._random.choice(("", "per_rank"))))
         if not self._chance(weights.keep_grad):
             self._add(do.ZeroGrad(not self._chance(weights.grad_to_zero), self._chance(0.3)))
 

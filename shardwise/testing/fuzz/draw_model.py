@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
 from typing import TypeVar
 
-from shardwise.testing.fuzz.areas import Table, Weights
 from shardwise.testing.fuzz.case import Model, Node, Segment
+from shardwise.testing.fuzz.nodes import Place, places
+from shardwise.testing.fuzz.weights import Table, Weights
 
 T = TypeVar("T")
-Place = tuple[int, ...]
 FORMS = ("view", "slice", "list", "dict", "pair", "box", "tuple")
 MODULE_HOOKS = ("pre", "pre with kwargs", "forward", "forward first", "backward", "backward pre")
 TOUCHES = ("add", "view", "fill", "none")
 SIZES = (1, 2, 3, 4, 5, 7)
+FORMATS = ("", "0123", "3210", "1230")  # orders of the dims of convolutions' weights in memory
 SIZED = ("Mlp", "Conv", "Lookup", "Follower", "Lstm")
 
 
@@ -54,6 +55,8 @@ def _draw_leaf(random: Random, weights: Weights, reals: bool, sizes: Sequence[in
         if random.random() < 0.25:  # units of a single odd parameter: of none that has elements, above all
             parts = [random.choice((*weights.oddments, *[part for part in weights.oddments if part == "empty"] * 3))]
         node = Node(kind, form=" ".join(parts or ["tiny"]))
+    if kind == "Conv" and weights.formats:
+        node = replace(node, form=random.choice(FORMATS))
     if kind == "Lookup" and random.random() < weights.peek:
         node = Node("Peek", children=(node,))
     if random.random() < weights.frozen:
@@ -84,13 +87,6 @@ def _draw_segments(random: Random, weights: Weights, count: int) -> tuple[Segmen
         segments.append(Segment(tuple(calls[:length]), recompute))
         calls = calls[length:]
     return tuple(segments)
-
-
-def places(node: Node, here: Place = ()) -> Iterator[tuple[Place, Node]]:
-    """Yield all nodes with their places, children before their parents."""
-    for number, child in enumerate(node.children):
-        yield from places(child, (*here, number))
-    yield here, node
 
 
 def _draw_units(random: Random, weights: Weights, root: Node) -> tuple[tuple[Place, ...], ...]:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from shardwise.testing.fuzz import actions as do
-from shardwise.testing.fuzz.case import Case, Contender, Node
+from shardwise.testing.fuzz.case import Case, Contender
+from shardwise.testing.fuzz.losses import OF_WEIGHTS
+from shardwise.testing.fuzz.nodes import calls_twice, has_matrices, places, recomputes, rows_of_codes, trains, uses_all
 from shardwise.testing.fuzz.optims import OPTIMIZERS
 
-ENGINE_DOORS = ("fully_shard", "shard_model", "replicate", "replicate_older", "torch_fully_shard")
+ENGINE_DOORS = ("fully_shard", "shard_model", "replicate", "replicate_older", "within_replicate", "torch_fully_shard")
 SHARDING_DOORS = ("fully_shard", "shard_model", "torch_fully_shard")
 OVERLAP_DOORS = ("overlap", "interleaved")
 DOORS = (*ENGINE_DOORS, "ddp", "zero1", "zero2", "zero_alone", "torch_zero", *OVERLAP_DOORS)
@@ -25,6 +27,7 @@ OURS: tuple[Contender, ...] = (
     Contender("replicate"),
     Contender("replicate", update="sharded"),
     Contender("replicate_older"),
+    Contender("within_replicate"),
     *(Contender(door, update=update) for door in ("zero1", "zero2", "zero_alone") for update in ("whole", "even")),
     *(
         Contender(door, update=update)
@@ -94,7 +97,7 @@ def _averages(case: Case, contender: Contender) -> bool:
     converts = any(isinstance(action, do.Change) and action.how == "convert" for action in case.actions)
     if contender.door != "zero_alone":
         return not (contender.door == "zero1" and closes and converts)
-    return not (closes or clips) and _has_matrices(case.model.root)
+    return not (closes or clips) and has_matrices(case.model.root)
 
 
 def _hooks_gradients(case: Case, contender: Contender) -> bool:
@@ -187,6 +190,34 @@ def _has_own(case: Case, contender: Contender) -> bool:
     return not case.settings.own or contender.door in ("fully_shard", "replicate", "torch_fully_shard")
 
 
+def _ignores(case: Case, contender: Contender) -> bool:
+    """Parameters are ignored, or on meta, where the engine's newer APIs shard the model; some take the first rank's values."""
+    names_at_once = contender.door in ("fully_shard", "shard_model")  # others name it in the first backward or step
+    if case.settings.apart and not names_at_once and (case.settings.apart == "synced" or contender.door != "zero1"):
+        return False
+    asks = case.settings.ignored or case.settings.meta
+    return not asks or contender.door in ("fully_shard", "shard_model", "replicate", "torch_fully_shard")
+
+
+def _wraps(case: Case, contender: Contender) -> bool:
+    """torch's ``replicate`` around units wants what DDP wants, and what it holds itself has the API of no unit."""
+    if contender.door != "within_replicate":
+        return True
+    holds = any(
+        isinstance(action, (do.Set, do.Change, do.Take, do.Copy)) or action.is_engines for action in case.actions
+    )
+    inner = [place for unit in case.model.units for place in unit if place]
+    leaves = [(place, node) for place, node in places(case.model.root) if not node.children and trains(node)]
+    left = any(all(place[: len(unit)] != unit for unit in inner) for place, _ in leaves)
+    return left and not (holds or case.settings.own) and _suits_ddp(case, False)
+
+
+def _torch_is_right(case: Case, contender: Contender) -> bool:
+    """Leave out what torch's class trains wrongly in silence: that is no excuse for ours."""
+    takes_weights = any(isinstance(action, do.LossOf) and action.form in OF_WEIGHTS for action in case.actions)
+    return contender.door != "torch_fully_shard" or not (takes_weights or case.settings.apart)
+
+
 def _torch_can(case: Case, contender: Contender) -> bool:
     """Leave out what would make one rank of torch's class raise and the others wait.
 
@@ -195,14 +226,14 @@ def _torch_can(case: Case, contender: Contender) -> bool:
     if contender.door != "torch_fully_shard":
         return True
     takes_largest = any(isinstance(action, do.Clip) and action.how == "inf" for action in case.actions)
-    return not takes_largest and all(rows % case.num_ranks == 0 for rows in _rows_of_codes(case.model.root))
+    return not takes_largest and all(rows % case.num_ranks == 0 for rows in rows_of_codes(case.model.root))
 
 
 def _means_the_same(case: Case, contender: Contender) -> bool:
     """Doors with whole parameters show held gradients in ``.grad``, have no units, and DDP wants its turns."""
     if is_engines(contender):
         return contender.door != "replicate_older" or not _uses_held(case.actions)
-    if _rows_of_codes(case.model.root) or not _suits_whole(case.actions):
+    if rows_of_codes(case.model.root) or not _suits_whole(case.actions):
         return False
     return (
         _suits_owners(case.actions)
@@ -214,7 +245,7 @@ def _means_the_same(case: Case, contender: Contender) -> bool:
 def _has_gradients(case: Case, contender: Contender) -> bool:
     """DDP refuses a model without a parameter that takes a gradient."""
     is_wrapped = contender.door in ("ddp", "zero1", "torch_zero", *OVERLAP_DOORS)
-    return not is_wrapped or _trains(case.model.root)
+    return not is_wrapped or trains(case.model.root)
 
 
 RULES: tuple[Callable[[Case, Contender], bool], ...] = (
@@ -233,6 +264,9 @@ RULES: tuple[Callable[[Case, Contender], bool], ...] = (
     _has_units,
     _defers_alike,
     _has_own,
+    _ignores,
+    _wraps,
+    _torch_is_right,
     _torch_can,
     _means_the_same,
 )
@@ -241,7 +275,8 @@ RULES: tuple[Callable[[Case, Contender], bool], ...] = (
 def _names_a_unit(action: do.Action) -> bool:
     if isinstance(action, do.Set):
         return not (action.recurse and action.unit == -1) or action.method == "gradient_divide_factor"
-    return action.is_engines and hasattr(action, "unit")
+    is_of_unit = isinstance(action, do.LossOf) and action.form == "unshard"
+    return is_of_unit or (action.is_engines and hasattr(action, "unit"))
 
 
 def _suits_whole(actions: Sequence[do.Action]) -> bool:
@@ -301,7 +336,7 @@ def _suits_ddp(case: Case, overlaps: bool) -> bool:
             return False
         if alive > 1:
             return False
-    if alive or _recomputes(case.model.root):
+    if alive or recomputes(case.model.root):
         return False
     return not overlaps or (_steps_in_backward(case.actions) and uses_all(case.model.root))
 
@@ -328,49 +363,3 @@ def _steps_in_backward(actions: Sequence[do.Action]) -> bool:
         return False
     rates = [type(left) for left, right in pairwise(actions) if isinstance(right, do.Rate)]
     return do.Backward not in rates
-
-
-def uses_all(node: Node) -> bool:
-    """True if a forward uses every parameter and all are trainable."""
-    if node.frozen or node.kind == "Gate" or any(part in node.form for part in ("unused", "frozen", "empty")):
-        return False
-    used = {number for segment in node.segments for number in segment.children}
-    if node.kind == "Stack" and used != set(range(len(node.children))):
-        return False
-    return all(uses_all(child) for child in node.children)
-
-
-def _rows_of_codes(node: Node) -> list[int]:
-    """Return the rows of parameters of a tensor subclass, which DDP and ZeRO would have to send whole."""
-    own = [node.size] if node.kind == "Quant" else []
-    return own + [rows for child in node.children for rows in _rows_of_codes(child)]
-
-
-def _has_matrices(node: Node) -> bool:
-    """True if gradients of some parameters depend on more than a few numbers of a batch."""
-    if node.children:
-        return not node.frozen and any(_has_matrices(child) for child in node.children)
-    return _trains(node) and node.kind not in ("Oddments", "Stack")
-
-
-def _trains(node: Node) -> bool:
-    if node.frozen or node.kind == "Quant":
-        return False
-    if node.children:
-        return any(_trains(child) for child in node.children)
-    return node.kind not in ("Oddments", "Stack") or any(part != "frozen" for part in node.form.split())
-
-
-def calls_twice(node: Node) -> bool:
-    """True if a stack calls one of its children twice in one segment, or in two."""
-    called = [child for segment in node.segments for child in segment.children]
-    return len(set(called)) < len(called) or any(calls_twice(child) for child in node.children)
-
-
-def has_kind(node: Node, kind: str) -> bool:
-    """True if ``kind`` is in the tree."""
-    return node.kind == kind or any(has_kind(child, kind) for child in node.children)
-
-
-def _recomputes(node: Node) -> bool:
-    return any(segment.recompute for segment in node.segments) or any(_recomputes(child) for child in node.children)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
 import shardwise
+from shardwise.checkpoint import finish, load, save
 from shardwise.engine.attachment import attachment_of
 from shardwise.engine.roots import live_engine
 from shardwise.testing.fuzz import peers
 from shardwise.testing.fuzz.case import Contender, Own
+from shardwise.testing.fuzz.from_meta import give_values
+from shardwise.testing.fuzz.initial_values import convert
 from shardwise.testing.fuzz.most_alive import Watch
-from shardwise.testing.fuzz.optims import OPTIMIZERS
+from shardwise.testing.fuzz.optims import OPTIMIZERS, is_wide
+from shardwise.testing.fuzz.phases import Play, Seat
 from shardwise.testing.fuzz.record import Record
-from shardwise.testing.fuzz.sides import Play, Seat, Side
-from shardwise.testing.fuzz.zoo import Mlp
+from shardwise.testing.fuzz.sides import Side
+from shardwise.testing.fuzz.zoo import Mlp, Stack
 
 Meshes = dict[tuple[int, str], DeviceMesh]
 
@@ -60,6 +68,7 @@ MAKERS: dict[str, Maker] = {
     "replicate_older": Maker(
         _older_replicate, shardwise.MixedPrecisionPolicy, shardwise.CPUOffloadPolicy, reshards=False
     ),
+    "within_replicate": Maker(_ours("fully_shard"), shardwise.MixedPrecisionPolicy, shardwise.CPUOffloadPolicy),
     "torch_fully_shard": Maker(peers.fully_shard, peers.mixed_precision, peers.cpu_offload, is_ours=False),
 }
 _OTHERS = {"fully_shard": "replicate", "replicate": "fully_shard"}
@@ -87,16 +96,26 @@ class EngineSide(Side):
         self.contender = contender
         self._maker = MAKERS[contender.door]
         self._meshes = meshes
-        self.model = self.net = self._sharded(self.hooked(play.build().to(device)))
-        if self._maker.is_ours and contender.door in ("fully_shard", "shard_model"):
+        is_on_meta = bool(self.settings.meta) and self._maker.is_ours
+        with torch.device("meta") if is_on_meta else nullcontext():
+            model = (
+                convert(play.make(), self.dtype) if is_on_meta and play.make is not None else self.begin(play.build())
+            )
+        self.model = self.net = self._sharded(self.hooked(model if is_on_meta else model.to(device)))
+        if is_on_meta:
+            give_values(model, play)
+        if contender.door in ("fully_shard", "shard_model"):
             cast(Any, self.model).set_transport(contender.transport)
         shards = self.settings.mesh != "tensor" and seat.num_ranks > 1  # else full parameters may be DTensors too
         # On an accelerator units are padded for its kernels: more is planned than modules have registered.
+        shards &= contender.door != "within_replicate"  # whose own parameters stay full, too
         shards &= not any(own.other_door for own in self.settings.own)  # replicas stay full
         self._is_counted = self._maker.is_ours and self._maker.reshards and shards and device == "cpu"
-        self.watch = Watch(self.net) if self._is_counted else None
+        self.watch = Watch(self.net, self.ignored, self._most_units()) if self._is_counted else None
         # Of parameters that stay what they are every rank's own gradients show until they are averaged, as under DDP.
         self._shows_unsynced = contender.door == "replicate_older"
+        if not self._maker.is_ours:
+            self.mark(self.net)  # torch's own class loses attributes
         self.remake_optimizer()
 
     def _sharded(self, model: nn.Module) -> nn.Module:
@@ -112,6 +131,8 @@ class EngineSide(Side):
             mesh = mesh["data"]
         units = (("",),) if self._maker.is_whole_model else self.play.units
         for number, paths in enumerate(units):
+            if self.contender.door == "within_replicate" and "" in paths:
+                continue
             modules = [model.get_submodule(path) for path in paths]
             own = self._own(number)
             maker = MAKERS[_OTHERS.get(self.contender.door, self.contender.door)] if own.other_door else self._maker
@@ -119,6 +140,8 @@ class EngineSide(Side):
             maker.shard(modules if len(modules) > 1 else modules[0], **arguments)
             if self.settings.compiled and self._maker.is_ours:
                 self._compile(modules)
+        if self.contender.door == "within_replicate":
+            peers.replicate(model)
         return model
 
     def _compile(self, modules: list[nn.Module]) -> None:
@@ -126,6 +149,12 @@ class EngineSide(Side):
         for module in modules:
             if isinstance(module, Mlp):
                 module.compile(backend=self.settings.compiled, fullgraph=True)
+
+    def _most_units(self) -> int | None:
+        """Return how many units may be full at once: the root, those of one segment, and two that are gathered ahead."""
+        if not self.settings.bounded or not isinstance(self.net, Stack):
+            return None
+        return 3 + max(len(numbers) for numbers, _ in self.net.segments)
 
     def _own(self, number: int) -> Own:
         return self.settings.own[number % len(self.settings.own)] if self.settings.own else Own()
@@ -151,6 +180,10 @@ class EngineSide(Side):
             )
         if settings.columns and maker.reshards:
             found["shard_placement_fn"] = lambda param: Shard(1) if param.dim() > 1 else None
+        if settings.apart == "synced" and maker.is_ours:
+            found["sync_module_states"] = True
+        if self.ignored:
+            found["ignored_params"] = {self.net.get_parameter(name) for name in self.ignored}
         if settings.offload:
             found["offload_policy"] = maker.cpu_offload()
         if self.contender.door == "replicate_older":
@@ -170,15 +203,17 @@ class EngineSide(Side):
             return super().make_optimizer()
         optim = self.settings.optim
         kind = OPTIMIZERS[optim.name]
-        wide = [name for name, param in self.net.named_parameters() if param.dim() > 1]
+        named = dict(self.stepped())
+        wide = [name for name, param in named.items() if is_wide(param, optim)]
         groups = [{"names": wide}, {"names": "*", **kind.bias}] if optim.groups else []
-        groups = groups if 0 < len(wide) < len(list(self.net.parameters())) else groups[not wide :][:1]
+        groups = groups if 0 < len(wide) < len(named) else groups[not wide :][:1]
         options = dict(kind.options)
         if kind.is_block_wise:
             options["update"] = "whole_matrix" if self.play.seed % 2 else "elementwise"
-        return shardwise.ShardedOptimizer(
-            dict(self.net.named_parameters()), kind.make, groups=groups, flat=self.play.seed % 3 > 0, **options
-        )
+        return shardwise.ShardedOptimizer(named, kind.make, groups=groups, flat=self.play.seed % 3 > 0, **options)
+
+    def as_group(self, named: dict[str, nn.Parameter]) -> Any:
+        return named if isinstance(self.optimizer, shardwise.ShardedOptimizer) else super().as_group(named)
 
     def clip_norm(self, params: list[nn.Parameter], bound: float, norm_type: float) -> torch.Tensor:
         if self.contender.update == "sharded" and isinstance(self.optimizer, shardwise.ShardedOptimizer):
@@ -190,6 +225,19 @@ class EngineSide(Side):
     def hook_reductions(self, path: str, factor: float, streamed: bool) -> None:
         super().hook_reductions(path, factor, streamed and self._maker.is_ours)  # torch's own asks for an accelerator
 
+    def round_trip(self, buffers: str) -> None:
+        if not self._maker.is_ours:
+            return
+        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(folder)
+        try:
+            state = {"model": self.net, "optimizer": self.optimizer}
+            save(folder[0], state, step=1, buffers=cast(Any, buffers or None))
+            load(folder[0], state)
+        finally:
+            finish(folder[0])
+            shutil.rmtree(folder[0], ignore_errors=True)
+
     def gather_ahead(self, num_bytes: int) -> None:
         if self._maker.is_ours and self._maker.reshards:
             cast(Any, self.model).set_gather_ahead_bytes(num_bytes)
@@ -197,7 +245,7 @@ class EngineSide(Side):
     def adopt(self, model: nn.Module) -> None:
         super().adopt(model)
         if self._is_counted:
-            self.watch = Watch(model)
+            self.watch = Watch(model, self.ignored, self._most_units())
 
     def registered(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
         # While a unit is unsharded others are registered than those that the optimizer steps, which have the gradients.

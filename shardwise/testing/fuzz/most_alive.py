@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -37,8 +37,9 @@ class Watch:
     A step counts, from the end of one backward to the end of the next, if its calls are those of the plan.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ignored: Container[str] = (), most_units: int | None = None) -> None:
         self._model = weakref.ref(model)
+        self._ignored, self._most_units = ignored, most_units
         self._calls: list[Call] = []
         self._most = 0
         self._before: dict[str, int] = {}
@@ -69,7 +70,10 @@ class Watch:
             return
         self._calls.append(event)
         if event.op is Op.WAIT:
-            self._most = max(self._most, registered_bytes(model))
+            self._most = max(self._most, registered_bytes(model, self._ignored))
+            count = sum(unit.is_full for unit in engine.units)
+            if self._most_units is not None and count > self._most_units:
+                self._found.append(f"{count} units were full at once, expected {self._most_units} at most")
 
     def _compare(self, plan: StepPlan | None) -> None:
         if plan is None or self._calls != [call for call in plan.calls if call.op is not Op.COMMIT]:
@@ -84,10 +88,10 @@ class Watch:
         return list(dict.fromkeys(self._found))
 
 
-def registered_bytes(model: nn.Module) -> int:
+def registered_bytes(model: nn.Module, ignored: Container[str] = ()) -> int:
     """Return the bytes of parameters that are registered whole on ``model``, but for those that keep codes of their own."""
     seen: dict[int, int] = {}
-    for param in model.parameters():
-        if not isinstance(param, (DTensor, Codes)):
+    for name, param in model.named_parameters():
+        if not isinstance(param, (DTensor, Codes)) and name not in ignored:
             seen[id(param)] = param.numel() * param.element_size()
     return sum(seen.values())

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.testing.fuzz.case import Optim
+
 
 class _Own(Optimizer):
     """Steps each parameter by itself."""
@@ -110,6 +112,7 @@ OPTIMIZERS: dict[str, Kind] = {
     "adamw": Kind(torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}, {"weight_decay": 0.0}),
     "adam": Kind(torch.optim.Adam, {"lr": 0.01, "eps": 1e-3, "amsgrad": True}, {"lr": 0.02}),
     "foreach": Kind(torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3, "foreach": True}, {"lr": 0.02}),
+    "fused_sgd": Kind(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}, {"lr": 0.02}),
     "fused": Kind(torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3, "fused": True}, {"lr": 0.02}),
     "adagrad": Kind(torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}, {"lr": 0.02}),
     "rmsprop": Kind(torch.optim.RMSprop, {"lr": 0.01, "eps": 1e-3, "momentum": 0.5}, {"momentum": 0.0}),
@@ -118,12 +121,17 @@ OPTIMIZERS: dict[str, Kind] = {
 }
 
 
-def groups_of(named: Iterable[tuple[str, Tensor]], name: str, in_groups: bool) -> list[dict[str, Any]]:
-    """Return the parameter groups that optimizer ``name`` is made with: one, or one more for what has fewer than 2 dims."""
-    kind = OPTIMIZERS[name]
+def is_wide(param: Tensor, optim: Optim) -> bool:
+    """Return True for parameters of the first group."""
+    return not getattr(param, "is_thin", False) if optim.marked else param.dim() > 1
+
+
+def groups_of(named: Iterable[tuple[str, Tensor]], optim: Optim) -> list[dict[str, Any]]:
+    """Return the parameter groups that an optimizer is made with: one, or one more for what has fewer than 2 dims."""
+    kind = OPTIMIZERS[optim.name]
     pairs = list(named)
-    if not in_groups:
+    if not optim.groups:
         return [{"params": [param for _, param in pairs]}]
-    wide = [param for _, param in pairs if param.dim() > 1]
-    thin = [param for _, param in pairs if param.dim() <= 1]
+    wide = [param for _, param in pairs if is_wide(param, optim)]
+    thin = [param for _, param in pairs if not is_wide(param, optim)]
     return [group for group in ({"params": wide}, {"params": thin, **kind.bias}) if group["params"]]

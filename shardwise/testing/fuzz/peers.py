@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from shardwise.testing.fuzz.case import Contender
 
 FILE = Path(__file__).parents[3] / "tests" / "helpers" / "torch_peers.py"  # in a checkout; the package has none of them
-DOORS = ("torch_fully_shard", "torch_zero")
+DOORS = ("torch_fully_shard", "torch_zero", "within_replicate")
 
 
 def able(contenders: Iterable[Contender], file: Path = FILE) -> list[Contender]:
@@ -38,6 +38,11 @@ def _theirs() -> Any:
 def fully_shard(modules: Any, **arguments: Any) -> None:
     """Call torch's own ``fully_shard``."""
     _theirs().fully_shard(modules, **arguments)
+
+
+def replicate(module: nn.Module) -> None:
+    """Call torch's own composable ``replicate``."""
+    _theirs().replicate(module, find_unused_parameters=True)
 
 
 def mixed_precision(**arguments: Any) -> Any:

@@ -25,8 +25,9 @@ from shardwise.testing.fuzz.checkpoint import read, write
 from shardwise.testing.fuzz.eligible import is_ours
 from shardwise.testing.fuzz.engines import MAKERS, EngineSide, Meshes
 from shardwise.testing.fuzz.faults import faults_at_work, plant
+from shardwise.testing.fuzz.phases import Play, Seat
 from shardwise.testing.fuzz.record import Raised, Tale
-from shardwise.testing.fuzz.sides import Play, Seat, Side
+from shardwise.testing.fuzz.sides import Side
 from shardwise.testing.fuzz.zeros import ZeroSide
 
 _meshes: Meshes = {}  # of this process's group, which lives as long as the process

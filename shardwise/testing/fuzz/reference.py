@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.testing.fuzz.phases import Play, Seat
 from shardwise.testing.fuzz.record import Raised, Tale
-from shardwise.testing.fuzz.sides import Play, Seat, Side
+from shardwise.testing.fuzz.sides import Side
 
 EXCHANGE_S = 30.0
 _NUDGE = 64  # rounding errors, about what a step of a small model makes
@@ -123,7 +124,7 @@ class ReferenceSide(Side):
     # ---- gradients ----
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        params = dict(self.net.named_parameters())
+        params = {name: param for name, param in self.net.named_parameters() if name not in self.ignored}
         before = {name: param.grad for name, param in params.items()}
         for param in params.values():
             param.grad = None
@@ -143,6 +144,8 @@ class ReferenceSide(Side):
         self._held = mine
         everybody = self._exchange.all_gather(self.seat.rank, due)
         for name, param in self.net.named_parameters():
+            if name in self.ignored:
+                continue
             rules = self._rules_of(name)
             found = [each[name] for each in everybody if name in each]
             if not found and not (rules.sends_unused and param.requires_grad and self._is_due(name)):

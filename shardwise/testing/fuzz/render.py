@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.testing.fuzz import zoo
+from shardwise.testing.fuzz import initial_values, zoo
 from shardwise.testing.fuzz.actions import Action, Page, Restart
 from shardwise.testing.fuzz.case import WIDTH, Case, Contender, Node, Settings, node_at
 
@@ -42,7 +42,9 @@ def expression(node: Node) -> str:
         text = f"{node.kind}({inner[0]})"
     elif node.kind == "Oddments":
         text = f"Oddments({WIDTH}, {node.form!r}, act)"
-    elif node.kind in ("Tally", "Norm"):
+    elif node.kind == "Conv" and node.form:
+        text = f"Conv({WIDTH}, {node.size}, act, {node.form!r})"
+    elif node.kind in ("Tally", "Norm", "Rope"):
         text = f"{node.kind}({WIDTH}, act)"
     else:
         text = f"{node.kind}({WIDTH}, {node.size}, act)"
@@ -68,14 +70,26 @@ def _head(case: Case, build: str, inline: bool) -> str:
     imports = ["from shardwise.testing.fuzz.case import Contender, Optim, Own, Settings"]
     act = f"act = {ACTS[case.settings.arithmetic][0]}"
     if not inline:
-        names = ", ".join(name for name in ("wrap", *_classes(case.model.root), "fill"))
-        return "\n".join([*lines, "", *imports, f"from shardwise.testing.fuzz.zoo import {names}", "", act])
+        names = ", ".join(name for name in ("wrap", *_classes(case.model.root)))
+        imports += ["from shardwise.testing.fuzz.losses import loss_of"]
+        imports += [
+            "from shardwise.testing.fuzz.initial_values import fill, reset",
+            f"from shardwise.testing.fuzz.zoo import {names}",
+        ]
+        return "\n".join([*lines, "", *imports, "", act])
     source = textwrap.dedent(_sources(case, build))
-    lines = ["from __future__ import annotations", "", "import copy", "import dataclasses", "import pickle"]
+    lines = [
+        "from __future__ import annotations",
+        "",
+        "import copy",
+        "import dataclasses",
+        "import functools",
+        "import pickle",
+    ]
     lines += ["from collections.abc import Callable, Sequence", "from typing import Any, NamedTuple", ""]
     lines += ["import torch", "from torch import Tensor, nn", "from torch.nn import functional"]
     lines += ["from torch.utils.checkpoint import checkpoint", "", *imports]
-    lines += ["from shardwise.testing.fuzz.codes import Codes"]
+    lines += ["from shardwise.testing.fuzz.codes import Codes", "from shardwise.testing.fuzz.losses import loss_of"]
     lines += ["from shardwise.testing.fuzz.script import main", "", "Act = Callable[[Tensor], Tensor]"]
     return "\n".join(lines) + "\n\n\n" + source + "\n\n\n" + act
 
@@ -89,7 +103,7 @@ def _classes(node: Node) -> list[str]:
 
 def _sources(case: Case, build: str) -> str:
     """Return the source of the classes and functions that the text of ``case`` uses, in the order of the zoo."""
-    wanted = {"fill", *_classes(case.model.root)}
+    wanted = {"fill", "reset", *_classes(case.model.root)}
     if "Wrap" in build or case.settings.arithmetic == "integers":
         wanted |= {"Wrap", "wrap"}
     sources = _zoo_sources()
@@ -103,29 +117,34 @@ def _sources(case: Case, build: str) -> str:
 
 @functools.cache
 def _zoo_sources() -> dict[str, str]:
-    """Return the text of every class and function of the zoo, by name, in the order of the file."""
-    members = [
-        each
-        for each in vars(zoo).values()
-        if inspect.getmodule(each) is zoo and (inspect.isclass(each) or inspect.isfunction(each))
-    ]
-    members.sort(key=lambda each: inspect.getsourcelines(each)[1])
+    """Return the text of every class and function that makes models, by name, in the order of the files."""
+    members: list[Any] = []
+    for module in (zoo, initial_values):
+        own = [each for each in vars(module).values() if inspect.getmodule(each) is module]
+        found = [each for each in own if inspect.isclass(each) or inspect.isfunction(each)]
+        members += sorted(found, key=lambda each: inspect.getsourcelines(each)[1])
     return {each.__name__: inspect.getsource(each) for each in members}
 
 
 def _build_text(case: Case) -> str:
-    lines = ["def build():", f"    model = {expression(case.model.root)}"]
+    lines = ["def make():", f"    model = {expression(case.model.root)}"]
     for first, second in case.model.ties:
         for name in TIED[node_at(case.model.root, first).kind]:
             lines.append(f"    model.{path_of(second)}.{name} = model.{path_of(first)}.{name}  # tied")
-    exact = case.settings.arithmetic == "integers"
-    lines.append(f"    return fill(model, {case.seed}, exact={exact}, dtype=torch.{case.settings.dtype})")
+    values = f"{case.seed}, exact={case.settings.arithmetic == 'integers'}, dtype=torch.{case.settings.dtype}"
+    lines += ["    return model", "", "", "def build():"]
+    lines.append(f"    return {'reset' if case.settings.meta else 'fill'}(make(), {values})")
     return "\n".join(lines)
 
 
 def build_model(case: Case) -> nn.Module:
     """Return the model of ``case``, whole and plain."""
-    names: dict[str, Any] = {**vars(zoo), "act": ACTS[case.settings.arithmetic][1], "torch": torch}
+    names: dict[str, Any] = {
+        **vars(zoo),
+        **vars(initial_values),
+        "act": ACTS[case.settings.arithmetic][1],
+        "torch": torch,
+    }
     exec(_build_text(case), names)
     model: nn.Module = names["build"]()
     return model

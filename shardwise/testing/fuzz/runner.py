@@ -13,11 +13,11 @@ from shardwise.testing.fuzz import peers
 from shardwise.testing.fuzz.case import Case, Contender
 from shardwise.testing.fuzz.eligible import is_engines, is_ours, peer_of
 from shardwise.testing.fuzz.judge import Verdict, bound_of, is_chaotic, judge
+from shardwise.testing.fuzz.phases import Play, Seat
 from shardwise.testing.fuzz.play import Told, run_rank, warm_up
 from shardwise.testing.fuzz.record import Tale
 from shardwise.testing.fuzz.reference import run_reference
 from shardwise.testing.fuzz.render import render
-from shardwise.testing.fuzz.sides import Play, Seat
 from shardwise.testing.pool import WorkerPool
 
 PRELOAD = (

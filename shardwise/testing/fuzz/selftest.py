@@ -37,6 +37,20 @@ PLACES: dict[str, tuple[str, ...]] = {
     "optimizers with state per block see whole blocks": ("optimizers",),
     "hooks on streams need no accelerator": ("accumulation", "byhand"),
     "hooks are not traced where blocks are compiled": ("compiled",),
+    "shards that one seed has drawn are refused": ("meta",),
+    "what has no values is refused": ("meta",),
+    "what is on meta shares no memory": ("meta",),
+    "weights that a loss gathers get the mean gradient": ("losses",),
+    "graphs within transforms count": ("losses",),
+    "weights that hooks hold stay": ("losses",),
+    "torch's replicate leaves units alone": ("around",),
+    "attributes follow": ("groups",),
+    "buffers that differ are not saved": ("saves",),
+    "ranks begin alike": ("beside",),
+    "options reach the step beside another group": ("groups",),
+    "gradients of joined ranks lie as parameters do": ("joins",),
+    "copies ignore what the model ignores": ("copies",),
+    "a recomputed unit ends with its checkpoint": ("sizes",),
 }
 NEEDS_FOUR = ("partial sums of deferred backwards count",)  # ranks: replicas of shards
 

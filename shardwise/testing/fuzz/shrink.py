@@ -8,8 +8,8 @@ from typing import Any, TypeVar, cast
 
 from shardwise.testing.fuzz.actions import Action
 from shardwise.testing.fuzz.case import Case, Contender, Model, Node, Segment, Settings, node_at
-from shardwise.testing.fuzz.draw_model import Place, places
 from shardwise.testing.fuzz.eligible import peer_of, suits
+from shardwise.testing.fuzz.nodes import Place, places
 
 T = TypeVar("T", Action, Settings)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
-import sys
-import types
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -15,75 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.testing.fuzz.case import WIDTH, Contender, Settings
+from shardwise.testing.fuzz.case import WIDTH
 from shardwise.testing.fuzz.optims import OPTIMIZERS, groups_of
+from shardwise.testing.fuzz.phases import Play, Seat
 from shardwise.testing.fuzz.record import Held, Part, Record, part_of, parts_in
 from shardwise.testing.fuzz.zoo import hook_module, unbox
-
-Program = Callable[[Any], Any]
-MODULE = "shardwise_fuzz_case"
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A part of a program between restarts; ``then``: how it was saved, and the door and update that go on ("": the same)."""
-
-    num_ranks: int
-    program: Program
-    then: tuple[str, str, str] | None
-
-    def contender(self, first: Contender) -> Contender:
-        """Return who carries this phase out when ``first`` has begun."""
-        if self.then is None or not self.then[1]:
-            return first
-        return Contender(self.then[1], first.transport, self.then[2])
-
-
-@dataclass(frozen=True, slots=True)
-class Play:
-    """The text of a case, loaded.
-
-    Attributes:
-        build: makes the whole, plain model.  units: paths of the modules of each unit, in the order of sharding.
-    """
-
-    seed: int
-    settings: Settings
-    build: Callable[[], nn.Module]
-    units: tuple[tuple[str, ...], ...]
-    phases: tuple[Phase, ...]
-    contenders: tuple[Contender, ...]
-
-    @classmethod
-    def load(cls, text: str, name: str = "<case>") -> Play:
-        """Run the text of :func:`shardwise.testing.fuzz.render.render` and take out what it defines."""
-        module = types.ModuleType(MODULE)
-        sys.modules[MODULE] = module  # where dataclasses and pickle look for what the text defines
-        names = module.__dict__
-        exec(compile(text, name, "exec"), names)
-        phases = tuple(Phase(*phase) for phase in names["PHASES"])
-        contenders = tuple(names["CONTENDERS"])
-        return cls(names["SEED"], names["SETTINGS"], names["build"], tuple(names["UNITS"]), phases, contenders)
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Which rank this is.
-
-    Attributes:
-        data_rank, num_data_ranks: among those that have batches of their own; ranks that share heads share batches.
-    """
-
-    rank: int
-    num_ranks: int
-    data_rank: int
-    num_data_ranks: int
-
-    @classmethod
-    def of(cls, rank: int, num_ranks: int, mesh: str) -> Seat:
-        """Return the seat of ``rank`` on a mesh that :class:`Settings` names."""
-        shared = 2 if mesh == "tensor" else 1
-        return cls(rank, num_ranks, rank // shared, num_ranks // shared)
 
 
 def _multiplying(factor: float) -> Callable[[Tensor], None]:
@@ -119,6 +54,7 @@ class Side:
         self.kept: dict[str, Any] = {}
         self.hidden: frozenset[str] = frozenset()
         self._watched: list[tuple[int, Tensor]] = []
+        self._scheduler: torch.optim.lr_scheduler.ExponentialLR | None = None
 
     # ---- numbers in ----
 
@@ -183,6 +119,16 @@ class Side:
         """Return the module at ``path`` for its ``set_*`` and other methods."""
         return self.net.get_submodule(path)
 
+    def unit_of(self, name: str) -> Any:
+        """Return the first module of the unit of a parameter."""
+        paths = next(
+            each for each in self.play.units if any(f"{name}.".startswith(path and f"{path}.") for path in each)
+        )
+        return self.unit(paths[0])
+
+    def round_trip(self, buffers: str) -> None:
+        """Save all and load it again, where the package has a checkpoint for it."""
+
     def hook_reductions(self, path: str, factor: float, streamed: bool) -> None:
         """Let a hook multiply what has been reduced of the unit of the module at ``path``."""
         stream = torch.Stream(self.device) if streamed else None
@@ -205,10 +151,26 @@ class Side:
     def hooked(self, net: nn.Module) -> nn.Module:
         """Return ``net`` with the hooks of before it was sharded."""
         self.net = net
+        self.mark(net)
         names = [name for name, _ in net.named_parameters()]
+        later = list(dict.fromkeys(names[number % len(names)] for number in self.settings.optim.later))
+        self.later = later[: len(names) - 1]  # no optimizer begins without parameters
+        self.ignored = {names[number % len(names)] for number in self.settings.ignored}
         for number, factor, follows in self.settings.hooks:
             self.hook_gradient(names[int(number) % len(names)], factor, bool(follows))
         return net
+
+    @torch.no_grad()
+    def begin(self, net: nn.Module) -> nn.Module:
+        """Return ``net`` with values of this rank's own, where ranks begin apart."""
+        for param in net.parameters() if self.settings.apart else ():
+            param.add_(self.seat.rank)
+        return net
+
+    def mark(self, net: nn.Module) -> None:
+        """Set attributes on parameters, as users do whose optimizer groups are made of them."""
+        for param in net.parameters() if self.settings.optim.marked else ():
+            setattr(param, "is_thin", param.dim() <= 1)  # noqa: B010
 
     def gather_ahead(self, num_bytes: int) -> None:
         """Say within how many bytes units are gathered ahead, where there are any."""
@@ -301,10 +263,35 @@ class Side:
         optim = self.settings.optim
         kind = OPTIMIZERS[optim.name]
         make: Callable[..., Optimizer] = kind.make
-        return make(groups_of(self.net.named_parameters(), optim.name, optim.groups), **kind.options)
+        return make(groups_of(self.stepped(), optim), **kind.options)
+
+    def stepped(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that the optimizer is made with: without those that a later group has."""
+        return [pair for pair in self.net.named_parameters() if pair[0] not in self.later]
+
+    def add_group(self, rate: float) -> None:
+        """Give the optimizer what it has not stepped so far."""
+        names, self.later = self.later, []
+        if names:
+            found = {name: self.net.get_parameter(name) for name in names}
+            self.optimizer.add_param_group(
+                {"params": self.as_group(found), "lr": rate * self.optimizer.param_groups[0]["lr"]}
+            )
+
+    def as_group(self, named: dict[str, nn.Parameter]) -> Any:
+        """Return parameters as this optimizer takes those of another group."""
+        return list(named.values())
+
+    def schedule(self) -> None:
+        """Let a scheduler halve the learning rates."""
+        if self._scheduler is None or self._scheduler.optimizer is not self.optimizer:
+            self._scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # before the first step too
+            self._scheduler.step()
 
     def remake_optimizer(self) -> None:
-        """Make the optimizer anew."""
+        """Make a new optimizer."""
         self._optimizer_names: dict[Tensor, str] = {param: name for name, param in self.net.named_parameters()}
         self.optimizer = self.make_optimizer()
 
@@ -347,11 +334,12 @@ class Side:
             for name, tensor in self.optimizer_tensors().items():
                 shared[f"state:{name}"] = part_of(tensor)
         own: dict[str, Part | None] = {f"buffer:{name}": part_of(buffer) for name, buffer in self.net.named_buffers()}
-        buffers = {name for name, _ in self.net.named_buffers()}
+        mine = {name for name, _ in self.net.named_buffers()} | self.ignored
         for name, tensors in self.kept.items():
             for path, part in parts_in(tensors, f"kept:{name}").items():
-                is_own = any(path.endswith(f"[{buffer}]") for buffer in buffers)
+                is_own = any(path.endswith(f"[{name}]") for name in mine)
                 (own if is_own else shared)[path] = part
+        own |= {key: shared.pop(key) for key in [*shared] if key.split(":")[1] in self.ignored}
         for number, tensor in self._watched:
             own[f"input:{number}"] = None if tensor.grad is None else part_of(tensor.grad)
         if loss is not None:

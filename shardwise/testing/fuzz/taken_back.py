@@ -11,28 +11,36 @@ from typing import Any, cast
 
 import torch
 
+from shardwise import torch_private
 from shardwise.api import module as api_module
 from shardwise.api.sharded_optimizer import ShardedOptimizer
+from shardwise.checkpoint.buffer_choice import BufferCheck
+from shardwise.engine import build, copying, roots, unwritten
 from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Hooks
 from shardwise.engine.reductions import Reductions
 from shardwise.optim import steppers
 from shardwise.optim.elementwise import ElementwiseStep
+from shardwise.optim.forms import copy_options
 from shardwise.torch_private import parameters_of
 from shardwise.units import flat_bucket
 from shardwise.units.backward import Stage
-from shardwise.units.flat_bucket import FlatBucket
+from shardwise.units.flat_bucket import Allocator, FlatBucket, Memory
 from shardwise.units.gradients import Reduction
 from shardwise.units.param import Slot, UnitParam
 from shardwise.units.place import Place
 from shardwise.units.unit import Unit
 from shardwise.units.user_writes import UserWrites
-from shardwise.zero import checks, overlap
+from shardwise.zero import checks, join, overlap, stepper
 from shardwise.zero import gradients as zero_gradients
+from shardwise.zero.local import LocalOptimizer
 from shardwise.zero.stepper import ShareStepper
 
 # What the functions of these modules look up by name.
 _IN_BUCKET = cast(Any, flat_bucket)
+_IN_BUILD = cast(Any, build)
+_IN_COPYING = cast(Any, copying)
+_IN_JOIN = cast(Any, join)
 _IN_OVERLAP = cast(Any, overlap)
 _IN_STEPPERS = cast(Any, steppers)
 _IN_CHECKS = cast(Any, checks)
@@ -141,6 +149,57 @@ def _trace_hooks() -> None:
         setattr(Hooks, name, getattr(Hooks, name).__wrapped__)
 
 
+def _share_memory_of_meta() -> None:
+    call = Allocator.__call__
+
+    def take(self: Allocator, numel: int, dtype: torch.dtype) -> Memory:
+        shares = self.shares and numel and self.device.type == "meta"
+        found = flat_bucket.take_shareable(numel * dtype.itemsize) if shares else None
+        return call(self, numel, dtype) if found is None else Memory(found[0].view(dtype), found[1])
+
+    cast(Any, Allocator).__call__ = take
+
+
+def _lose_attributes() -> None:
+    _IN_BUILD._hand_on = torch_private.share_hooks
+    cast(Any, UnitParam).hand_on_attributes = lambda self: None
+
+
+def _forget_what_copies_ignore() -> None:
+    complete = _IN_COPYING._complete
+
+    def without(old: Any, new: Any, memo: Any) -> None:
+        complete(old, new, memo)
+        new.ignored = ()
+
+    _IN_COPYING._complete = without
+
+
+def _lose_options() -> None:
+    add = LocalOptimizer.with_last_group
+
+    def pulling(self: LocalOptimizer) -> LocalOptimizer:
+        copy_options(self.optim.param_groups, self.groups[:-1])
+        return add(self)
+
+    cast(Any, LocalOptimizer).with_last_group = pulling
+
+
+def _receive_row_major() -> None:
+    receive = _IN_JOIN._receive
+    _IN_JOIN._receive = lambda *args: {piece: tensor.contiguous() for piece, tensor in receive(*args).items()}
+
+
+def _begin_apart() -> None:
+    setattr(roots, "compare_beginnings", lambda *_: None)  # noqa: B010
+    setattr(stepper, "check_same_params", lambda *_: None)  # noqa: B010
+
+
+def _set(target: object, name: str, value: object) -> Callable[[], None]:
+    """Return what gives ``target`` another ``name``."""
+    return lambda: setattr(target, name, value)
+
+
 FIXES: dict[str, Callable[[], None]] = {
     "buckets of DDP lie in the parameters' memory order": _read_buckets_row_major,
     "modules that follow a parameter are told": _tell_no_follower,
@@ -157,4 +216,18 @@ FIXES: dict[str, Callable[[], None]] = {
     "optimizers with state per block see whole blocks": _cut_blocks,
     "hooks on streams need no accelerator": _ask_for_an_accelerator,
     "hooks are not traced where blocks are compiled": _trace_hooks,
+    "shards that one seed has drawn are refused": _set(unwritten, "_start_of", lambda param: None),
+    "what has no values is refused": _set(unwritten, "unwritten_in", lambda *_, **__: []),
+    "what is on meta shares no memory": _share_memory_of_meta,
+    "weights that a loss gathers get the mean gradient": _set(build, "watch_gathers", lambda: None),
+    "graphs within transforms count": _set(torch_private, "graphs_of", lambda tensor: [tensor]),
+    "weights that hooks hold stay": _set(Unit, "count_aliases", lambda self: 0),
+    "torch's replicate leaves units alone": _set(torch_private, "enter_composable_api", lambda *_: None),
+    "attributes follow": _lose_attributes,
+    "buffers that differ are not saved": _set(BufferCheck, "settle", lambda *_: False),
+    "ranks begin alike": _begin_apart,
+    "options reach the step beside another group": _lose_options,
+    "gradients of joined ranks lie as parameters do": _receive_row_major,
+    "copies ignore what the model ignores": _forget_what_copies_ignore,
+    "a recomputed unit ends with its checkpoint": _set(Engine, "nested_backward_ended", lambda *_: None),
 }

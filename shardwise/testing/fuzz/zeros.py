@@ -19,8 +19,9 @@ import shardwise
 from shardwise.testing.fuzz import peers
 from shardwise.testing.fuzz.case import Contender
 from shardwise.testing.fuzz.optims import OPTIMIZERS, groups_of
+from shardwise.testing.fuzz.phases import Play, Seat
 from shardwise.testing.fuzz.record import Record
-from shardwise.testing.fuzz.sides import Play, Seat, Side
+from shardwise.testing.fuzz.sides import Side
 
 ALONE = ("zero2", "zero_alone")  # without DDP
 HOOKS = {"overlap": shardwise.hook_with_zero_step, "interleaved": shardwise.hook_with_zero_step_interleaved}
@@ -37,7 +38,7 @@ class ZeroSide(Side):
     def __init__(self, play: Play, seat: Seat, contender: Contender, device: str) -> None:
         super().__init__(play, seat, device)
         self.contender = contender
-        self.net = self.model = play.build().to(device)
+        self.net = self.model = self.hooked(self.begin(play.build()).to(device))
         self._is_reduced = False
         self.held = ExitStack()  # no_sync(), while gradients are held back
         self._hooked: DistributedDataParallel | None = None
@@ -59,7 +60,7 @@ class ZeroSide(Side):
         if door == "ddp":
             return super().make_optimizer()
         kind = OPTIMIZERS[optim.name]
-        groups = groups_of(self.net.named_parameters(), optim.name, optim.groups)
+        groups = groups_of(self.stepped(), optim)
         if door == "torch_zero":
             return peers.zero(groups, kind.make, self.settings.bucket_view, kind.options)
         is_mixed = len({param.dtype for param in self.net.parameters()}) > 1

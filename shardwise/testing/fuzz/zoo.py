@@ -7,6 +7,7 @@ that the fuzzer writes holds the source of the classes it needs, so each stands 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -94,13 +95,16 @@ class Oddments(nn.Module):
 
 
 class Conv(nn.Module):
-    """Convolutions whose weights lie channels last in memory."""
+    """Convolutions; ``form`` is the order of the dims of their weights in memory, channels last by default."""
 
-    def __init__(self, width: int, channels: int, act: Act) -> None:
+    def __init__(self, width: int, channels: int, act: Act, form: str = "0231") -> None:
         super().__init__()
         self.wide = nn.Conv2d(3, channels, (2, 1), padding=(1, 0))  # sums of six, which bfloat16 holds
         self.back = nn.Conv2d(channels, 3, 1, bias=False)
-        self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        order = [int(dim) for dim in form]
+        for conv in (self.wide, self.back):
+            packed = conv.weight.detach().permute(order).contiguous()
+            conv.weight = nn.Parameter(packed.permute([order.index(dim) for dim in range(4)]))
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,6 +146,23 @@ class Tally(nn.Module):
                 total.copy_(self.act(total + x.sum(0)))
                 calls.add_(1)
         return self.act(x * self.scale + total.to(x.dtype, copy=True))
+
+
+class Rope(nn.Module):
+    """A linear layer whose output is multiplied by a table that no state dict holds."""
+
+    def __init__(self, width: int, act: Act) -> None:
+        super().__init__()
+        self.out, self.act = nn.Linear(width, width), act
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make the table; parameters are those of the layer."""
+        self.register_buffer("table", 1 + torch.arange(self.out.in_features) % 3, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape: (batch, width) -> (batch, width)."""
+        return self.act(x + self.out(x) * self.get_buffer("table").to(x.dtype))
 
 
 class Norm(nn.Module):
@@ -345,7 +366,7 @@ class Stack(nn.Module):
         super().__init__()
         for number, child in enumerate(children):
             self.add_module(f"c{number}", child)
-        self.segments = list(segments)
+        self.segments, self.extra = list(segments), 0  # nodes that its graph has besides
 
     def run(self, x: Any, numbers: Sequence[int]) -> Tensor:
         """Return the output of the children ``numbers``, one after another."""
@@ -361,7 +382,7 @@ class Stack(nn.Module):
                 x = checkpoint(self.run, x, numbers, use_reentrant=recompute == "reentrant")
             else:
                 x = self.run(x, numbers)
-        return x
+        return functools.reduce(lambda y, _: y * 1, range(self.extra), x)
 
 
 class Peek(nn.Module):
@@ -376,20 +397,3 @@ class Peek(nn.Module):
         y = unbox(self.c0(x))
         logits = functional.linear(y, self.c0.table.weight.to(y.dtype))
         return self.c0.act(y + logits.sum(1, keepdim=True))
-
-
-def fill(model: nn.Module, seed: int, exact: bool, dtype: torch.dtype) -> nn.Module:
-    """Give every parameter and buffer values that depend on ``seed`` and its name's place alone; return ``model``."""
-    model.to(dtype)
-    for part in model.modules():
-        if isinstance(part, Oddments) and "wide" in part.parts:
-            other = torch.float32 if dtype == torch.float64 else torch.float64
-            part.get_parameter("wide").data = part.get_parameter("wide").data.to(other)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for param in model.parameters():
-            if exact:
-                param.copy_(torch.randint(-3, 4, param.shape, generator=generator))
-            else:
-                param.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.5)
-    return model

@@ -7,7 +7,18 @@ The text is what every contender runs: ``s`` is its side of the comparison (:mod
 from __future__ import annotations
 
 from shardwise.testing.fuzz.actions.changes import CHANGES, WHOLE_MODEL, Change, ChangeKept, Freeze
-from shardwise.testing.fuzz.actions.kept import COPIES, TAKES, Copy, CopyModel, Load, Restart, Save, Take, Weigh
+from shardwise.testing.fuzz.actions.kept import (
+    COPIES,
+    TAKES,
+    Copy,
+    CopyModel,
+    Load,
+    Restart,
+    RoundTrip,
+    Save,
+    Take,
+    Weigh,
+)
 from shardwise.testing.fuzz.actions.methods import (
     GatherAhead,
     Hook,
@@ -20,13 +31,23 @@ from shardwise.testing.fuzz.actions.methods import (
     Wait,
 )
 from shardwise.testing.fuzz.actions.page import Action, Page
-from shardwise.testing.fuzz.actions.passes import Backward, Blow, CallUnit, Forward, InputGradient, JoinLoop, Switch
-from shardwise.testing.fuzz.actions.steps import Clip, Rate, Remake, Step, ZeroGrad
+from shardwise.testing.fuzz.actions.passes import (
+    Backward,
+    Blow,
+    CallUnit,
+    Forward,
+    Grow,
+    InputGradient,
+    JoinLoop,
+    LossOf,
+    Switch,
+)
+from shardwise.testing.fuzz.actions.steps import AddGroup, Clip, Rate, Remake, Step, ZeroGrad
 
 _ALL: tuple[type[Action], ...] = (
-    *(Forward, Backward, CallUnit, InputGradient, Blow, JoinLoop, Switch),
-    *(Step, ZeroGrad, Clip, Rate, Remake, Change, ChangeKept, Freeze),
-    *(Take, Copy, Weigh, CopyModel, Save, Load, Restart),
+    *(Forward, LossOf, Grow, Backward, CallUnit, InputGradient, Blow, JoinLoop, Switch),
+    *(Step, ZeroGrad, Clip, Rate, AddGroup, Remake, Change, ChangeKept, Freeze),
+    *(Take, Copy, Weigh, CopyModel, Save, Load, RoundTrip, Restart),
     *(Set, Hook, HookGradient, HookModule, GatherAhead, Unshard, Wait, Reshard, Prefetch),
 )
 ACTIONS: dict[str, type[Action]] = {each.__name__: each for each in _ALL}
@@ -34,6 +55,7 @@ ACTIONS: dict[str, type[Action]] = {each.__name__: each for each in _ALL}
 __all__ = [
     "ACTIONS",
     "Action",
+    "AddGroup",
     "Backward",
     "Blow",
     "CHANGES",
@@ -47,18 +69,21 @@ __all__ = [
     "Forward",
     "Freeze",
     "GatherAhead",
+    "Grow",
     "Hook",
     "HookGradient",
     "HookModule",
     "InputGradient",
     "JoinLoop",
     "Load",
+    "LossOf",
     "Page",
     "Prefetch",
     "Rate",
     "Remake",
     "Reshard",
     "Restart",
+    "RoundTrip",
     "Save",
     "Set",
     "Step",

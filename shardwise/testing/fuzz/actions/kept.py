@@ -102,6 +102,21 @@ class Load(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class RoundTrip(Action):
+    """Save and load with ``shardwise.checkpoint``: all is as before.  ``buffers``: its argument of that name; "" for none."""
+
+    buffers: str = ""
+
+    @property
+    def is_engines(self) -> bool:
+        return True
+
+    def write(self, page: Page) -> None:
+        page.write(f"s.round_trip({self.buffers!r})")
+        page.mark("load of what was saved")
+
+
+@dataclass(frozen=True, slots=True)
 class Restart(Action):
     """Save everything, end all ranks, and go on with ``num_ranks`` of them behind another door.
 

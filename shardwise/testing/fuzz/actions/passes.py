@@ -36,6 +36,34 @@ class Forward(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class LossOf(Action):
+    """A loss over the next batch of a kind that :mod:`shardwise.testing.fuzz.losses` has, perhaps of a parameter."""
+
+    form: str = "by address"
+    param: int = 0
+
+    @property
+    def is_engines(self) -> bool:
+        return True
+
+    def write(self, page: Page) -> None:
+        number = page.number()
+        page.write(f"loss{number} = loss_of(s, {self.form!r}, {number}, {page.param(self.param)!r})")
+        page.losses.append(f"loss{number}")
+        page.mark(f"forward {number}", f"loss{number}")
+
+
+@dataclass(frozen=True, slots=True)
+class Grow(Action):
+    """Let the graph of every later forward have ``extra`` nodes more."""
+
+    extra: int = 0
+
+    def write(self, page: Page) -> None:
+        page.write(f"s.net.extra = {self.extra!r}")
+
+
+@dataclass(frozen=True, slots=True)
 class Backward(Action):
     """A backward of one loss, or of the sum of all.
 

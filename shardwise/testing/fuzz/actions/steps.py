@@ -57,12 +57,28 @@ class Clip(Action):
 
 @dataclass(frozen=True, slots=True)
 class Rate(Action):
-    """Change the learning rate of all groups."""
+    """Change an option of all groups that have it: by hand, or the learning rate by a scheduler, which halves it."""
 
     factor: float = 0.5
+    option: str = "lr"
+    scheduled: bool = False
 
     def write(self, page: Page) -> None:
-        page.write("for group in s.optimizer.param_groups:", f"    group['lr'] *= {self.factor!r}")
+        if self.scheduled:
+            page.write("s.schedule()")
+            return
+        page.write("for group in s.optimizer.param_groups:")
+        page.write(f"    if group.get({self.option!r}):", f"        group[{self.option!r}] *= {self.factor!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class AddGroup(Action):
+    """Give the optimizer the parameters that no group has, with ``rate`` times the learning rate of the first group."""
+
+    rate: float = 2.0
+
+    def write(self, page: Page) -> None:
+        page.write(f"s.add_group({self.rate!r})")
 
 
 @dataclass(frozen=True, slots=True)
