@@ -80,8 +80,9 @@ fuzz: .stamp-dev
 	$(BIN)/python -m shardwise.testing.fuzz --minutes $(MINUTES) --ranks $(RANKS) --seed $(SEED) $(if $(AREA),--area $(AREA))
 
 chaos: MINUTES = 30
+chaos: MUTATIONS = 10000
 chaos: .stamp-dev
-	$(BIN)/python -m pytest -m chaos
+	MUTATIONS=$(MUTATIONS) SEED=$(SEED) $(BIN)/python -m pytest -m chaos
 	$(BIN)/python -m shardwise.testing.chaos --minutes $(MINUTES) --seed $(SEED)
 
 # The constraint keeps every package from choosing another torch.

@@ -20,7 +20,7 @@ LEAVES = "leaves"  # the files beside the folders, which every room may import
 COMMAND = "cli"  # what ``python -m`` runs is a part of it
 FRONT = "shardwise"  # the public names: what users import, and the rooms that are users too
 PURPOSES = {
-    LEAVES: "What every room may import: events, errors, torch's private names, what one host needs.",
+    LEAVES: "What every room may import: events, errors, torch's private names, what one host needs, files of strangers.",
     FRONT: "The public names, nothing else.",
 }
 

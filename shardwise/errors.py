@@ -67,6 +67,10 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint is not what was saved: a file is missing, of another save, or has other bytes."""
 
 
+class UnsafeFileError(ShardwiseError, OSError):
+    """A file of a folder is none that this package would have written: a link, a FIFO, too long, or of another form."""
+
+
 class RejectedStep(ShardwiseError, RuntimeError):
     """A step that user code has rejected (``step.reject``) in a transaction."""
 

@@ -17,6 +17,7 @@ ROOT = Path(shardwise.__file__).parent
 LINES: tuple[tuple[str, ...], ...] = (
     ("black_box", "spans"),
     ("events", "errors", "torch_private", "one_host", "version"),
+    ("safe_files",),
     ("layout", "doctor"),
     ("codec",),
     ("plan", "comm"),

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from shardwise.checkpoint.dcp_metadata import read_metadata
 from shardwise.checkpoint.dtypes import bytes_of, dtype_name, dtype_of
 from shardwise.checkpoint.files import DiskFiles, write_all
 from shardwise.checkpoint.folder import clean, commit
@@ -253,28 +254,7 @@ class TorchDcpReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata.  Raises: CheckpointError if it names anything but what DCP writes."""
-        path = Path(self.path) / ".metadata"
-        with path.open("rb") as file:
-            try:
-                found = _MetadataUnpickler(file).load()
-            except (
-                pickle.UnpicklingError,
-                EOFError,
-                AttributeError,
-                ValueError,
-                TypeError,
-                IndexError,
-                KeyError,
-            ) as error:
-                raise CheckpointError(f"{path}: not the metadata of a DCP checkpoint: {error}") from error
-        if not isinstance(found, Metadata):
-            raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected DCP's Metadata")
-        for info in cast(Mapping[Any, Any], found.storage_data or {}).values():
-            name = str(info.relative_path)
-            if os.sep in name or name in ("", ".", ".."):
-                raise CheckpointError(f"{path}: names a file {name!r} that is not in the folder")
-        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
-        return found
+        return read_metadata(Path(self.path))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for; what is no tensor may hold plain values alone."""
@@ -299,34 +279,6 @@ class _PlainValues:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._planner, name)
-
-
-_DCP = "torch.distributed.checkpoint.metadata"
-_CLASSES = {
-    **dict.fromkeys(
-        (
-            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex",
-            "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
-        ),
-        _DCP,
-    ),
-    "_StorageInfo": "torch.distributed.checkpoint.filesystem",
-    "_get_layout": "torch.serialization",
-    "Size": "torch",
-    "OrderedDict": "collections",
-}  # fmt: skip
-_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "Path")
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if _CLASSES.get(name) == module:
-            return super().find_class(module, name)
-        if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return Path
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which DCP's metadata does not")
 
 
 def _looked_up(planner: SavePlanner, item: WriteItem) -> Any:

@@ -23,6 +23,7 @@ from shardwise.checkpoint.plan import Write, whole
 from shardwise.checkpoint.reader import read_manifest, read_requests
 from shardwise.checkpoint.values import decode
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.safe_files import create_file, replace_file
 
 Progress = Callable[[int], None]  # is told bytes as they are written
 
@@ -91,7 +92,7 @@ def export_model(
     if len(batches) > 1:
         total = sum(record.num_bytes for _, record in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        replace_file(target, INDEX, json.dumps(index, indent=2) + "\n")
         paths.append(target / INDEX)
     return paths
 
@@ -160,7 +161,8 @@ def export_torch(
                 found[name] = decode(value, name, loaded.__getitem__)
             elif parts[1:] == ["groups"]:
                 found[parts[0]] = _plain_optimizer(parts[0], decode(value, name), manifest, loaded)
-        torch.save(found, target)
+        with create_file(target.absolute().parent, target.name) as file:
+            torch.save(found, file)
         found.clear()
         loaded.clear()
     return target

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from shardwise.errors import DamagedCheckpointError
+from shardwise.errors import DamagedCheckpointError, UnsafeFileError
+from shardwise.safe_files import opened
 
+_MOST_HOLLOW = 1024  # times: file systems that compress leave fewer blocks than bytes, but not so few
 Buffer = bytes | bytearray | memoryview
 
 
@@ -78,7 +79,10 @@ class Files(Protocol):
 
 
 class DiskFiles:
-    """The files of this machine."""
+    """The files of this machine.  ``root``: a folder within which no link leads to another folder."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self._root = root
 
     def make_folder(self, path: Path) -> None:
         """See :class:`Files`."""
@@ -86,21 +90,32 @@ class DiskFiles:
 
     def create(self, path: Path) -> Output:
         """See :class:`Files`."""
-        return _DiskOutput(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+        return _DiskOutput(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def open(self, path: Path) -> Input:
         """See :class:`Files`."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = self._opened(path)
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{path}: the file is missing") from None
+        except UnsafeFileError as error:
+            raise DamagedCheckpointError(str(error)) from error
         except OSError as error:
             raise DamagedCheckpointError(f"{path}: cannot be read ({error.strerror})") from error
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
+        if status.st_size > 2**30 + _MOST_HOLLOW * 512 * status.st_blocks > 2**30:
             os.close(fd)
-            raise DamagedCheckpointError(f"{path}: expected a file, found something else under that name")
+            raise DamagedCheckpointError(
+                f"{path}: has {status.st_size} bytes, {512 * status.st_blocks} of them on the disk: a save leaves no holes"
+            )
         return _DiskInput(path, fd, status.st_size)
+
+    def _opened(self, path: Path) -> int:
+        folder, name = path.parent, path.name
+        if self._root is not None and path.is_relative_to(self._root):
+            folder, name = self._root, str(path.relative_to(self._root))
+        with opened(folder, name) as fd:
+            return os.dup(fd)
 
     def sync_folder(self, path: Path) -> None:
         """See :class:`Files`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from shardwise.checkpoint.blocks import BLOCK_BYTES
@@ -13,6 +14,7 @@ from shardwise.checkpoint.names import join
 from shardwise.checkpoint.plan import whole
 from shardwise.errors import CheckpointError, DamagedCheckpointError
 
+_BLOBS = "blobs"  # where Hugging Face's cache has the files that its snapshots link to
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -22,19 +24,29 @@ def find_foreign(files: Files, path: Path) -> tuple[Path, list[str]] | None:
     ``path``: a file, or a folder with ``model.safetensors`` or its index.
     Raises: DamagedCheckpointError for an index that leads out of its folder.
     """
-    if path.suffix == ".safetensors":
+    path = path.resolve()  # what the user names may be a link
+    if path.suffix == ".safetensors" or (path.is_file() and path.parent.name == _BLOBS):
         return path.parent, [path.name]
     names = files.names(path)
     if INDEX in names:
         what = str(path / INDEX)
-        fields = parse_json(read_all(files, path / INDEX, 2**30), what)
+        fields = parse_json(read_all(files, path / _real_name(path, INDEX), 2**30), what)
         table = as_table(fields.get("weight_map"), f"{what}: weight_map")
         found = sorted({as_text(name, f"{what}: weight_map") for name in table.values()})
         outside = [name for name in found if "/" in name or "\\" in name or not name.endswith(".safetensors")]
         if outside:
             raise DamagedCheckpointError(f"{what}: weight_map: {outside[0][:80]!r} is no file of this folder")
-        return path, found
-    return (path, [SINGLE]) if SINGLE in names else None
+        return path, [_real_name(path, name) for name in found]
+    return (path, [_real_name(path, SINGLE)]) if SINGLE in names else None
+
+
+def _real_name(folder: Path, name: str) -> str:
+    """Return the file that ``name`` stands for: in a snapshot of Hugging Face's cache it is a link into ``blobs``."""
+    place = folder / name
+    target = os.path.normpath(folder / os.readlink(place)) if place.is_symlink() else ""
+    places = [folder.parent / _BLOBS, folder.parent.parent / _BLOBS]
+    is_own = Path(target).parent in places and not Path(target).parent.is_symlink()
+    return os.path.relpath(target, folder) if is_own else name
 
 
 def foreign_manifest(files: Files, folder: Path, names: list[str], prefix: str) -> Manifest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from typing import Any, cast
 
 from shardwise.errors import DamagedCheckpointError
@@ -66,7 +67,10 @@ def as_sizes(value: object, key: str) -> tuple[int, ...]:
     found = as_list(value, key)
     if len(found) > _MOST_DIMS:
         raise wrong(key, f"up to {_MOST_DIMS} dims", value)
-    return tuple(as_number(size, f"{key}[{dim}]") for dim, size in enumerate(found))
+    sizes = tuple(as_number(size, f"{key}[{dim}]") for dim, size in enumerate(found))
+    if prod(max(size, 1) for size in sizes) > MOST_SIZE:  # of an empty tensor, too: torch counts strides
+        raise wrong(key, f"dims whose product is at most {MOST_SIZE}", value)
+    return sizes
 
 
 def wrong(key: str, expected: str, found: object) -> DamagedCheckpointError:

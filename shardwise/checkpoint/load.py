@@ -91,7 +91,8 @@ def load(
     Example:
         >>> step = load("run", {"model": model, "optimizer": optimizer}, fallback=True).step  # doctest: +SKIP
     """
-    path, files = Path(folder).absolute(), DiskFiles()
+    path = Path(folder).absolute()
+    files = DiskFiles(path)
     roll = open_roll_call(group, f"checkpoint-load/{path}")
     candidates = _candidates(path, step, files, roll)
     skipped: list[str] = []
@@ -158,7 +159,7 @@ def _load_one(path: Path, state: Mapping[str, Any], strict: bool, skipped: tuple
 
 
 def _stage(path: Path, state: Mapping[str, Any], strict: bool, roll: RollCall) -> _Staged:
-    files = DiskFiles()
+    files = DiskFiles(path.parent)
     note("checkpoint load", str(path))
     foreign = None if MANIFEST in files.names(path) else find_foreign(files, path)
     if foreign is not None:

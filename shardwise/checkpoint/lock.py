@@ -13,6 +13,7 @@ from pathlib import Path
 from shardwise.checkpoint.names import LOCK
 from shardwise.comm.alive import host_id
 from shardwise.errors import CheckpointError
+from shardwise.safe_files import create_file, parse_object, read_text
 
 
 def take(folder: Path) -> None:
@@ -24,7 +25,9 @@ def take(folder: Path) -> None:
     path = folder / LOCK
     mine = note_of(os.getpid())
     fresh = folder / f"{LOCK}-{uuid.uuid4().hex}"
-    fresh.write_text(json.dumps({**mine, "name": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}))
+    note = {**mine, "name": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    with create_file(folder, fresh.name) as file:
+        file.write(json.dumps(note).encode())
     try:
         for _ in range(8):
             try:
@@ -56,14 +59,12 @@ def give_back(folder: Path) -> None:
 
 
 def _read(path: Path) -> tuple[str, dict[str, object]]:
+    text = ""
     try:
-        text = path.read_text()[:4096]
-        found = json.loads(text)
-        return text, found if isinstance(found, dict) else {}
-    except OSError:
-        return "", {}
-    except ValueError:
-        return "", {}
+        text = read_text(path.parent, path.name, 4096)
+        return text, parse_object(text, str(path))
+    except OSError:  # it is gone, or is no note of a job
+        return text, {}
 
 
 def _set_aside(path: Path, text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -92,6 +92,8 @@ class OptimizerCarrier:
         for group in order.value(full):
             if not isinstance(group, dict) or not isinstance(group.get("options"), dict):
                 raise CheckpointError(f"{full}: expected groups with params and options, found {str(group)[:60]}")
+            if not isinstance(group.get("params"), list):
+                raise CheckpointError(f"{full}: expected groups with params and options, found {str(group)[:60]}")
             options |= {str(name): group["options"] for name in group["params"]}
         order.missing += [join(full, name) for name in self._names if name not in options]
         order.missing += [f"{join(full, name)}: in no group here" for name in options if name not in self._by_name]
@@ -104,7 +106,13 @@ class OptimizerCarrier:
                     f"{full}: {members[0]} and {other} have other options there, and are in one param group here; make groups "
                     "as those of the checkpoint"
                 )
-            found.append({**options_of(own), **(options[members[0]] if members else {})})
+            mine, theirs = options_of(own), options[members[0]] if members else {}
+            odd = next((key for key in theirs if not _fits(mine.get(key), theirs[key])), None)
+            if odd is not None:
+                raise CheckpointError(
+                    f"{full}: the option {odd!r} is {str(theirs[odd])[:60]!r}, expected a value like {str(mine[odd])[:60]!r}"
+                )
+            found.append({**mine, **theirs})
         return found
 
     def _ask_all(self, order: Order) -> Later:
@@ -276,6 +284,18 @@ def _beside(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     mesh = param.device_mesh
     spec = torch_private.make_spec(mesh, [Replicate()] * mesh.ndim, value.shape, value.stride(), value.dtype)
     return torch_private.dtensor_from_local(value.to(device_of(param)), spec)
+
+
+def _fits(own: Any, found: Any) -> bool:
+    """Return True if an option of a checkpoint may stand where the optimizer has ``own``: numbers for numbers."""
+    if isinstance(own, int | float | torch.Tensor):
+        return found is None or isinstance(found, int | float | torch.Tensor)
+    if isinstance(own, tuple | list):
+        mine, theirs = cast(Sequence[Any], own), cast(Sequence[Any], found)
+        if not isinstance(found, tuple | list) or len(theirs) != len(mine):
+            return False
+        return all(_fits(*pair) for pair in zip(mine, theirs, strict=True))
+    return own is None or found is None or isinstance(found, str) == isinstance(own, str)
 
 
 def _same(left: Any, right: Any) -> bool:

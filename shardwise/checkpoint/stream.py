@@ -12,7 +12,7 @@ import torch
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.manifest import Manifest, TensorRecord
 from shardwise.checkpoint.order import Order
-from shardwise.checkpoint.plan import Window
+from shardwise.checkpoint.plan import Window, whole
 from shardwise.checkpoint.reader import read_requests
 
 MOST_NUMEL = 2**24
@@ -32,8 +32,8 @@ def windows_of(record: TensorRecord, most_numel: int = MOST_NUMEL) -> list[Windo
 
     Each has at most ``most_numel`` elements, or one row.
     """
-    if not record.shape:
-        return [Window((), ())]
+    if not record.shape or not prod(record.shape):
+        return [whole(record.shape)]
     rest = record.shape[1:]
     step = max(1, most_numel // max(1, prod(rest)))
     starts = range(0, max(1, record.shape[0]), step)

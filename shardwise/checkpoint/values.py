@@ -87,36 +87,41 @@ def join_to(name: str, key: str) -> str:
     return f"{name}/{join(key)}"
 
 
-def decode(value: Any, name: str, give: Give | None = None) -> Any:
+def decode(value: Any, name: str, give: Give | None = None, depth: int = 0) -> Any:
     """Return what :func:`encode` was given; ``give`` returns the tensor of a name.
 
     Raises: CheckpointError naming the place of what is no encoded value.
     """
+    if depth > _MOST_DEEP:
+        raise CheckpointError(f"{name[:80]}: nested deeper than any value that is saved")
     if isinstance(value, list):
-        return [decode(item, f"{name}/{i}", give) for i, item in enumerate(cast(list[Any], value))]
+        return [decode(item, f"{name}/{i}", give, depth + 1) for i, item in enumerate(cast(list[Any], value))]
     if not isinstance(value, dict):
         return value
     fields = cast(dict[str, Any], value)
     if _MARK not in fields:
-        return {key: decode(item, join_to(name, key), give) for key, item in fields.items()}
+        return {key: decode(item, join_to(name, key), give, depth + 1) for key, item in fields.items()}
     try:
-        return _marked(fields, name, give)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        return _marked(fields, name, give, depth)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{name}: {str(fields)[:80]} is no value of this format ({error!r})") from error
 
 
-def _marked(fields: dict[str, Any], name: str, give: Give | None) -> Any:
+def _marked(fields: dict[str, Any], name: str, give: Give | None, depth: int) -> Any:
     kind, inner = fields[_MARK], fields["v"]
     if kind == "float":
         return _FLOATS[inner]
     if kind == "tuple" and isinstance(inner, list):
-        return tuple(decode(inner, name, give))
+        return tuple(decode(inner, name, give, depth))
     if kind == "bytes":
         return base64.b64decode(inner, validate=True)
     if kind in ("dict", "counter"):
-        found = {decode(key, name): decode(item, join_to(name, str(key)), give) for key, item in inner}
+        found = {
+            decode(key, name, None, depth + 1): decode(item, join_to(name, str(key)[:80]), give, depth + 1)
+            for key, item in inner
+        }
         return Counter(found) if kind == "counter" else found
     if kind == "tensor" and give is not None and isinstance(inner, str):
         return give(inner)

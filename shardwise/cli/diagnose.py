@@ -14,6 +14,7 @@ from shardwise.doctor.rank_record import Record, read_record
 from shardwise.doctor.recorder import BEFORE, BLACK_BOX, PATTERN, default_place
 from shardwise.doctor.words import in_words
 from shardwise.errors import ConfigError
+from shardwise.safe_files import replace_file
 
 ANALYZER = "torch.distributed.flight_recorder.fr_trace"
 
@@ -62,7 +63,7 @@ def write_dumps(records: Sequence[Record], out: Path) -> int:
     for old in out.glob(f"{PREFIX}*"):  # the analyzer reads all that it finds
         old.unlink()
     for name, dump in dumps.items():
-        (out / name).write_bytes(dump)
+        replace_file(out, name, dump)
     return len(dumps)
 
 

@@ -26,6 +26,7 @@ from shardwise.recipes.gpt import GPT
 from shardwise.recipes.llama import LLAMAS, Llama
 from shardwise.recipes.parallel import HEADS, LLAMA_HEADS
 from shardwise.recipes.step_memory import planned_model
+from shardwise.safe_files import replace_file
 
 _GPT = "gpt-"
 _PRESETS = (*LLAMAS, *(_GPT + name for name in PRESETS))
@@ -148,8 +149,8 @@ def show(found: Plan, out: str | None) -> None:
         return
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(found.to_json())
-    (folder / "train.py").write_text(found.code())
+    replace_file(folder, "plan.json", found.to_json())
+    replace_file(folder, "train.py", found.code())
     found.picture(folder / "memory.png")
     print(f"written: {folder}/plan.json, train.py, memory.png")
 

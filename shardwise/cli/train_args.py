@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError
 from shardwise.recipes.config import DTYPES, PRESETS, SHARDS, TrainConfig, check_config
 from shardwise.recipes.doors import DOORS
 from shardwise.recipes.restart_log import Restart
-from shardwise.recipes.run_folder import Start, merge_resumed, read_run_config, with_overrides
+from shardwise.recipes.run_folder import Start, check_own_module, merge_resumed, read_run_config, with_overrides
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[kKmMgG]?)(?:i?[bB])?")
 _SIZES = {"preset": "model", "layers": "layers", "width": "width", "heads": "heads"}
@@ -254,6 +254,8 @@ def _read_config(given: Mapping[str, object], start: Start) -> TrainConfig:
     if start.out is not None:
         raise ConfigError("--resume continues in its own folder: leave --out out.")
     saved = read_run_config(start.resume)
+    if "model_from" not in given:
+        check_own_module(start.resume, saved)
     if "preset" in given:
         shape = PRESETS[str(given["preset"])]
         values = {name: getattr(shape, name) for name in ("layers", "width", "heads", "context")} | values

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from shardwise.safe_files import MOST_BYTES, open_input
+
 VERSION = 1
 MOST_TEXT = 400  # characters of one text
 
@@ -101,8 +103,8 @@ def to_lines(record: Record) -> Iterator[str]:
 def read_record(path: Path) -> Record | None:
     """Return the record in the file ``path``; None if there is none that can be read."""
     try:
-        with path.open(errors="replace") as lines:
-            return from_lines(lines)
+        with open_input(path.parent, path.name, MOST_BYTES) as file:
+            return from_lines(line.decode(errors="replace") for line in file)
     except OSError:
         return None
 
@@ -128,7 +130,7 @@ def from_lines(lines: Iterable[str]) -> Record | None:
                 stacks.append(_stack(found["stack"]))
             elif "tracks" in found:
                 groups |= dict.fromkeys(map(str, found["tracks"]), tuple(map(int, found["ranks"])))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             is_cut = True
             if head is None:
                 return None

@@ -23,6 +23,7 @@ from shardwise import black_box
 from shardwise.doctor.rank_record import Event, Reason, Record, Stack, to_lines
 from shardwise.doctor.user_code import lines_of, lines_of_trace, own_line
 from shardwise.doctor.watch import Watch
+from shardwise.safe_files import move_file, replace_file
 from shardwise.torch_private import timeout_s_of
 
 PATTERN = "rank-*.jsonl"
@@ -144,16 +145,14 @@ class Recorder:
     def _put_last_run_aside(self) -> None:
         if self._rank is None:
             return
-        own, kept = self._path(), self.folder / BEFORE / self._path().name
+        kept = self.folder / BEFORE / self._name()
         with contextlib.suppress(OSError):
-            kept.unlink(missing_ok=True)  # of a start before that one
-            if own.exists():
-                kept.parent.mkdir(exist_ok=True)
-                own.replace(kept)
+            if kept.parent.is_dir() and not kept.parent.is_symlink():
+                kept.unlink(missing_ok=True)  # of a start before that one
+            move_file(self.folder, self._name(), f"{BEFORE}/{self._name()}")
 
-    def _path(self) -> Path:
-        name = f"rank-p{self._pid}.jsonl" if self._rank is None else f"rank-{self._rank:05d}.jsonl"
-        return self.folder / name
+    def _name(self) -> str:
+        return f"rank-p{self._pid}.jsonl" if self._rank is None else f"rank-{self._rank:05d}.jsonl"
 
     def _record(self, now_s: float) -> Record:
         since = now_s - time.monotonic()
@@ -176,16 +175,9 @@ class Recorder:
         return [entry for entry in black_box.entries() if entry[0] >= self._began_s]
 
     def _put(self, record: Record) -> Path:
-        path = self._path()
-        part = path.with_suffix(".part")
         self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_text("\n".join(to_lines(record)) + "\n")
-            part.replace(path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
-        return path
+        replace_file(self.folder, self._name(), "\n".join(to_lines(record)) + "\n")
+        return self.folder / self._name()
 
 
 class DefaultRecorder(Recorder):

@@ -17,7 +17,7 @@ from shardwise.checkpoint.folder import list_checkpoints as list_new
 from shardwise.checkpoint.reader import read_manifest
 from shardwise.checkpoint.values import decode
 from shardwise.errors import ConfigError
-from shardwise.recipes.config import ModelShape
+from shardwise.recipes.config import ModelShape, typed
 from shardwise.recipes.old_checkpoints import (
     is_old,
     list_old_checkpoints,
@@ -27,6 +27,7 @@ from shardwise.recipes.old_checkpoints import (
 )
 
 _PROGRESS = "progress"
+_FIELDS = ("step", "windows", "num_parameters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +62,16 @@ def read_progress(checkpoint: Path) -> Progress:
             return progress_from_json(read_old_values(checkpoint))
         manifest = read_manifest(DiskFiles(), checkpoint)
         return progress_from_json(decode(manifest.values[_PROGRESS], _PROGRESS))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{checkpoint} is not a checkpoint of this version of shardwise ({error!r}).") from error
     except CheckpointError as error:
         raise ConfigError(f"{error}.") from error
 
 
 def progress_from_json(values: Mapping[str, Any]) -> Progress:
-    """Return what ``asdict`` made of a Progress.  Raises: KeyError, TypeError, ValueError."""
-    shape = ModelShape(**values["model"])
-    return Progress(int(values["step"]), int(values["windows"]), shape, int(values["num_parameters"]))
+    """Return what ``asdict`` made of a Progress.  Raises: KeyError, TypeError, ConfigError."""
+    shape = typed(ModelShape, values["model"], "the checkpoint's model")
+    return typed(Progress, {name: values[name] for name in _FIELDS} | {"model": shape}, "the checkpoint's progress")
 
 
 def start_saving(folder: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, keep: int) -> None:

@@ -7,11 +7,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TypeVar, cast, get_args, get_type_hints
 
 from shardwise.comm.links.link import check_transport
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 
+T = TypeVar("T")
 NUM_BYTES = 256  # the vocabulary of text without a tokenizer
 DTYPES = ("fp32", "bf16")
 SHARDS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")
@@ -103,7 +105,7 @@ def check_config(config: TrainConfig) -> None:
     for name in _AT_LEAST_ONE:
         if getattr(config, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}, expected at least 1.")
-    for name in ("warmup", "sample_bytes", "weight_decay", "min_unit_bytes"):
+    for name in ("warmup", "sample_bytes", "weight_decay", "min_unit_bytes", "seed"):
         if getattr(config, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}, expected 0 or more.")
     if not (math.isfinite(config.lr) and config.lr > 0):
@@ -209,10 +211,25 @@ def config_from_json(values: Mapping[str, object]) -> TrainConfig:
     shape = values["model"]
     if not isinstance(shape, dict):
         raise ConfigError("config.json: 'model' is not a table of layers, width, heads, context.")
+    model = typed(ModelShape, cast(dict[str, object], shape), "config.json: model")
+    return typed(TrainConfig, {**values, "model": model}, "config.json")
+
+
+def typed(kind: type[T], values: Mapping[str, object], what: str) -> T:
+    """Return an instance of the dataclass ``kind``, every field of its own type.  Raises: ConfigError that names the field."""
+    if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  of a file
+        raise ConfigError(f"{what}: holds a {type(values).__name__}, expected a table; the file was edited.")
+    hints = get_type_hints(kind)
+    for name, value in values.items():
+        allowed: tuple[type, ...] = get_args(hints.get(name)) or (hints.get(name, object),)
+        found = float if type(value) is int and float in allowed else type(value)
+        if found not in allowed or (isinstance(value, int | float) and not -(2**63) < value < 2**63):
+            expected = " or ".join(each.__name__ for each in allowed)
+            raise ConfigError(f"{what}: {name} is {str(value)[:60]!r}, expected {expected}; the file was edited.")
     try:
-        return TrainConfig(**{**values, "model": ModelShape(**shape)})  # pyright: ignore[reportArgumentType]
+        return kind(**values)
     except TypeError as error:
-        raise ConfigError(f"config.json: {error}.") from error
+        raise ConfigError(f"{what}: {error}.") from error
 
 
 def changed_values(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[object, object]]:

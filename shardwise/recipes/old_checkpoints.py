@@ -6,7 +6,6 @@ made of and nothing else, and no rank asks another, which would unpickle what it
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch.optim import Optimizer
 from shardwise import ZeroRedundancyOptimizer
 from shardwise.checkpoint.dcp import TorchDcpReader
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.safe_files import read_json
 
 STATE = "state.json"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -51,8 +51,8 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def read_old_values(checkpoint: Path) -> Mapping[str, Any]:
-    """Return what state.json says.  Raises: ValueError, KeyError."""
-    values = json.loads((checkpoint / STATE).read_text())
+    """Return what state.json says.  Raises: UnsafeFileError, KeyError."""
+    values = read_json(checkpoint, STATE)
     if values["format"] != 1:
         raise KeyError("format")
     return values

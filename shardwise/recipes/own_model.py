@@ -6,8 +6,6 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,13 +17,14 @@ from shardwise.checkpoint import CheckpointError, load
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import repeated_blocks
 from shardwise.recipes.gpt import GPT, logits_of
+from shardwise.recipes.own_module import look_here
 from shardwise.recipes.ranks import RunRanks
 
 
 def check_module(model_from: str) -> None:
     """Refuse a module that Python does not find; nothing of it runs, but for the packages around it.  Raises: ConfigError."""
     name = model_from.partition(":")[0]
-    _look_here()
+    look_here()
     try:
         is_there = importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
@@ -72,14 +71,6 @@ def build_own(model_from: str, seed: int, vocabulary: int, context: int) -> nn.M
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError(f"--model-from {model_from} returned a model without parameters that require gradients.")
     return model
-
-
-def _look_here() -> None:
-    here = os.getcwd()
-    if (
-        here not in sys.path and "" not in sys.path
-    ):  # the script of an installed command does not look where it is called
-        sys.path.insert(0, here)
 
 
 def try_own(model: nn.Module, model_from: str, vocabulary: int, window: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from shardwise.planner.rank_memory import KINDS, UPDATE
 from shardwise.recipes.held_bytes import HeldBytes
 from shardwise.recipes.step_memory import HeldMemory, StepMemory
 from shardwise.recipes.text import Baseline
+from shardwise.safe_files import replace_file
 
 _TRAIN, _VALIDATION, _REFERENCE = "#9ecae1", "#d62728", "#555555"
 _RESTART, _SPEED = "#9467bd", "#17becf"
@@ -55,7 +57,9 @@ def draw_report(
     _draw_memory(right.add_subplot(rows[0]), memory.held, memory.unsharded)
     if memory.step is not None:
         _draw_step(right.add_subplot(rows[1]), memory.step)
-    figure.savefig(path, dpi=110)
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=110)
+    replace_file(path.parent, path.name, drawn.getvalue())
 
 
 def _draw_loss(axes: Axes, metrics: Sequence[Mapping[str, float | str]], baseline: Baseline) -> None:

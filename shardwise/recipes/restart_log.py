@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.safe_files import open_append, parse_object, read_text
+
 RESTARTS = "restarts.jsonl"
 _STEP_BYTES = 8
 
@@ -23,15 +25,21 @@ class Restart:
 def note_restart(folder: Path, restart: Restart, step: int, num_ranks: int) -> None:
     """Write down that the run goes on after ``step`` on ``num_ranks`` ranks.  Only rank 0 calls it."""
     line = {"kind": "restart", "step": step, "ranks": num_ranks, "number": restart.number, "cause": restart.cause}
-    with (folder / RESTARTS).open("a") as file:
+    with open_append(folder, RESTARTS) as file:
         file.write(json.dumps(line | {"time": round(time.time(), 3)}) + "\n")
 
 
 def read_restarts(folder: Path) -> list[dict[str, float | str]]:
     """Return what was written down, oldest first."""
-    path = folder / RESTARTS
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    try:
+        return [parse_object(line, str(folder / RESTARTS)) for line in whole_lines(folder, RESTARTS)]
+    except FileNotFoundError:
+        return []
+
+
+def whole_lines(folder: Path, name: str) -> list[str]:
+    """Return the lines of a file that were written to their end."""
+    return [line for line in read_text(folder, name).splitlines(keepends=True) if line.endswith("\n")]
 
 
 class StepFile:

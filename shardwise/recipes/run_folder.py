@@ -16,9 +16,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
-from shardwise.doctor.recorder import BLACK_BOX
+from shardwise.doctor.recorder import BEFORE, BLACK_BOX
 from shardwise.errors import ConfigError
 from shardwise.recipes.checkpoints import (
     Progress,
@@ -35,7 +35,8 @@ from shardwise.recipes.config import (
     config_from_json,
     config_to_json,
 )
-from shardwise.recipes.restart_log import Restart
+from shardwise.recipes.own_module import check_recorded, file_of
+from shardwise.recipes.restart_log import Restart, whole_lines
 from shardwise.recipes.text import (
     TextFacts,
     check_facts,
@@ -47,10 +48,13 @@ from shardwise.recipes.text import (
     write_cache,
 )
 from shardwise.recipes.tokens import TOKENIZER, open_vocabulary
+from shardwise.safe_files import check_folders, open_append, parse_object, read_json, replace_file
 
 CONFIG = "config.json"
 _LOCK = ".lock"
+_FOLDERS = ("checkpoints", "text", "tensorboard", f"{BLACK_BOX}/{BEFORE}")  # of a run: none of them is a link
 _BEGUN_BY = "begun_by"  # the job that may resume it without being asked to
+_MODULE = "module"  # the file of --model-from
 _FORMAT = 1
 
 
@@ -148,13 +152,18 @@ def read_run_config(folder: Path) -> TrainConfig:
     if not folder.is_dir():
         raise ConfigError(f"--resume {folder}: no such folder.")
     try:
-        values = json.loads((folder / CONFIG).read_text())
-        saved = values["config"]
+        saved = read_json(folder, CONFIG).get("config")
     except FileNotFoundError as error:
         raise ConfigError(f"--resume {folder}: not a run folder of shardwise (it has no config.json).") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--resume {folder}: its config.json cannot be read ({error!r}).") from error
-    return config_from_json(saved)
+    if not isinstance(saved, dict):
+        raise ConfigError(f"--resume {folder}: its config.json has no table 'config'. Name another run.")
+    return config_from_json(cast(dict[str, object], saved))
+
+
+def check_own_module(folder: Path, config: TrainConfig) -> None:
+    """Refuse to import what a folder of a stranger names as its model.  Raises: ConfigError."""
+    if config.model_from is not None:
+        check_recorded(folder, config.model_from, read_json(folder, CONFIG).get(_MODULE))
 
 
 def merge_resumed(saved: TrainConfig, asked: TrainConfig, folder: Path) -> TrainConfig:
@@ -211,6 +220,7 @@ def check_start(start: Start, config: TrainConfig) -> None:
     """Refuse what cannot be started, writing nothing.  Raises: ConfigError."""
     check_config(config)
     if start.resume is not None:
+        check_folders(start.resume, _FOLDERS)
         merge_resumed(read_run_config(start.resume), config, start.resume)
         find_checkpoint(start.resume, config)
         return
@@ -233,9 +243,9 @@ def prepare_run(start: Start, config: TrainConfig) -> Run:
     folder = new_folder(start.out)
     try:
         # Whatever happens now can be resumed.
-        _write_values(folder, {"format": _FORMAT, "config": config_to_json(config), _BEGUN_BY: start.job})
+        _write_values(folder, config, {_BEGUN_BY: start.job})
         if config.tokenizer is not None:
-            shutil.copyfile(config.tokenizer, folder / TOKENIZER)
+            replace_file(folder, TOKENIZER, Path(config.tokenizer).read_bytes())
         facts = _write_text(folder, config)
     except (OSError, ConfigError):
         discard_new(folder)
@@ -257,7 +267,7 @@ def tokenizer_of(start: Start, config: TrainConfig) -> Path | None:
     """Return the tokenizer's file: the run's own once there is a run; None for bytes."""
     if config.tokenizer is None:
         return None
-    return Path(config.tokenizer) if start.resume is None else start.resume / TOKENIZER
+    return Path(config.tokenizer).resolve() if start.resume is None else start.resume / TOKENIZER
 
 
 def _write_text(folder: Path, config: TrainConfig) -> TextFacts:
@@ -273,7 +283,7 @@ def _found_again(start: Start, config: TrainConfig) -> Start:
     if start.restart is None or start.out is None or not (start.out / CONFIG).exists():
         return start
     saved = read_run_config(start.out)
-    begun_by = json.loads((start.out / CONFIG).read_text()).get(_BEGUN_BY)
+    begun_by = read_json(start.out, CONFIG).get(_BEGUN_BY)
     is_own = begun_by is not None and begun_by == start.job and saved == config
     return replace(start, out=None, resume=start.out) if is_own else start
 
@@ -288,9 +298,13 @@ def _reopen(folder: Path, config: TrainConfig) -> Run:
 
 def _text_again(folder: Path, config: TrainConfig) -> TextFacts:
     """Return the cached text if it is what the run began with, to the byte; else make it again, if that gives the same."""
-    known = json.loads((folder / CONFIG).read_text()).get("text", {}).get("digest")
+    text = read_json(folder, CONFIG).get("text")
+    known = cast(dict[str, object], text).get("digest") if isinstance(text, dict) else None
     facts = read_facts(folder / "text")
-    if facts is not None and digest_of(folder / "text") == facts.digest and known in (None, facts.digest):
+    vocabulary = open_vocabulary(folder / TOKENIZER if config.tokenizer else None)
+    expected = (vocabulary.size, vocabulary.itemsize, vocabulary.digest)
+    is_of_it = facts is not None and (facts.vocabulary, facts.itemsize, facts.tokenizer) == expected
+    if facts is not None and is_of_it and facts.digest == digest_of(folder / "text") and known in (None, facts.digest):
         return facts
     facts = _write_text(folder, config)
     if known not in (None, facts.digest):
@@ -323,33 +337,27 @@ def new_folder(out: Path | None) -> Path:
 
 def write_config(run: Run, num_ranks: int, num_parameters: int, version: str) -> None:
     """Write config.json whole: readers see the old one or the new one."""
-    known = json.loads((run.folder / CONFIG).read_text())
+    known = read_json(run.folder, CONFIG)
     values = {
-        "format": _FORMAT,
         "shardwise": version,
-        "config": config_to_json(run.config),
         "num_ranks": num_ranks,
         "num_parameters": num_parameters,
         "text": asdict(run.facts),
         _BEGUN_BY: known.get(_BEGUN_BY),
     }
-    _write_values(run.folder, values)
+    _write_values(run.folder, run.config, values)
 
 
-def _write_values(folder: Path, values: Mapping[str, object]) -> None:
-    replace_file(folder / CONFIG, json.dumps(values, indent=2) + "\n")
-
-
-def replace_file(path: Path, content: str) -> None:
-    """Write ``content`` beside ``path`` and rename it into place."""
-    beside = path.with_name(f".{path.name}.writing")
-    beside.write_text(content)
-    os.replace(beside, path)
+def _write_values(folder: Path, config: TrainConfig, values: Mapping[str, object]) -> None:
+    known: dict[str, object] = {"format": _FORMAT, "config": config_to_json(config)}
+    if config.model_from is not None:
+        known[_MODULE] = file_of(config.model_from)
+    replace_file(folder, CONFIG, json.dumps(known | {**values}, indent=2) + "\n")
 
 
 def lock_run(folder: Path) -> IO[str]:
     """Hold the folder for this process until the returned file is closed.  Raises: ConfigError if another has it."""
-    file = (folder / _LOCK).open("w")
+    file = open_append(folder, _LOCK)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -362,18 +370,19 @@ def lock_run(folder: Path) -> IO[str]:
 
 def drop_later_metrics(metrics: Path, step: int | None) -> None:
     """Keep the lines up to ``step``, none for None: what came after the checkpoint will be computed again."""
-    if metrics.exists():
-        kept = [line for line in _whole_lines(metrics) if step is not None and json.loads(line)["step"] <= step]
-        replace_file(metrics, "".join(kept))
+    if os.path.lexists(metrics):
+        lines = zip(whole_lines(metrics.parent, metrics.name), read_metrics(metrics), strict=True)
+        kept = [line for line, values in lines if step is not None and values["step"] <= step]
+        replace_file(metrics.parent, metrics.name, "".join(kept))
 
 
-def read_metrics(metrics: Path) -> list[dict[str, float | str]]:
-    """Return the lines of metrics.jsonl in order."""
-    return [json.loads(line) for line in _whole_lines(metrics)]
-
-
-def _whole_lines(metrics: Path) -> list[str]:
-    return [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+def read_metrics(metrics: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl in order.  Raises: ConfigError for one that names no step."""
+    found = [parse_object(line, str(metrics)) for line in whole_lines(metrics.parent, metrics.name)]
+    for values in found:
+        if type(values.get("step")) is not int:
+            raise ConfigError(f"{metrics}: a line has no step ({str(values)[:80]}). Remove the line.")
+    return found
 
 
 def with_overrides(config: TrainConfig, values: Mapping[str, object]) -> TrainConfig:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from shardwise.recipes.progress import ProgressDisplay, StepReport
 from shardwise.recipes.run_folder import Run, drop_later_metrics
+from shardwise.safe_files import open_append
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,4 +135,4 @@ class RunJournal:
 def open_lines(run: Run) -> IO[str]:
     """Open metrics.jsonl for appending, without the lines that the checkpoint does not know of."""
     drop_later_metrics(run.metrics, run.done.step if run.done else None)
-    return run.metrics.open("a")
+    return open_append(run.folder, run.metrics.name)

@@ -13,6 +13,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,9 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.errors import ConfigError
-from shardwise.recipes.config import NUM_BYTES
+from shardwise.recipes.config import NUM_BYTES, typed
 from shardwise.recipes.documents import TextSource, dataset_sources, file_source, is_dataset, why_binary
 from shardwise.recipes.tokens import Bytes, Vocabulary
+from shardwise.safe_files import create_file, open_input, opened, read_text, replace_file
 
 DEFAULT_LIMIT_BYTES = 12_000_000
 VALIDATION_SHARE = 0.1
@@ -211,7 +213,7 @@ def write_cache(folder: Path, description: str, split: Split, vocabulary: Vocabu
         itemsize=vocabulary.itemsize,
         tokenizer=vocabulary.digest,
     )
-    (folder / "facts.json").write_text(json.dumps(asdict(facts), indent=2) + "\n")
+    replace_file(folder, "facts.json", json.dumps(asdict(facts), indent=2) + "\n")
     return facts
 
 
@@ -219,7 +221,7 @@ def _write_part(
     path: Path, sources: Sequence[TextSource], vocabulary: Vocabulary, update: Callable[[bytes], None]
 ) -> tuple[int, NDArray[np.int64]]:
     counts = np.zeros(vocabulary.size, dtype=np.int64)
-    with path.open("wb") as out:
+    with create_file(path.parent, path.name) as out:
         for source in sources:
             for numbers in vocabulary.read(source):
                 data = numbers.tobytes()
@@ -232,19 +234,26 @@ def _write_part(
 def read_facts(folder: Path) -> TextFacts | None:
     """Return what ``write_cache`` left in ``folder``, or None if there is no whole cache."""
     try:
-        facts = TextFacts(**json.loads((folder / "facts.json").read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
-    sizes = {"train.bin": facts.train_bytes, "validation.bin": facts.validation_bytes}
-    is_whole = all((folder / name).is_file() and os.stat(folder / name).st_size == size for name, size in sizes.items())
-    return facts if is_whole else None
+        text = read_text(folder, "facts.json")
+        with suppress(ConfigError, ValueError, RecursionError):
+            facts = typed(TextFacts, json.loads(text), str(folder / "facts.json"))
+            sizes = (("train.bin", facts.train_bytes), ("validation.bin", facts.validation_bytes))
+            return facts if all(_size_of(folder, name) == size for name, size in sizes) else None
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def _size_of(folder: Path, name: str) -> int:
+    with opened(folder, name) as fd:
+        return os.fstat(fd).st_size
 
 
 def digest_of(folder: Path) -> str:
     """Return the digest of a cache's bytes as they are now, as ``write_cache`` counted it."""
     digest = hashlib.sha256()
     for name in ("train.bin", "validation.bin"):
-        with (folder / name).open("rb") as file:
+        with open_input(folder, name) as file:
             while piece := file.read(1 << 22):
                 digest.update(piece)
     return digest.hexdigest()
@@ -269,7 +278,8 @@ class Windows:
 
 def open_windows(path: Path, context: int, itemsize: int = 1) -> Windows:
     """Map a cached file of numbers of ``itemsize`` bytes; nothing is read until a window is asked for."""
-    return Windows(np.memmap(path, dtype=f"<u{itemsize}", mode="r"), context)
+    with open_input(path.parent, path.name) as file:
+        return Windows(np.memmap(file, dtype=f"<u{itemsize}", mode="r"), context)
 
 
 def count_windows(length: int, context: int) -> int:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from shardwise.errors import ConfigError
 from shardwise.recipes.config import NUM_BYTES
 from shardwise.recipes.documents import TextSource, optional_module, read_documents, read_pieces
+from shardwise.safe_files import read_bytes
 
 TOKENIZER = "tokenizer.json"
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
@@ -81,8 +82,9 @@ class Tokens:
 
     def __init__(self, path: Path) -> None:
         tokenizers = optional_module("tokenizers", f"--tokenizer {path}")
+        data = read_bytes(path.parent, path.name)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the package raises bare Exceptions
             raise ConfigError(
                 f"--tokenizer {path} cannot be read ({str(error).splitlines()[0]}). Name a tokenizer.json of the tokenizers "
@@ -96,7 +98,7 @@ class Tokens:
         self._end = next((ids[name] for name in _ENDS if name in ids), None)
         self.size = max(ids.values()) + 1
         self.itemsize = 2 if self.size <= 1 << 16 else 4
-        self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        self.digest = hashlib.sha256(data).hexdigest()
 
     def read(self, source: TextSource) -> Iterator[NDArray[Any]]:
         """Yield the numbers of a source, piece by piece."""

@@ -43,6 +43,7 @@ from shardwise.recipes.step_watch import StepWatch, traced_steps, unwatched
 from shardwise.recipes.stop import Listening, listen_to_nobody
 from shardwise.recipes.text import Baseline
 from shardwise.recipes.tokens import open_vocabulary
+from shardwise.safe_files import replace_file
 
 _PROMPT = "def "
 
@@ -131,7 +132,7 @@ def tracing(trainer: Trainer, steps: int, journal: RunLog) -> StepWatch:
     model = trainer.model if trainer.config.shard in ENGINE_SHARDS else None
 
     def write(recorded: Trace) -> None:
-        recorded.save(path)
+        replace_file(path.parent, path.name, recorded.to_json())
         journal.say(f"trace of {steps} step(s), rank {trainer.ranks.rank}: {path}\n{recorded.table()}")
 
     return traced_steps(model, steps, write)
