@@ -103,6 +103,13 @@ def open_append(folder: Path, name: str) -> IO[str]:
         return os.fdopen(os.dup(fd), "a")
 
 
+@contextmanager
+def opened_folder(folder: Path, name: str) -> Generator[str, None, None]:
+    """Give a name of the folder ``name``, made if it is not there, that leads nowhere else and is plain text in any case."""
+    with _parent(folder, f"{name}/", True) as (fd, _):
+        yield f"/proc/self/fd/{fd}" if os.path.isdir("/proc/self/fd") else str(folder / name)
+
+
 def check_folders(folder: Path, names: Iterable[str]) -> None:
     """Refuse folders in ``folder`` that are something else, links above all.  Raises: UnsafeFileError."""
     for name in names:

@@ -21,7 +21,7 @@ from shardwise.checkpoint.names import MANIFEST, split
 from shardwise.checkpoint.order import Request
 from shardwise.checkpoint.plan import Write, whole
 from shardwise.checkpoint.reader import read_manifest, read_requests
-from shardwise.checkpoint.values import decode
+from shardwise.checkpoint.values import decode, groups_of
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.safe_files import create_file, replace_file
 
@@ -160,7 +160,7 @@ def export_torch(
             if len(parts) == 1:
                 found[name] = decode(value, name, loaded.__getitem__)
             elif parts[1:] == ["groups"]:
-                found[parts[0]] = _plain_optimizer(parts[0], decode(value, name), manifest, loaded)
+                found[parts[0]] = _plain_optimizer(parts[0], groups_of(decode(value, name), name), manifest, loaded)
         with create_file(target.absolute().parent, target.name) as file:
             torch.save(found, file)
         found.clear()

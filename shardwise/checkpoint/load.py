@@ -93,7 +93,7 @@ def load(
     """
     path = Path(folder).absolute()
     files = DiskFiles(path)
-    roll = open_roll_call(group, f"checkpoint-load/{path}")
+    roll = open_roll_call(group, f"checkpoint-load/{str(path)!a}")
     candidates = _candidates(path, step, files, roll)
     skipped: list[str] = []
     for place, candidate in enumerate(candidates):

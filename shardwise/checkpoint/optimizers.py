@@ -18,7 +18,7 @@ from shardwise.checkpoint.contents import Contents, device_of, like, parts_of, w
 from shardwise.checkpoint.dtypes import dtype_of
 from shardwise.checkpoint.names import join, split
 from shardwise.checkpoint.order import Order
-from shardwise.checkpoint.values import encode
+from shardwise.checkpoint.values import encode, groups_of
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.optim.forms import options_of
 from shardwise.optim.pieces import in_order_of
@@ -89,11 +89,7 @@ class OptimizerCarrier:
             order.missing.append(full)
             return [options_of(group) for group in self._optimizer.param_groups]
         options: dict[str, Any] = {}
-        for group in order.value(full):
-            if not isinstance(group, dict) or not isinstance(group.get("options"), dict):
-                raise CheckpointError(f"{full}: expected groups with params and options, found {str(group)[:60]}")
-            if not isinstance(group.get("params"), list):
-                raise CheckpointError(f"{full}: expected groups with params and options, found {str(group)[:60]}")
+        for group in groups_of(order.value(full), full):
             options |= {str(name): group["options"] for name in group["params"]}
         order.missing += [join(full, name) for name in self._names if name not in options]
         order.missing += [f"{join(full, name)}: in no group here" for name in options if name not in self._by_name]

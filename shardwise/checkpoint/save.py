@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +34,11 @@ class _Kept:
 
 
 _savers: list[_Kept] = []
+_turns: dict[Path, threading.RLock] = {}  # threads that save into one folder take turns
+
+
+def _turn_of(folder: Path) -> threading.RLock:
+    return _turns.setdefault(folder.absolute(), threading.RLock())
 
 
 @explains_arguments
@@ -77,17 +83,18 @@ def save(
             f"step is {step!r} and keep {keep!r}; expected a whole number from 0 on, and None or at least 1"
         )
     check_choice(buffers)
-    saver = _saver_of(Path(folder), group)
-    saver.wait()
-    rank, size = saver.rank, saver.size
+    with _turn_of(Path(folder)):
+        saver = _saver_of(Path(folder), group)
+        saver.wait()
+        rank, size = saver.rank, saver.size
 
-    def collect(known: Known) -> Contents:
-        return contents_of(state, rank, size, known)
+        def collect(known: Known) -> Contents:
+            return contents_of(state, rank, size, known)
 
-    if wait:
-        return saver.save(collect, step, keep, buffers)
-    saver.start(collect, step, keep, buffers)
-    return None
+        if wait:
+            return saver.save(collect, step, keep, buffers)
+        saver.start(collect, step, keep, buffers)
+        return None
 
 
 def finish(folder: str | Path, group: dist.ProcessGroup | None = None) -> None:
@@ -106,14 +113,15 @@ def finish(folder: str | Path, group: dist.ProcessGroup | None = None) -> None:
     """
     path = Path(folder).absolute()
     failures: list[BaseException] = []
-    for kept in [kept for kept in _savers if kept.folder == path and (group is None or kept.is_of(group))]:
-        _savers.remove(kept)
-        try:
-            kept.saver.wait()
-        except Exception as error:
-            failures.append(error)
-        finally:
-            kept.saver.close(keeps_lock=any(other.folder == path for other in _savers))
+    with _turn_of(path):
+        for kept in [kept for kept in _savers if kept.folder == path and (group is None or kept.is_of(group))]:
+            _savers.remove(kept)
+            try:
+                kept.saver.wait()
+            except Exception as error:
+                failures.append(error)
+            finally:
+                kept.saver.close(keeps_lock=any(other.folder == path for other in _savers))
     if failures:
         raise failures[0]
 
@@ -125,7 +133,7 @@ def _saver_of(folder: Path, group: dist.ProcessGroup | None) -> Saver:
     saver = next((kept.saver for kept in _savers if kept.folder == path and kept.is_of(group)), None)
     if saver is None:
         _let_go_of_ended_groups()
-        saver = Saver(path, open_roll_call(group, f"checkpoint/{path}"))
+        saver = Saver(path, open_roll_call(group, f"checkpoint/{str(path)!a}"))
         _savers.append(_Kept(path, saver, None if group is None else weakref.ref(group)))
     for kept in _savers:
         if kept.folder == path:

@@ -180,16 +180,20 @@ class Saver:
     def _meet(self, draft: Draft, roll: RollCall, opened: list[SaveId]) -> Job:
         what = f"{self.folder}: the save of step {draft.step} did not start"
 
-        def begin() -> list[str]:
+        def begin() -> list[Any]:
             if draft.error is not None:
                 raise draft.error
             assert draft.buffers is not None
-            return [self._open(draft.step, opened) if roll.rank == 0 else "", draft.digest, draft.buffers.mark]
+            opens = self._open(draft.step, opened) if roll.rank == 0 else ""
+            return [opens, draft.digest, draft.buffers.mark, draft.step]
 
         said = together(roll, what, begin)
-        save, digests = SaveId(said[0][0], draft.step), tuple(str(digest) for _, digest, _ in said)
+        _check_steps([step for *_, step in said], what)
+        save, digests = SaveId(said[0][0], draft.step), tuple(str(digest) for _, digest, *_ in said)
         assert draft.buffers is not None
-        if len({mark for _, _, mark in said}) > 1 and draft.buffers.settle(what, lambda do: together(roll, what, do)):
+        if len({mark for _, _, mark, _ in said}) > 1 and draft.buffers.settle(
+            what, lambda do: together(roll, what, do)
+        ):
             self._plan = None  # what was copied by it has other values
         if self._plan is None or self._plan.digests != digests:
             self._plan = None
@@ -289,6 +293,13 @@ class Saver:
         except OSError as error:  # what was to be saved is saved
             logger.warning("%s: older checkpoints could not be removed: %s", self.folder, error)
         return str(path)
+
+
+def _check_steps(steps: Sequence[int], what: str) -> None:
+    """Refuse ranks that save different steps, as threads of a rank may in another order.  Raises: CheckpointError."""
+    other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
+    if other is not None:
+        raise CheckpointError(f"{what}: rank 0 saves step {steps[0]}, rank {other} step {steps[other]}")
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

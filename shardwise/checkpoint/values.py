@@ -109,6 +109,16 @@ def decode(value: Any, name: str, give: Give | None = None, depth: int = 0) -> A
         raise CheckpointError(f"{name}: {str(fields)[:80]} is no value of this format ({error!r})") from error
 
 
+def groups_of(value: Any, name: str) -> list[dict[str, Any]]:
+    """Return the param groups of an optimizer that ``value`` is.  Raises: CheckpointError if it is something else."""
+    groups = cast(list[Any], value) if isinstance(value, list) else [value]
+    for group in groups:
+        fields = cast(dict[str, Any], group) if isinstance(group, dict) else {}
+        if not isinstance(fields.get("options"), dict) or not isinstance(fields.get("params"), list):
+            raise CheckpointError(f"{name}: expected groups with params and options, found {str(group)[:60]}")
+    return groups
+
+
 def _marked(fields: dict[str, Any], name: str, give: Give | None, depth: int) -> Any:
     kind, inner = fields[_MARK], fields["v"]
     if kind == "float":

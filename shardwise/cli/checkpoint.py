@@ -29,6 +29,8 @@ from shardwise.cli.exits import EXIT_FAILED
 from shardwise.errors import ConfigError, DamagedCheckpointError
 from shardwise.recipes.checkpoints import read_progress
 from shardwise.recipes.old_checkpoints import is_old
+from shardwise.recipes.plain_console import PlainConsole
+from shardwise.recipes.plain_text import plain
 
 FILES = DiskFiles()
 _OLD = ".metadata"  # of torch's own format
@@ -40,7 +42,7 @@ def run_checkpoint(arguments: argparse.Namespace) -> int:
 
     Raises: ConfigError for a place without checkpoints, DamagedCheckpointError where one cannot be read.
     """
-    console = Console(highlight=False, width=_WIDTH)
+    console = PlainConsole(highlight=False, width=_WIDTH)
     if arguments.action == "verify":
         return _verify(console, find_checkpoints(Path(arguments.path), arguments.step))
     if arguments.action == "diff":
@@ -89,7 +91,7 @@ def _progress(total: int, what: str) -> Generator[Progress, None, None]:
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=PlainConsole(stderr=True),
         transient=True,
         disable=not sys.stderr.isatty(),
     )
@@ -150,7 +152,7 @@ def _verify(console: Console, checkpoints: list[Path]) -> int:
     console.print(tables.verified([(path, manifest, len(problems)) for path, manifest, problems in results]))
     damage = [each for _, _, problems in results for each in problems]
     for each in damage:
-        print(f"shardwise: error: {each}", file=sys.stderr)
+        print(f"shardwise: error: {plain(each)}", file=sys.stderr)
     return EXIT_FAILED if damage else 0
 
 

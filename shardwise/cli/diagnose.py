@@ -14,6 +14,7 @@ from shardwise.doctor.rank_record import Record, read_record
 from shardwise.doctor.recorder import BEFORE, BLACK_BOX, PATTERN, default_place
 from shardwise.doctor.words import in_words
 from shardwise.errors import ConfigError
+from shardwise.recipes.plain_text import plain
 from shardwise.safe_files import replace_file
 
 ANALYZER = "torch.distributed.flight_recorder.fr_trace"
@@ -47,7 +48,7 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
     if is_before:
         print("nothing has failed since the last start; this is what ended the start before\n")
     for line in in_words(diagnose(records)):
-        print(line)
+        print(plain(line))
     if arguments.flight_recorder is not None:
         out = Path(arguments.flight_recorder)
         count = write_dumps(records, out)

@@ -6,12 +6,13 @@ They meet through a file in a folder of this user: nothing listens for them, and
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +82,8 @@ def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: Place) 
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
             own |= {LAUNCHER_VARIABLE: os.getpid(), STORE_VARIABLE: place.store, **place.told}
             ranks.append(_start(words, _environment(own, device_type), place.network))
-        failure = _watch(ranks, place.received)
+        with _passing_on(signal.SIGUSR1, ranks):
+            failure = _watch(ranks, place.received)
         return Ended(failure, tuple(rank.returncode for rank in ranks if rank.returncode))
     finally:
         _kill(ranks)
@@ -133,17 +135,56 @@ def _start(words: Sequence[str], environment: Mapping[str, str], network: tuple[
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _KEPT_FROM_RANKS)
 
 
+@contextmanager
+def _passing_on(number: int, ranks: Sequence[subprocess.Popen[bytes]]) -> Generator[None, None, None]:
+    """Let ranks that have a handler for a signal get it, too: it asks them to write down what they do."""
+
+    def pass_on(number: int, _frame: object) -> None:
+        for rank in ranks:
+            caught = re.search(r"SigCgt:\s*([0-9a-f]+)", _read_proc(rank.pid, "status"))
+            if caught is not None and int(caught[1], 16) >> (number - 1) & 1:
+                _send(rank, number)
+
+    before = signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _send(rank: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError):
+        if rank.poll() is None:
+            os.kill(rank.pid, number)
+
+
+def _state_of(pid: int) -> str:
+    return _read_proc(pid, "stat").rpartition(")")[2].strip()[:1]
+
+
+def _read_proc(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except OSError:
+        return ""
+
+
 def _watch(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> Failure | None:
     """Return when every rank has ended, or when those that have not can be killed: the first failure, if there is one."""
     first: Failure | None = None
     deadline = float("inf")
-    is_told = False
+    is_told, told_s = False, float("inf")
     while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline and len(received) < 2:
         if received and not is_told:
             is_told = True
+            told_s = time.monotonic()
             for rank in ranks:
                 rank.terminate()
+                _send(rank, signal.SIGCONT)  # one that is stopped leaves with the others
         first = first or _first_failure(ranks, is_told)
+        for rank in ranks if time.monotonic() > told_s + LEAVE_S else ():
+            if _state_of(rank.pid) in ("T", "t"):  # stopped again, or by a debugger: the others wait for it in vain
+                rank.kill()
         has_left = is_told and any(rank.returncode is not None for rank in ranks)
         wait_s = GRACE_S if first is not None else LEAVE_S if has_left else float("inf")
         deadline = min(deadline, time.monotonic() + wait_s)

@@ -17,6 +17,7 @@ from shardwise.cli.info_args import add_info_arguments
 from shardwise.cli.plan_args import add_plan_arguments, run_plan
 from shardwise.cli.train_args import add_train_arguments, read_train_request
 from shardwise.errors import ShardwiseError, did_you_mean
+from shardwise.recipes.plain_text import drop_output, plain, prepare_output
 from shardwise.version import __version__
 
 
@@ -51,15 +52,21 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, 1 (the run failed), 2 (wrong arguments or files), 130 (Ctrl-C)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    prepare_output()
     try:
         arguments = build_parser().parse_args(words)
+        if getattr(arguments, "private", False):
+            os.umask(0o077)
         return _run(arguments, words)
     except ShardwiseError as error:
-        print(f"shardwise: error: {error}", file=sys.stderr)
+        print(f"shardwise: error: {plain(str(error))}", file=sys.stderr)
         return EXIT_CONFIG
+    except BrokenPipeError:
+        drop_output()
+        return EXIT_FAILED
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"shardwise: error: {where}{error.strerror or error}", file=sys.stderr)
+        print(f"shardwise: error: {plain(f'{where}{error.strerror or error}')}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         print("shardwise: interrupted", file=sys.stderr)

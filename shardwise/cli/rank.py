@@ -31,6 +31,7 @@ from shardwise.comm.device_watch import watch_device
 from shardwise.comm.peer_owner import check_peers
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError
 from shardwise.one_host import stay_on_loopback
+from shardwise.recipes.plain_text import plain
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.stop import DivergedError
 from shardwise.recipes.train import train
@@ -140,7 +141,7 @@ def _fail(error: Exception, claim: Callable[[], bool], rank: str, run: Path | No
         if message is None:
             traceback.print_exception(error)
             message = f"rank {rank} failed unexpectedly ({type(error).__name__}); the traceback is above"
-        print(f"shardwise: error: {message}", file=sys.stderr)
+        print(f"shardwise: error: {plain(message)}", file=sys.stderr)
         if run is not None and (isinstance(error, DesyncError | TransportError) or _is_lost_peer(error)):
             print(f"shardwise: what each rank did last: shardwise diagnose {run}", file=sys.stderr)
     is_final = LAUNCHER_VARIABLE in os.environ and would_fail_again(error)

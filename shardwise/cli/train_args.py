@@ -21,7 +21,7 @@ _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[kKmMgG]?)(?:i?[bB]
 _SIZES = {"preset": "model", "layers": "layers", "width": "width", "heads": "heads"}
 DEVICES = ("auto", "cpu", "cuda")
 _NOT_CONFIG = frozenset(
-    {"command", "preset", "nproc", "device", "out", "resume", "max_restarts", "min_nproc", "plan", "trace"}
+    {"command", "preset", "nproc", "device", "out", "resume", "max_restarts", "min_nproc", "plan", "trace", "private"}
 )
 
 
@@ -174,6 +174,9 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--trace", type=int, metavar="STEPS", help="record every call of STEPS steps after the first, one file per rank"
     )
     group.add_argument("--plan", action="store_true", help="say what the run would hold and take, and stop")
+    group.add_argument(
+        "--private", action="store_true", help="let no other user read what is written (default: as umask says)"
+    )
     group.add_argument("--device", choices=DEVICES, help="where to compute (default: auto = GPUs if there are any)")
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardwise.comm.at_exit import settle_at_exit
 from shardwise.comm.cables import post_addresses
 from shardwise.comm.store import BRIEF_S, JobStore
+from shardwise.errors import StateError
 
 LOOK_S = 0.5  # between two looks at the process of a rank that is late
 _LEFT = ["left by an error"]  # in place of where a process is
@@ -43,6 +44,31 @@ class Liveness:
     def __del__(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
+
+
+_inherited: list[
+    dist.ProcessGroup
+] = []  # the default group of the process that this one was forked from, if it had peers
+
+
+def _note_fork() -> None:
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    _inherited[:] = [world] if world is not None and world.size() > 1 else []
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def refuse_forked() -> None:
+    """Raise in a process that was forked from a rank: it has the rank's connections, and none of the threads behind them.
+
+    Raises: StateError.
+    """
+    if _inherited and dist.group.WORLD is _inherited[0]:
+        raise StateError(
+            f"process {os.getpid()} was forked from rank {dist.get_rank()} and cannot run its sharded modules: ranks would "
+            "wait for it in vain. Run them in the rank itself, or start processes with the method 'spawn'"
+        )
 
 
 _declared: list[str] = []  # the names that on_host has been given and not taken back; the last one counts

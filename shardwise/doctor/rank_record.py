@@ -11,6 +11,7 @@ from typing import Any, cast
 from shardwise.safe_files import MOST_BYTES, open_input
 
 VERSION = 1
+MOST_RANKS = 2**20  # what is said of missing ranks takes memory for each
 MOST_TEXT = 400  # characters of one text
 
 
@@ -142,10 +143,12 @@ def from_lines(lines: Iterable[str]) -> Record | None:
 
 
 def _checked_head(found: Any) -> dict[str, Any]:
-    rank = found["rank"]
+    rank, num_ranks = found["rank"], int(found["num_ranks"])
+    if not -1 <= int(-1 if rank is None else rank) < MOST_RANKS or not 0 <= num_ranks <= MOST_RANKS:
+        raise ValueError("no job has so many ranks")
     return {
         "rank": None if rank is None else int(rank),
-        "num_ranks": int(found["num_ranks"]),
+        "num_ranks": num_ranks,
         "host": str(found["host"]),
         "pid": int(found["pid"]),
         "main_thread": int(found["main_thread"]),

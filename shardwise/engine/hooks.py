@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from shardwise import black_box, torch_private
+from shardwise.comm.alive import refuse_forked
 from shardwise.comm.sync import broadcast_from_first
 from shardwise.engine.attachment import SHARES_BUFFERS, Attachment, Pass, attachment_of
 from shardwise.engine.backward_inputs import check_backward_inputs
@@ -121,6 +122,8 @@ class Hooks:
     def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Pre-forward hook: full parameters, inputs on the device and in the compute dtype."""
         engine = self._engine() if self._attachment.is_root is not None else None
+        if self._attachment.is_root is not False:
+            refuse_forked()
         if engine is None:
             with _NO_RANGE if innermost_transform() is None else beside_transforms():
                 engine = live_engine(self._attachment)

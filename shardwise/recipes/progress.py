@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from shardwise.recipes.held_bytes import HeldBytes, fold_held, format_bytes
+from shardwise.recipes.plain_console import PlainConsole
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class ProgressDisplay:
     """Shows steps on rank 0's standard output; use as a context manager so that the cursor comes back."""
 
     def __init__(self, steps: int, done: int, *, is_shown: bool) -> None:
-        self.console = Console(quiet=not is_shown, highlight=False, soft_wrap=True)
+        self.console = PlainConsole(quiet=not is_shown, highlight=False, soft_wrap=True)
         self._steps = steps
         self._bar = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),

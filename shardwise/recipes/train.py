@@ -43,7 +43,7 @@ from shardwise.recipes.step_watch import StepWatch, traced_steps, unwatched
 from shardwise.recipes.stop import Listening, listen_to_nobody
 from shardwise.recipes.text import Baseline
 from shardwise.recipes.tokens import open_vocabulary
-from shardwise.safe_files import replace_file
+from shardwise.safe_files import opened_folder, replace_file
 
 _PROMPT = "def "
 
@@ -149,9 +149,8 @@ def _open_journal(run: Run, stack: ExitStack, step_file: Path | None) -> RunJour
     from torch.utils.tensorboard import SummaryWriter  # only rank 0 needs it
 
     lines = stack.enter_context(open_lines(run))
-    scalars = stack.enter_context(
-        SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.start_step + 1 if run.done else 0)
-    )
+    place = stack.enter_context(opened_folder(run.folder, "tensorboard"))
+    scalars = stack.enter_context(SummaryWriter(place, purge_step=run.start_step + 1 if run.done else 0))
     display = stack.enter_context(ProgressDisplay(run.config.steps, run.start_step, is_shown=True))
     if step_file is None:
         return RunJournal(display, lines, scalars, unit=run.facts.unit)

@@ -1,0 +1,139 @@
+"""Terminals that break, names that no terminal should see, signals to the launcher, and processes that cannot take part."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import stat
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.commands import COMMAND, children, clean_environment, options, start, wait_for_training
+from helpers.ranks import on_ranks
+from helpers.runs import metrics_of, write_text
+
+from shardwise import StateError, fully_shard
+from shardwise.checkpoint import finish, save
+from shardwise.cli.main import main
+from shardwise.recipes.plain_text import plain
+
+
+@pytest.mark.parametrize("words", [[], ["--max-restarts", "2"]])
+def test_a_run_goes_on_where_nobody_reads_its_output_any_more(words: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [*COMMAND, *options(data=write_text(tmp_path), out=run, nproc=1 if not words else 2), *words]
+    with subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        error = process.stderr.read().decode()
+    assert process.returncode == 0, error
+    assert error.count("standard output was closed; the work goes on without it") == 1
+    assert "restart" not in error
+    assert metrics_of(run)[-1]["step"] == 20
+
+
+@pytest.mark.parametrize("close", [">&-", ">&- 2>&-"])
+def test_a_run_needs_no_output_no_utf8_and_no_name_in_utf8(close: str, tmp_path: Path) -> None:
+    run = os.fsencode(tmp_path) + b"/run\xff"
+    words = [
+        os.fsencode(word) for word in (*COMMAND, *options(data=write_text(tmp_path), nproc=1, steps=4), "--private")
+    ]
+    command = [b"sh", b"-c", b'exec "$@" ' + close.encode(), b"sh", *words, b"--out", run]
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(command, env=clean_environment() | ascii_alone, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    folder = Path(os.fsdecode(run))
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (folder, *folder.rglob("*"))} == {0}
+    again = [*[os.fsencode(word) for word in COMMAND], b"--resume", run, b"--steps", b"6", b"--nproc", b"1"]
+    done = subprocess.run(again, env=clean_environment() | ascii_alone, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"run\\udcff" in done.stdout
+
+
+def test_no_escape_in_a_name_reaches_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "w\x1b]0;title\x07\x1b[2J\x9b"
+    save(tmp_path / "run", {"model": {evil: torch.ones(2), "value\x1b[2J": 3}}, step=1)
+    finish(tmp_path / "run")
+    assert main(["checkpoint", "show", str(tmp_path / "run"), "--sums"]) == 0
+    assert main(["checkpoint", "verify", str(tmp_path / "run")]) == 0
+    assert main(["checkpoint", "show", f"{tmp_path}/{evil}"]) == 2
+    captured = capsys.readouterr()
+    for text in (captured.out, captured.err):
+        assert not [char for char in text if not char.isprintable() and char != "\n"]
+        assert plain(evil)[:12] in text
+
+
+def _state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_stopped_rank_leaves_with_the_others_and_signals_to_the_command_reach_ranks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = options(data=write_text(tmp_path), out=run, nproc=2, steps=1_000_000, save_every=5)
+    with start([*COMMAND, *words]) as process:
+        wait_for_training(process, run)
+        process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 60
+        while len(list(run.glob("black_box/rank-*.jsonl"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        stopped = children(process.pid)[-1]
+        os.kill(stopped, signal.SIGSTOP)
+        while _state_of(stopped) != "T":
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        error = process.communicate(timeout=90)[1]
+    assert process.returncode == 128 + signal.SIGTERM, error
+    record = (run / "black_box" / "rank-00000.jsonl").read_text()
+    assert "asked by SIGUSR1" in record
+
+
+def test_threads_that_save_into_one_folder_take_turns(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+
+    def one(step: int) -> None:
+        try:
+            save(tmp_path, {"w": {"t": torch.full((1000,), float(step))}}, step=step)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=one, args=(step,)) for step in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    finish(tmp_path)
+    assert not failures
+    assert sorted(os.listdir(tmp_path)) == [f"step-{step:08d}" for step in range(6)]
+
+
+def _forward_in_child(model: torch.nn.Module, pipe: Any) -> None:
+    try:
+        model(torch.ones(1, 4))
+    except StateError as error:
+        pipe.send(str(error))
+    os._exit(0)
+
+
+@on_ranks(2)
+def test_a_forked_child_is_told_that_it_cannot_run_the_model() -> None:
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model)
+    model(torch.ones(1, 4))
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_forward_in_child, args=(model, theirs))
+    child.start()
+    theirs.close()
+    assert f"was forked from rank {dist.get_rank()} and cannot run its sharded modules" in ours.recv()
+    child.join()
+    model(torch.ones(1, 4))
