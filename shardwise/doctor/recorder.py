@@ -145,13 +145,13 @@ class Recorder:
     def _put_last_run_aside(self) -> None:
         if self._rank is None:
             return
-        kept = self.folder / BEFORE / self._name()
+        kept = self.folder / BEFORE / self._file_name()
         with contextlib.suppress(OSError):
             if kept.parent.is_dir() and not kept.parent.is_symlink():
                 kept.unlink(missing_ok=True)  # of a start before that one
-            move_file(self.folder, self._name(), f"{BEFORE}/{self._name()}")
+            move_file(self.folder, self._file_name(), f"{BEFORE}/{self._file_name()}")
 
-    def _name(self) -> str:
+    def _file_name(self) -> str:
         return f"rank-p{self._pid}.jsonl" if self._rank is None else f"rank-{self._rank:05d}.jsonl"
 
     def _record(self, now_s: float) -> Record:
@@ -176,8 +176,8 @@ class Recorder:
 
     def _put(self, record: Record) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
-        replace_file(self.folder, self._name(), "\n".join(to_lines(record)) + "\n")
-        return self.folder / self._name()
+        replace_file(self.folder, self._file_name(), "\n".join(to_lines(record)) + "\n")
+        return self.folder / self._file_name()
 
 
 class DefaultRecorder(Recorder):

@@ -153,7 +153,7 @@ def split_sources(sources: Sequence[TextSource]) -> Split:
         return Split((replace(only, stop=cut),), (replace(only, start=cut),))
     budget = VALIDATION_SHARE * sum(source.num_bytes for source in sources)
     chosen: set[int] = set()
-    for index in sorted(range(len(sources)), key=lambda i: hashlib.sha256(sources[i].name.encode()).digest()):
+    for index in sorted(range(len(sources)), key=lambda i: hashlib.sha256(os.fsencode(sources[i].name)).digest()):
         if sources[index].num_bytes <= budget:
             budget -= sources[index].num_bytes
             chosen.add(index)
