@@ -13,7 +13,7 @@ from shardwise import black_box
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that names what in ``known`` is spelt most like ``name``; an empty text if nothing is.
+    """Return a question with the name in ``known`` that is most similar to ``name``; an empty text if none is.
 
     Example:
         >>> did_you_mean("modle", ["model", "optimizer"])
@@ -36,11 +36,11 @@ class ConfigError(ShardwiseError, ValueError):
 
 
 class ArgumentTypeError(ConfigError, TypeError):
-    """An argument has another type than it must have, or a name that is not known, where torch or Python raise a TypeError."""
+    """An argument has the wrong type or an unknown name, where torch or Python raise a TypeError."""
 
 
 class UsageError(ConfigError, AssertionError):
-    """A call that cannot be right, where torch raises an AssertionError."""
+    """A call that cannot work, where torch raises an AssertionError."""
 
 
 class LayoutError(ShardwiseError, ValueError):

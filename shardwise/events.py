@@ -50,7 +50,7 @@ Event = Call | OrderChanged
 
 
 def unit_in_words(name: str) -> str:
-    """Return how messages call the unit of this name.
+    """Return the words for a unit in messages.
 
     Example:
         >>> unit_in_words("blocks.0"), unit_in_words("")

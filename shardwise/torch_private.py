@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -183,10 +183,10 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def check_backward_inputs(around: Callable[[Sequence[Any], Callable[[], Any]], Any]) -> None:
-    """Let ``around`` run every backward, of all threads, that is asked for gradients of some inputs, DTensors among them.
+    """Let ``around`` run every backward, of all threads, whose ``inputs`` include a DTensor.
 
-    It gets the inputs and what runs the backward; what it returns is what ``run_backward`` of autograd's engine does: the
-    gradients, or nothing where they are accumulated.
+    It is called with the inputs and a function that runs the backward, and returns that function's result, as
+    ``run_backward`` of autograd's engine does: the gradients, or nothing where they are accumulated.
     """
     variable: Any = torch.autograd.Variable
     real: Any = type(variable._execution_engine)
@@ -236,9 +236,9 @@ def beside_transforms() -> AbstractContextManager[object]:
 
 
 def graphs_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return ``tensor`` and, under ``torch.func``'s transforms, what it wraps at every level: values and tangents.
+    """Return ``tensor`` and, under ``torch.func``'s transforms, the tensors that it wraps at every level: values and tangents.
 
-    Each of them is part of a graph of its own.
+    Each of them is part of its own autograd graph.
     """
     found: list[torch.Tensor] = []
     todo = [tensor]
@@ -259,7 +259,7 @@ def same_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
 
 
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put ``function(tensor)`` in the place of every parameter and buffer of ``module``, as ``Module.to`` does."""
+    """Replace every parameter and buffer of ``module`` by ``function(tensor)``, as ``Module.to`` does."""
     module._apply(function)
 
 
@@ -375,9 +375,9 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def give_attributes(attributes: dict[str, Any], tensor: torch.Tensor) -> None:
-    """Add ``attributes`` to those that ``tensor`` has.
+    """Add ``attributes`` to those of ``tensor``.
 
-    Plain tensors and DTensors get ``attributes`` itself as their dict, so that several of them may share it.
+    Plain tensors and DTensors get ``attributes`` itself as their dict, so that several tensors can share it.
     """
     if type(tensor) in _BARE:
         attributes.update(vars(tensor))
@@ -493,10 +493,10 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def intercept_redistribute(gather: Callable[[DTensor, Callable[[], DTensor]], DTensor | None]) -> None:
-    """Let ``gather`` make what ``redistribute`` (and ``full_tensor``) makes of leaves of a graph that it replicates, once.
+    """Let ``gather`` compute ``redistribute`` (and ``full_tensor``) of tensors of a graph that become replicated, once.
 
-    ``gather`` is called with the leaf and what redistributes it; None: torch's own result.  The method is public, but is
-    put in place of itself on the class.
+    ``gather`` is called with the tensor (a fake one while torch.compile traces) and a function that redistributes it; if it
+    returns None, torch's own result is used.  The method is public, but is replaced on the class.
     """
     original = DTensor.redistribute
     if hasattr(original, "__wrapped__"):
@@ -504,20 +504,22 @@ def intercept_redistribute(gather: Callable[[DTensor, Callable[[], DTensor]], DT
 
     @functools.wraps(original)
     def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
-        is_wanted = torch.is_grad_enabled() and self.requires_grad and self.is_leaf
+        is_wanted = torch.is_grad_enabled() and self.requires_grad
         if is_wanted and placements is not None and all(each.is_replicate() for each in placements):
             found = gather(self, lambda: original(self, device_mesh, placements, **options))
             if found is not None:
                 return found
         return original(self, device_mesh, placements, **options)
 
+    for each in (redistribute, DTensor.full_tensor):  # where they run between graphs, nothing is compiled of them
+        skip_frames(each, "DTensor.redistribute runs between graphs")
     DTensor.redistribute = redistribute
 
 
 def clip_mixed_by(clip: Callable[..., torch.Tensor]) -> None:
-    """Let ``torch.nn.utils.clip_grad_norm_`` call ``clip`` for DTensors and plain gradients together, once; torch's own raises.
+    """Let ``torch.nn.utils.clip_grad_norm_`` call ``clip`` for DTensor and plain gradients together, where torch's raises.
 
-    The function is public, but is put in place of itself.
+    The function is public, but is replaced in its modules, once.
     """
     original = torch.nn.utils.clip_grad_norm_
     if hasattr(original, "shardwise_clip"):
@@ -533,6 +535,13 @@ def clip_mixed_by(clip: Callable[..., torch.Tensor]) -> None:
 
     clip_grad_norm_.shardwise_clip = clip  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
+
+
+def end_graph(why: str) -> NoReturn:
+    """Make torch.compile break its graph at the operation that it traces; ``why``: the error with ``fullgraph=True``."""
+    from torch._dynamo.exc import Unsupported
+
+    raise Unsupported(why)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
@@ -781,7 +790,7 @@ def composable_apis_of(module: nn.Module) -> list[str]:
 
 
 def enter_composable_api(module: nn.Module, name: str) -> None:
-    """Enter ``module`` in torch's registry of composable APIs, where something has imported that."""
+    """Enter ``module`` in torch's registry of composable APIs, if that has been imported."""
     key = _registry_key()
     if key:
         module.__dict__.setdefault(key, {})[name] = sys.modules["torch.distributed._composable.contract"].RegistryItem()

@@ -1,4 +1,4 @@
-"""Arguments that the APIs have in common, checked: names, and parameters that are to be ignored."""
+"""Checks of arguments that several APIs share: names of keywords, and ``ignored_params``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Result = TypeVar("_Result")
 
 
 def explains_arguments(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Let ``function`` raise ArgumentTypeError for a keyword that it does not take, with the name that may be meant."""
+    """Return ``function``, made to raise ArgumentTypeError for unknown keywords and to suggest the most similar name."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

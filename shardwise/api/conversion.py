@@ -36,9 +36,9 @@ def _followers(units: Iterable[Unit]) -> list[nn.Module]:
 
 @contextmanager
 def _settings_kept(groups: Sequence[ShardGroup]) -> Generator[None, None, None]:
-    """Keep attributes and ``grad_dtype`` over a conversion.
+    """Restore users' attributes and ``grad_dtype`` after a conversion.
 
-    torch puts parameters in place that have neither, and converts gradients with them.
+    torch registers new parameters, which have neither, and converts gradients together with them.
     """
     kept: list[tuple[UnitParam, torch.Tensor | None]] = []
     for group in groups:

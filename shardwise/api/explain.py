@@ -13,18 +13,18 @@ from shardwise.errors import StateError
 _MIXED = "mixed torch.Tensor and DTensor"  # in DTensor's message
 
 
-# What wrappers of torch have and a sharded module, which is wrapped in nothing, has not.
+# Attributes of torch's wrappers (DDP, FSDP1) that a sharded module does not have, and what to write instead.
 OF_WRAPPERS = {
     "module": "a sharded module is the model itself: leave out .module",
-    "no_sync": "write model.set_requires_gradient_sync(False) before the backwards whose gradients a later one sends, and "
-    "True before that, or with shardwise.policy(model, sync=False): around them",
+    "no_sync": "to accumulate gradients, call model.set_requires_gradient_sync(False) before the first backwards and "
+    "set_requires_gradient_sync(True) before the last, or run the first ones in with shardwise.policy(model, sync=False):",
     "summon_full_params": "call model.unshard() and model.reshard(), or read param.full_tensor() of one parameter",
     "clip_grad_norm_": "write torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
 }
 
 
 def explained_load(error: RuntimeError) -> RuntimeError:
-    """Return ``error`` of ``load_state_dict``, or what to do where it says that plain tensors do not go into shards."""
+    """Return ``error`` of ``load_state_dict``, or a StateError with advice if plain tensors were to be copied into shards."""
     if _MIXED not in str(error):
         return error
     return StateError(

@@ -93,8 +93,8 @@ def fully_shard(
         ignored_params: parameters that are neither sharded nor moved.
         dp_mesh_dims: names the data-parallel axes of ``mesh`` when that is a full SPMD mesh with DTensor parameters on it.
         compression: what of the unit travels in fewer bits; between replicas alone on a mesh that has them.  None: nothing.
-        sync_module_states: take parameters and buffers from the first rank of the mesh, unit by unit, before they are cut;
-            other ranks may have them on meta.  Else all ranks must have the same values, which the first forward checks.
+        sync_module_states: broadcast parameters and buffers of the first rank of the mesh before sharding; other ranks may
+            have them on meta.  If False, all ranks must have the same values, which the first forward checks.
 
     Returns: ``module``, its class mixed with :class:`FSDPModule`.
 

@@ -37,21 +37,21 @@ def init_parameters(
     *,
     device: torch.device | str | None = None,
 ) -> None:
-    """Give the tensors of ``module`` that are on meta memory, and all of them the values that one process gives them.
+    """Move the meta tensors of ``module`` to a device and initialize all parameters and buffers as one process does.
 
-    To be called on every rank, after ``fully_shard`` (or ``shard_model``, ``replicate``) and before anything holds the
-    parameters, as optimizers do.  ``init_fn`` runs once, as on an unsharded model: it finds whole parameters, of which those of
-    one unit are in memory at a time, and draws random numbers by the generators of the mesh's first rank, so that every rank
-    keeps its shard of the same values.  They are those of the same call on the unsharded model with the same seed, to the bit.
+    Call it on every rank, after ``fully_shard`` (or ``shard_model``, ``replicate``) and before an optimizer is built.
+    ``init_fn`` runs once, as on an unsharded model: it sees whole parameters, of which only those of one unit are in memory at
+    a time.  Random numbers come from the generators of the mesh's first rank, so that every rank keeps its shard of the same
+    values.  These are bit-identical to those of the same call on the unsharded model with the same seed.
 
     Args:
         module: the whole model.
-        init_fn: is called with ``module`` and gives values to all parameters and buffers.  None: ``init_weights()`` of the
+        init_fn: is called with ``module`` and initializes all parameters and buffers.  None: ``init_weights()`` of the
             outermost modules that have it (as models of transformers do), ``reset_parameters()`` of all others.
-        device: for tensors on meta; None: the mesh's, and the host's for parameters with ``CPUOffloadPolicy``.
+        device: where tensors on meta go; None: to the device of the mesh, with ``CPUOffloadPolicy`` parameters to the host.
 
-    What ``init_fn`` gives no values is named in a warning, and refused at the first forward if nothing else, as ``load``, has
-    given them until then.
+    A warning names what ``init_fn`` does not initialize.  The first forward refuses these tensors unless something else, such
+    as ``load``, has given them values by then.
     Raises: ConfigError for parameters that bring their own all-gather (quantized weights).
 
     Example:
@@ -68,14 +68,16 @@ def init_parameters(
     meshes += [param.device_mesh for param in params.values() if isinstance(param, DTensor)]  # with tensor parallelism
     with _generators_of_first(max(meshes, key=DeviceMesh.size, default=None)):
         whole = _WholeParameters(units, {id(params[name]) for name in was_meta if name in params})
-        with whole:
-            (init_fn or _init_modules)(module)
-        whole.put_back()
+        try:
+            with whole:
+                (init_fn or _init_modules)(module)
+        finally:  # also after an error: what was written until then stays, as on one process
+            whole.put_back()
     left = unwritten_in(module)
     if left:
         logger.warning(
-            "init_parameters: nothing has given values to %s. Give an init_fn that does, or load them before the first "
-            "forward, which is refused until then",
+            "init_parameters: %s still have no values. Pass an init_fn that initializes them, or load a checkpoint before the "
+            "first forward, which is refused until then",
             ", ".join(left),
         )
 
@@ -99,7 +101,7 @@ def _init_modules(module: nn.Module) -> None:
 
 
 def _materialize(module: nn.Module, units: Iterable[Unit], device: torch.device | str | None) -> None:
-    """Give what is on meta memory; parameters that were tied stay tied."""
+    """Move tensors from meta to a device, without values; tied parameters stay tied."""
     places = [group.place for unit in units for group in unit.groups]
     of_params = device or (places[0].storage_device if places else torch.device("cpu"))
     of_others = device or (places[0].device if places else torch.device("cpu"))
@@ -128,7 +130,7 @@ def _materialize(module: nn.Module, units: Iterable[Unit], device: torch.device 
 
 @contextmanager
 def _generators_of_first(mesh: DeviceMesh | None) -> Generator[None]:
-    """Let all ranks of ``mesh`` draw what its first rank draws; a rank that would have drawn otherwise goes on as before."""
+    """Use the random states of the first rank on all ranks of ``mesh``; a rank with other states gets its own back on exit."""
     if mesh is None or mesh.size() == 1:
         yield
         return
@@ -140,17 +142,19 @@ def _generators_of_first(mesh: DeviceMesh | None) -> Generator[None]:
     first = [state.cpu() for state in states]
     for each, state in zip(devices, first, strict=True):
         each.set_rng_state(state)
-    yield
-    for each, mine, state in zip(devices, own, first, strict=True):
-        if not torch.equal(mine, state):
-            each.set_rng_state(mine)
+    try:
+        yield
+    finally:
+        for each, mine, state in zip(devices, own, first, strict=True):
+            if not torch.equal(mine, state):
+                each.set_rng_state(mine)
 
 
 class _WholeParameters(TorchFunctionMode):
-    """Functions of torch that are given a sharded parameter get the whole one, of one unit at a time.
+    """Replaces sharded parameters in calls of torch functions by whole ones, of one unit at a time.
 
     Args:
-        units: whose parameters these are.  fresh: ids of sharded parameters that have no values yet.
+        units: those with the parameters.  fresh: ids of sharded parameters that have no values yet.
     """
 
     def __init__(self, units: Iterable[Unit], fresh: set[int]) -> None:
@@ -188,7 +192,7 @@ class _WholeParameters(TorchFunctionMode):
         return nn.Parameter(whole, sharded.requires_grad)
 
     def _make_room(self, wanted: set[Unit]) -> None:
-        """Put back the parameters of other units, but for those that the function still holds."""
+        """Shard the whole parameters of other units again, except those that the user's function still references."""
         for key in [key for key in self._whole if self._owners[key][0] not in wanted]:
             whole = self._whole[key]
             if torch_private.storage_use_count(whole.untyped_storage()) <= 1 and sys.getrefcount(whole) <= 3:
@@ -196,7 +200,7 @@ class _WholeParameters(TorchFunctionMode):
             del whole
 
     def put_back(self) -> None:
-        """Give every rank its shard of all that is in memory."""
+        """Shard all whole parameters again: each rank keeps its shard."""
         for key in list(self._whole):
             self._put(key)
 

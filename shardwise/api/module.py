@@ -45,7 +45,7 @@ def mix_in(module: nn.Module, mixin: type, prefix: str) -> None:
     original = type(module)
     mixed = _mixed_classes.get((original, mixin))
     if mixed is None:
-        # Packages ask by the module of a class whether it is one of theirs, as transformers does before it initializes weights.
+        # Packages compare a class's __module__ with their own name, as transformers does before it initializes weights.
         body: dict[str, Any] = {"__module__": original.__module__, "_original_class": original}
         body.update(explained_methods(original))
         mixed = type(f"{prefix}{original.__name__}", (mixin, original, *tool_classes()), body)
@@ -87,7 +87,7 @@ class FSDPModule(_Base):
             raise AttributeError(f"{error}; {OF_WRAPPERS[name]}") from None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Do as any module does.  Raises: StateError for plain tensors, which no shard can take."""
+        """Load as ``nn.Module`` does.  Raises: StateError for plain tensors, which cannot be copied into shards."""
         try:
             return super().load_state_dict(state_dict, *args, **kwargs)  # pyright: ignore
         except RuntimeError as error:
@@ -348,7 +348,7 @@ class FSDPModule(_Base):
     def _get_fsdp_state(self) -> object:
         raise StateError(
             f"{type(self).__name__}: a tool asks for the private state of torch's own FSDP2, as FSDPMemTracker does, and "
-            "here is none. To reshard the root after forward write fully_shard(model, reshard_after_forward=True) or "
+            "this model has none. To reshard the root after forward write fully_shard(model, reshard_after_forward=True) or "
             "model.set_reshard_after_forward(True); shardwise.describe_units shows the bytes of every unit, and torch's "
             "MemTracker works on any module"
         )

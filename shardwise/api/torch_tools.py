@@ -43,9 +43,9 @@ def tool_classes() -> tuple[type, ...]:
 
 
 def show_to_tools(module: nn.Module, attachment: Attachment) -> None:
-    """Let tools that ask for the state of ``module`` find one, and torch's own composable APIs leave the module alone.
+    """Give ``module`` the state that torch's tools read, and make torch's own composable APIs skip the module.
 
-    torch's clipping takes ignored parameters beside shards from here on.
+    Also let torch's ``clip_grad_norm_`` accept shards together with ignored parameters.
     """
     # torch's replicate skips modules that have the first name, its fully_shard and FSDP1 those that have the second.
     for name in ("fully_shard", "replicate"):

@@ -80,9 +80,9 @@ class Trace:
     Attributes:
         spans: everything that took time, in the order of its end.
         calls: what the engine did, in order, as plans predict it.
-        planned: the calls of a step as the engine had planned them when the trace began, or after the first step, from
-            which the plan is made; empty without an engine.
-        num_unplanned: how many of ``calls`` came before that plan: those of the first step, or 0.
+        planned: the planned calls of a step: the plan that the engine had when the trace began, or the one that it made from
+            the first step; empty without an engine.
+        num_unplanned: how many of ``calls`` were made before there was a plan: those of the first step, or 0.
     """
 
     spans: list[Span] = field(default_factory=list[Span])
@@ -173,7 +173,7 @@ class _Open:
 
 
 class _Recorder:
-    """Writes spans and events into ``trace``; ``unit``: only those of its engine are recorded, None: of all engines."""
+    """Writes spans and events into ``trace``; ``unit``: record only those of its engine; None: those of all engines."""
 
     def __init__(self, trace: Trace, unit: Unit | None) -> None:
         self._trace, self._unit = trace, unit
@@ -214,7 +214,7 @@ class _Recorder:
             self._trace.calls.append(event)
 
     def note_plan(self) -> None:
-        """Take the plan of the engine as soon as there is one: what was recorded so far came before it."""
+        """Store the plan of the engine as soon as there is one, and how many calls were recorded before."""
         engine = engine_of(self._unit) if self._unit is not None and not self._trace.planned else None
         if engine is not None and engine.journal.plan is not None:
             self._trace.planned, self._trace.num_unplanned = engine.journal.plan.calls, len(self._trace.calls)
@@ -229,7 +229,7 @@ def trace(model: nn.Module | None = None) -> Generator[Trace, None, None]:
 
     Args:
         model: a model behind ``fully_shard``, ``shard_model`` or ``replicate``: of engines, its own alone is recorded, and
-            compared with its plan, which is made from the first step that runs.  None: all engines of this process.  The
+            compared with its plan, which its first step makes.  None: all engines of this process.  The
             collectives of ``ZeroRedundancyOptimizer`` and ``ShardedOptimizer`` are recorded in any case.
 
     Yields: a :class:`Trace`; read it when the body has ended.  Times are those of this host's clock: on an accelerator
@@ -253,7 +253,7 @@ def trace(model: nn.Module | None = None) -> Generator[Trace, None, None]:
     recorded = Trace()
     recorder = _Recorder(recorded, unit)
     with ExitStack() as stack:
-        if unit is not None:  # before its first forward, too: an engine adopts the instruments of its units
+        if unit is not None:  # also works before the first forward: the engine takes over the instruments of its units
             unit.log.instruments.append(recorder)
             stack.callback(lambda: unit.log.instruments.remove(recorder))
         recorder.note_plan()

@@ -29,7 +29,7 @@ class use_in:
 
     For code that calls ``fully_shard`` itself: a trainer's module that has imported the name, or ``torch.distributed.fsdp``
     for code that imports it when it runs (accelerate, Lightning, transformers), also from the older path
-    ``torch.distributed._composable.fsdp``; modules that have imported it by name before are named in a warning.
+    ``torch.distributed._composable.fsdp``.  A warning names modules that have already imported torch's function by name.
     Only these namespaces change, from the call on, or within ``with``; call it before the model is sharded, on every rank.
 
     Attributes:
@@ -61,7 +61,7 @@ class use_in:
         left = _who_has_torchs() if added else []
         if left:
             logger.warning(
-                "%s imported torch's function before use_in, which cannot change that: call use_in with these modules, too",
+                "%s imported torch's function before use_in was called and still use it: pass these modules to use_in, too",
                 ", ".join(left),
             )
 
@@ -80,7 +80,7 @@ class use_in:
 def _at_older_paths(module: ModuleType) -> list[ModuleType]:
     """Return the modules in which torch has the names of ``module`` as well.
 
-    They are imported here: imported later, they would copy names that are replaced, and keep them for ever.
+    They are imported here: if they were imported later, they would copy the replaced names and keep them for ever.
     """
     found: list[ModuleType] = []
     for name in _OLDER_PATHS if module.__name__ == "torch.distributed.fsdp" else ():
@@ -90,7 +90,7 @@ def _at_older_paths(module: ModuleType) -> list[ModuleType]:
 
 
 def _who_has_torchs() -> list[str]:
-    """Return the names of modules of others that have imported torch's ``fully_shard`` by name."""
+    """Return the names of modules outside torch and shardwise that have imported torch's ``fully_shard`` by name."""
     others = [(name, each) for name, each in list(sys.modules.items()) if not name.startswith(("torch.", "shardwise."))]
     return [name for name, each in others if _is_torchs(getattr(each, "__dict__", {}).get("fully_shard"))]
 

@@ -1,4 +1,4 @@
-"""Buffers of modules, which ranks update by themselves: compared before a checkpoint holds those of one rank for all."""
+"""Buffers of modules: ranks compare them before a save, because a checkpoint holds one value for all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_choice(choice: object) -> None:
 
 
 def own_name(rank: int, name: str) -> str:
-    """Return what the buffer ``name`` of one rank is called.
+    """Return the name under which the buffer ``name`` of one rank is saved.
 
     Example:
         >>> own_name(1, "model/0.running_mean")
@@ -38,7 +38,7 @@ def own_name(rank: int, name: str) -> str:
 
 
 class BufferCheck:
-    """What one rank knows of its buffers, and what it wants if they differ between ranks.
+    """The buffers of one rank, and what to save if they differ between ranks.
 
     Attributes:
         mark: equal on ranks whose buffers are equal and that have made the same choice.
@@ -55,11 +55,11 @@ class BufferCheck:
         self.mark = sum_of(json.dumps([choice, self._digests]).encode())
 
     def settle(self, what: str, exchange: Callable[[Callable[[], Any]], list[Any]]) -> bool:
-        """Compare with the other ranks, whose marks differ; return True if buffers have been averaged.
+        """Compare buffers with ranks whose marks differ; return True if buffers have been averaged.
 
         ``exchange``: calls its argument and returns what that returned on every rank.
         ``what`` begins the error.
-        Raises: CheckpointError on every rank, if buffers differ and ranks have chosen nothing, or not the same.
+        Raises: CheckpointError on every rank if buffers differ and ``buffers`` is None, or differs between ranks.
         """
         said = exchange(lambda: [self._choice, self._digests])
         choices = [choice for choice, _ in said]
@@ -108,7 +108,7 @@ def _refusal(unlike: Mapping[str, list[int]]) -> str:
     one, other = unlike[names[0]]
     return (
         f"buffers differ between ranks: {', '.join(names[:_MOST_LISTED])}{more}; rank {one} and rank {other} have different "
-        "values, and a checkpoint holds one. Choose with save(..., buffers='rank0') the values of the lowest rank, 'mean' the "
-        "mean over ranks, 'per_rank' those of every rank, which load at the same number of ranks; or keep them equal while you "
-        "train (SyncBatchNorm)"
+        "values, and a checkpoint holds one. Call save(..., buffers='rank0') to save those of the lowest rank, 'mean' for the "
+        "mean over ranks, or 'per_rank' for those of every rank, which load at the same number of ranks; or keep buffers equal "
+        "during training (SyncBatchNorm)"
     )

@@ -115,7 +115,7 @@ class Contents:
     Attributes:
         held, parts: per tensor, in parallel.
         ties: further names of tensors.
-        buffers: names of plain tensors that modules hold and nobody keeps equal on all ranks.
+        buffers: names of plain buffers of modules that no broadcast keeps equal on all ranks.
         values: what is no tensor, encoded; ranks may lack values, but those that have one agree.
         known: by name, what was found before of tensors that stay as they are; it is added to, and outlives this.
     """

@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError
 
 
 def _shares_buffers(module: nn.Module) -> bool:
-    """Return True if every forward of ``module`` begins with the buffers of one rank, which are those to save then."""
+    """Return True if every forward of ``module`` broadcasts the buffers of one rank, which are the ones to save."""
     is_ddp = isinstance(module, DistributedDataParallel) and module.broadcast_buffers
     return is_ddp or SHARES_BUFFERS in module.__dict__
 
@@ -98,8 +98,8 @@ class ModuleCarrier:
         for name in unwritten_in(self._module, buffers_only=True):
             if name not in self._state:
                 order.missing.append(
-                    f"{join(self.prefix, plain(name))} (a buffer that is not saved, and that nothing has given values since "
-                    "to_empty(): call shardwise.init_parameters(model, init_fn) in its place, or compute the buffer)"
+                    f"{join(self.prefix, plain(name))} (a non-persistent buffer without values since to_empty(): call "
+                    "shardwise.init_parameters(model, init_fn) instead of to_empty(), or compute the buffer)"
                 )
 
         def apply() -> None:
@@ -110,7 +110,7 @@ class ModuleCarrier:
         return apply
 
     def _own(self, name: str, order: Order) -> str:
-        """Return what is called ``name`` of this rank alone, if each rank has saved its own buffers."""
+        """Return the name of this rank's own copy of buffer ``name`` if each rank has saved its own; else ``name``."""
         own = own_name(self._rank, name)
         if order.manifest.num_ranks != self._size or order.manifest.record_of(own) is None:
             return name

@@ -30,8 +30,8 @@ class Order:
     """Collects the requests of one load; memory is taken when something is asked for, and filled later.
 
     Attributes:
-        missing: names that were asked for and are not there.
-        unlike: what was asked for and has another shape there.
+        missing: requested names that the checkpoint does not have.
+        unlike: requested tensors that have another shape in the checkpoint.
     """
 
     def __init__(self, manifest: Manifest) -> None:

@@ -52,7 +52,7 @@ def whole(shape: Sequence[int]) -> Window:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one rank holds of a tensor of ``shape``; ``is_lowest``: the lowest rank that holds it writes it."""
+    """What one rank holds of a tensor of ``shape``; ``is_lowest``: the lowest rank with the tensor writes it."""
 
     name: str
     dtype: str

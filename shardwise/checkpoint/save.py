@@ -64,9 +64,9 @@ def save(
             time.  What it fails of is raised by the next :func:`save` or :func:`finish` of the folder.  The memory, as many
             bytes as the rank writes, is kept for the next save; taking it makes the first one slower.
         group: the ranks that hold the state (default: all; without any process group this process alone).
-        buffers: what to save of buffers of modules whose values differ between ranks: "rank0" (the lowest rank's), "mean"
-            (over ranks; of whole numbers the lowest rank's), or "per_rank" (every rank's own, which :func:`load` gives back
-            at the same number of ranks; at another number it gives the lowest rank's).  None refuses to save them.
+        buffers: what to save of module buffers whose values differ between ranks: "rank0" (those of the lowest rank), "mean"
+            (the mean over ranks; integers: those of the lowest rank), or "per_rank" (those of every rank; :func:`load` gives
+            each its own at the same number of ranks, else all of them the lowest rank's).  None: raise CheckpointError.
 
     Returns: the checkpoint's folder, None if ``wait`` is False.
 

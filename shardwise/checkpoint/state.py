@@ -26,7 +26,7 @@ def carriers_of(state: Mapping[str, Any], rank: int, size: int) -> list[Carrier]
     """
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  from user code
         raise ArgumentTypeError(
-            f'the state is a {type(state).__name__}; give what is to be saved by name, as {{"model": model}}'
+            f'the state is a {type(state).__name__}; give what is to be saved by name, such as {{"model": model}}'
         )
     if not state:
         raise ConfigError(

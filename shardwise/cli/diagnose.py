@@ -25,15 +25,15 @@ def add_diagnose_arguments(commands: argparse._SubParsersAction[argparse.Argumen
     parser = commands.add_parser(
         "diagnose",
         help="say in plain words why a job failed or hangs",
-        description="Read what the ranks of a failed or hanging job have written (shardwise train into its run folder, your "
-        "own loop into the folder of shardwise.record or a temporary one), and say where they part, who waits for whom, and "
-        "what to look at next. Of a job that hangs, ask first: kill -USR1 PID, on every rank.",
+        description="Read the records that the ranks of a failed or hanging job have written (shardwise train into its run "
+        "folder, your own loop into the folder of shardwise.record or a temporary one), and say where ranks differ, who waits "
+        "for whom, and what to look at next. For a job that hangs, first send every rank: kill -USR1 PID.",
     )
     parser.add_argument(
         "folder",
         metavar="FOLDER",
         nargs="?",
-        help="a run folder, or that of shardwise.record (default: of your last job here that named none)",
+        help="a run folder, or the folder of shardwise.record (default: the temporary records of your last job on this host)",
     )
     parser.add_argument(
         "--flight-recorder",
@@ -69,7 +69,7 @@ def write_dumps(records: Sequence[Record], out: Path) -> int:
 
 
 def last_job() -> Path:
-    """Return the folder of the last job on this host that wrote records without a place of its own.
+    """Return the temporary folder with the records of the last job on this host that did not call ``record``.
 
     Raises: ConfigError if there is none.
     """

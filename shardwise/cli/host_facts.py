@@ -133,7 +133,9 @@ def _transports() -> dict[str, Offer]:
 
 def _protections(environment: Mapping[str, str]) -> dict[str, Offer]:
     with private_network(True) as network:
-        why_not = "" if network else "this kernel gives this user none; owners of connections are checked all the same"
+        why_not = (
+            "" if network else "the kernel does not let this user create one; owners of connections are still checked"
+        )
     return {
         "a network of their own": Offer("CPU ranks of shardwise train on one host", why_not),
         "TLS between hosts": Offer("gloo", _why_no_tls(environment)),

@@ -52,9 +52,9 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where ranks meet, the signals that their launcher has received, and what else they are told by their environment.
+    """Where ranks meet, the signals that their launcher has received, and further variables of their environment.
 
-    ``network``: the namespaces that ranks run in, empty for those of the launcher.
+    ``network``: descriptors of the namespaces that ranks run in; empty: they share those of the launcher.
     """
 
     store: Path
@@ -67,7 +67,7 @@ def launch_ranks(nproc: int, device_type: str, words: Sequence[str], run: Path |
     """Run the command with the same arguments in ``nproc`` processes; return the exit code.
 
     The first signal is passed on, as SIGTERM: ranks save and leave.  The second one ends them at once.
-    ``is_private``: in a network of their own, where the kernel allows one.
+    ``is_private``: run them in a network namespace of their own, where the kernel allows one.
     """
     with noted_signals() as received, ScratchFolder() as folder, private_network(is_private) as network:
         ended = run_ranks(nproc, device_type, words, Place(folder.path / "store", received, {}, network))

@@ -22,10 +22,10 @@ from shardwise.version import __version__
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the option that a misspelt one may mean."""
+    """An argument parser that suggests the most similar option for a misspelt one."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore
-        """Parse, and refuse options that are not known."""
+        """Parse, and exit with an error for unknown options."""
         found, rest = super().parse_known_args(args, namespace)
         wrong = next((word for word in rest if word.startswith("--")), None)
         if wrong is not None:

@@ -1,4 +1,4 @@
-"""A network of their own for the ranks of one host: processes of other users do not see their ports and cannot connect."""
+"""A network namespace for the ranks of one host, so that other users neither see their ports nor can connect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 from shardwise.recipes.config import TrainConfig
 
-# Root needs no user namespace; in one it could not read the files of others.  Any other user is mapped to itself.
+# Root needs no user namespace, and inside one it could not read files of other users.  Any other user maps to itself.
 _MAKE = """
 import ctypes, fcntl, os, socket, struct, sys
 uid, gid, libc = os.geteuid(), os.getegid(), ctypes.CDLL(None)
@@ -35,15 +35,15 @@ os.execv(sys.argv[2 + count], sys.argv[2 + count:])
 
 
 def needs_no_network(config: TrainConfig, device_type: str) -> bool:
-    """Return True if nothing in the ranks may want to reach the network: a user's own model may, and NCCL may."""
+    """Return True if ranks never need the host's network: a user's own model may (downloads), and so may NCCL."""
     return config.model_from is None and device_type == "cpu"
 
 
 @contextmanager
 def private_network(is_wanted: bool) -> Generator[tuple[int, ...], None, None]:
-    """Give the namespaces of a new network with nothing but its loopback interface, for :func:`entering`.
+    """Yield descriptors of a new network namespace that only has a loopback interface, for :func:`entering`.
 
-    They are empty where none is wanted, or the kernel allows this user none (many containers).  Cost: one small process.
+    The tuple is empty if none is wanted or the kernel does not allow one (many containers).  Cost: one small process.
     """
     with ExitStack() as stack:
         if not is_wanted or sys.platform != "linux":
@@ -64,7 +64,7 @@ def private_network(is_wanted: bool) -> Generator[tuple[int, ...], None, None]:
 
 
 def entering(network: tuple[int, ...], command: list[str]) -> list[str]:
-    """Return the words that run ``command`` in ``network``; its file descriptors are to be passed on."""
+    """Return the command line that runs ``command`` in ``network``; the new process must inherit these descriptors."""
     if not network:
         return command
     return [sys.executable, "-IS", "-c", _ENTER, str(len(network)), *map(str, network), *command]

@@ -49,7 +49,7 @@ _LOST_PEER = (
     "socket timeout",
     " is gone",
     " are gone",
-    " did not all come",
+    " did not all make this call",
 )
 
 

@@ -30,7 +30,7 @@ def digest_of(values: torch.Tensor) -> int:
 
 
 def sample_of(local: torch.Tensor, most: int = SAMPLE_NUMEL) -> torch.Tensor:
-    """Return ``most`` elements of ``local`` at most, in one dimension: all, or some from everywhere and the end."""
+    """Return at most ``most`` elements of ``local``, 1-D: all of them, or evenly spaced ones and the last ones."""
     flat = local.reshape(-1)
     if flat.numel() <= most:
         return flat
@@ -70,7 +70,7 @@ class Sketch:
         flat = torch.view_as_real(values) if values.is_complex() else values
         for chunk in flat.detach().reshape(-1).split(_SKETCHED_NUMEL):
             numbers = chunk.to("cpu", torch.float64)
-            # Every chunk has the same signs, turned at random: drawing a sign per element takes most of the time.
+            # All chunks share their signs, each chunk multiplied by a random sign: drawing a sign per element would dominate.
             turns = _random_signs(NUM_PROJECTIONS, noise).double()
             total += turns * (_signs()[:, : numbers.numel()].double() @ numbers)
             square += float(numbers.square().sum())

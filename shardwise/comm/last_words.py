@@ -46,7 +46,7 @@ def leave(text: str) -> None:
 
 
 def look_next() -> str:
-    """Return what a message advises to do about a rank that is gone."""
+    """Return the advice that messages about a lost rank end with."""
     place = place_of_records()
     return "Look at the end of its log" + (f"; ask: shardwise diagnose {place}" if place is not None else "")
 

@@ -1,7 +1,7 @@
-"""The owners of connected peers: no process of another user of this host may take the place of a rank.
+"""Checks which user owns each connection: no process of another user of this host may take the place of a rank.
 
-gloo accepts a connection to its port for the number of a pair of ranks, which is easy to guess; the port is in the kernel's
-table, which every user can read.  The same table names the user at the other end of each connection within this host.
+gloo accepts any connection that sends the number of a pair of ranks, which is easy to guess, and every user can read its port
+in the kernel's table of connections.  The same table has the user at the other end of each connection within this host.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class _Row(NamedTuple):
 def check_peers() -> None:
     """Raise if another user of this host is connected to a port of this process; call it before anything is sent.
 
-    Only ports on one address count, as gloo's are, not those of a server that listens on every interface.  Nothing is
-    checked where the kernel's table cannot be read.  Cost: one look at the open files; with new sockets, one at the table.
+    Only listeners on one address are checked, as gloo's are, not servers that listen on every interface.  Nothing is
+    checked where the kernel's table cannot be read.  Cost: lists the open files; reads the table if there are new sockets.
     Raises: TransportError naming the port and the user.
     """
     own = set(_own_sockets())
@@ -40,15 +40,13 @@ def check_peers() -> None:
         return
     rows = [row for name in ("tcp", "tcp6") for row in _table(name)]
     listening = {row.local for row in rows if row.state == _LISTENS and row.inode in own}
-    users = {
-        (row.local, row.remote): row.uid for row in rows if row.inode != "0"
-    }  # "0": nobody holds that end any more
+    users = {(row.local, row.remote): row.uid for row in rows if row.inode != "0"}  # "0": that end is closed
     for row in rows:
         uid = users.get((row.remote, row.local), os.geteuid())
         if row.inode in own and row.state != _LISTENS and row.local in listening and uid != os.geteuid():
             raise TransportError(
-                f"user {uid} of this host is connected to port {int(row.local[-4:], 16)} of this rank, expected processes of "
-                f"user {os.geteuid()} alone: it may have taken the place of another rank, so nothing is sent. End that "
+                f"user {uid} of this host is connected to port {int(row.local[-4:], 16)} of this rank, expected only processes "
+                f"of user {os.geteuid()}: it may have taken the place of another rank, so nothing is sent. End that "
                 "process, then start the job again"
             )
     _checked.clear()

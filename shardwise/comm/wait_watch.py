@@ -1,8 +1,8 @@
-"""Says who waits for whom: after 30 seconds of waiting in one line, and at the end of the wait in the error.
+"""Reports who waits for whom: in one line after 30 seconds of waiting, and in the error at the end of the wait.
 
-A rank that waits in a collective cannot speak, and what it waits for is on another rank.  So a thread of each process posts
-where its program is, every few seconds, into the store of the job: the line of user code, what it has called, and how many
-forwards and backwards have begun.  Nothing of this runs on the thread of the program, except for an error.
+A rank that waits in a collective cannot report, and the cause is on another rank.  So a thread of each process posts where the
+program is to the store of the job every few seconds: the line of user code, the call that it makes, and how many forwards and
+backwards have begun.  Nothing of this runs on the program's own thread, except when there is an error.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ _watches: weakref.WeakKeyDictionary[dist.Store, WaitWatch] = weakref.WeakKeyDict
 
 
 def set_wait_report(seconds: float) -> None:
-    """Say after how long a rank that waits for others reports who waits for whom, and where; 30 seconds at first.
+    """Set how long a rank waits for others before it reports who waits for whom, and where; the default is 30 seconds.
 
-    The line goes to standard error of one of the ranks that wait, once for each wait.  At the same time ranks that stand still
-    write their records (see :func:`record`).  Call it before the first ``fully_shard``, ``replicate`` or optimizer of ours.
+    One of the ranks that wait writes a line to standard error, once for each wait.  At the same time ranks that do not make
+    progress write their records (see :func:`record`).  Call this on every rank before the first ``fully_shard``,
+    ``replicate`` or optimizer of shardwise.
 
     Args:
-        seconds: more than 0; 0: no report, and no records except by :func:`record`.
+        seconds: more than 0; 0 turns off the report, and all records except those of :func:`record`.
 
     Raises: ConfigError for any other number.
     """
@@ -57,7 +58,7 @@ def set_wait_report(seconds: float) -> None:
 
 
 def watch_waits(store: dist.Store) -> None:
-    """Begin to post where the program of this process is, whose job has ``store``; does nothing if it has begun already."""
+    """Start the thread that posts where this process is to ``store``, unless it runs already."""
     world = dist.group.WORLD
     if store in _watches or world is None or world.size() == 1 or are_threads() or not _report_s[0]:
         return
@@ -68,14 +69,14 @@ def watch_waits(store: dist.Store) -> None:
 
 @functools.cache
 def _stop_at_exit() -> None:
-    """Let threads end before the interpreter does: one that waits for its lock then may abort the process."""
+    """Stop the threads before the interpreter exits: one that waits for the GIL then may abort the process."""
     atexit.register(lambda: [watch.stop() for watch in list(_watches.values())])
 
 
 def status_in_words(members: Iterable[int], error: BaseException | None = None) -> str:
-    """Return a sentence on what global ranks ``members`` do, this one among them; empty if no other has said anything.
+    """Return a sentence about where global ranks ``members`` are, this one among them; empty if no other has posted.
 
-    ``error``: the one that ends the program of this process; what raised it is where it was.
+    ``error``: the exception that ends this process; its traceback says where the program was.
     """
     store = default_store() if dist.is_available() and dist.is_initialized() else None
     watch = _watches.get(store) if store is not None else None
@@ -83,10 +84,10 @@ def status_in_words(members: Iterable[int], error: BaseException | None = None) 
 
 
 class ProgramStatus:
-    """Where the program of this process, global ``rank``, is, and since when; made on the thread that runs it.
+    """Where the program of this process, global ``rank``, is, and since when; create it on the program's thread.
 
     Attributes:
-        since_s: the monotonic time at which it came where it was when it was looked at last.
+        since_s: the monotonic time since which it has been where the last :meth:`look` found it.
     """
 
     def __init__(self, rank: int) -> None:
@@ -95,7 +96,7 @@ class ProgramStatus:
         self._seen, self._looked_s = ("", ""), 0.0  # line and call, and when
 
     def look(self) -> RankStatus:
-        """Return where the program is; to be called again and again."""
+        """Return where the program is; call it periodically."""
         frames = lines_of(sys._current_frames().get(self._thread))  # pyright: ignore[reportPrivateUsage]
         now, last = time.monotonic(), self._last_event()
         moved_s = last[0] if last is not None else 0.0
@@ -110,7 +111,7 @@ class ProgramStatus:
         return found
 
     def at_error(self, frames: Sequence[str], raised: str) -> RankStatus:
-        """Return where the program was: an error has ended what it did at ``frames``, and the program if it is ``raised``."""
+        """Return where an error at ``frames`` stopped the program; ``raised``: the exception's class if it ends it."""
         found = rank_status.look(self.rank, frames, self._last_event(), raised)
         is_same = self._seen == (found.line, found.call)
         return replace(found, still_s=time.monotonic() - self.since_s) if is_same else found
@@ -124,7 +125,7 @@ class WaitWatch:
     """Posts the status of this process, and reads that of others when it waits.
 
     Args:
-        report_s: how long a wait may take before it is reported.  timeout_s: of the job: what waits that long fails.
+        report_s: how long a wait may take before it is reported.  timeout_s: the timeout of the job's collectives.
     """
 
     def __init__(self, store: dist.Store, rank: int, report_s: float, timeout_s: float) -> None:
@@ -132,12 +133,12 @@ class WaitWatch:
         self._pause_s = min(report_s / _LOOKS, timeout_s / 4)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-wait", daemon=True)
-        self._reported_s = self._recorded_s = 0.0  # since when, of the last wait that was
+        self._reported_s = self._recorded_s = 0.0  # when the last wait began that was reported, or recorded
         self._asked = ""
         self._recorder = DefaultRecorder(self._name)
 
     def start(self) -> None:
-        """Begin; it ends with the default process group, or this process."""
+        """Start the thread, which ends with the default process group or this process."""
         store = self._job()
         if store is not None and self._program.rank == 0:
             JobStore(store, BRIEF_S).set(_NAME, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
@@ -145,7 +146,7 @@ class WaitWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._stop.set()
         self._thread.join(2 * BRIEF_S)
 
@@ -155,7 +156,9 @@ class WaitWatch:
 
     def _run(self) -> None:
         while not self._stop.wait(self._pause_s):
-            with suppress(TransportError, RuntimeError, ValueError):  # a silent store; a model or a group in the making
+            with suppress(
+                TransportError, RuntimeError, ValueError
+            ):  # the store does not answer, or a model or group is being built
                 store = self._job()
                 if store is None:
                     self._recorder.close()
@@ -163,9 +166,9 @@ class WaitWatch:
                 self.look(JobStore(store, BRIEF_S))
 
     def look(self, job: JobStore) -> None:
-        """Post where the program is; report if it has waited for long."""
+        """Post where the program is; report it if it has waited for too long."""
         mine = self._program.look()
-        if not mine.line:  # the program begins or ends
+        if not mine.line:  # the program is starting or exiting
             return
         job.set(_key(mine.rank), mine.to_text())
         self._recorder.place()  # while the store answers
@@ -195,7 +198,7 @@ class WaitWatch:
         try:
             job = JobStore(store, BRIEF_S)
             if error is not None:
-                self._stop.set()  # the program has no line any more
+                self._stop.set()  # the stack is gone from now on
                 frames, raised = lines_of_trace(error.__traceback__), type(error).__name__
             else:
                 frames, raised = lines_of(sys._getframe()), ""  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""What a rank does now, and what several ranks do together: who waits for whom, at which line of user code.  Pure."""
+"""Where a rank is, and a sentence about several ranks: who waits for whom, at which line of user code.  Pure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class RankStatus:
     Attributes:
         rank: global.
         line: "file:line" of user code; empty without any.
-        call: what the user's line has called, such as "save()"; empty if it runs itself.
+        call: the function that the user's line has called, such as "save()"; empty if user code runs.
         waits_for: "rank 3" or "all ranks"; empty if it does not wait for others.
         passes: by engine, "forward" and "backward": how many of each have begun.
-        running: by engine: which of both runs, if one does.
-        still_s: for how long it has been there; 0 if it has moved lately.
-        raised: the class of the exception that has ended it there; empty while it lives.
+        running: by engine: the one of both that runs, if one does.
+        still_s: for how long it has been there; 0 if it has moved since the last look.
+        raised: the class of the exception that ended the program there; empty while it runs.
     """
 
     rank: int
@@ -51,7 +51,9 @@ def look(rank: int, frames: Sequence[str], last: Entry | None, raised: str = "")
     """Return the status of this process, global ``rank``, whose program is at ``frames``, after its event ``last``."""
     place = innermost(frames)
     call = waits_for = ""
-    for frame in frames[place + 1 :] if place is not None else frames:  # the outermost: what the user's line has called
+    for frame in (
+        frames[place + 1 :] if place is not None else frames
+    ):  # the outermost one: the call that user code makes
         if _DISTRIBUTED in frame and "c10d_logger" not in frame:
             call, waits_for = f"torch.distributed.{frame.rsplit(' ', 1)[-1]}()", "all ranks"
             break
@@ -76,7 +78,7 @@ def look(rank: int, frames: Sequence[str], last: Entry | None, raised: str = "")
 
 
 def in_words(statuses: Sequence[RankStatus]) -> str:
-    """Return one sentence about what these ranks do, and whether they ran different numbers of forwards or backwards.
+    """Return one sentence about where these ranks are, and whether they ran different numbers of forwards or backwards.
 
     Example:
         >>> first = RankStatus(0, "a.py:3", "f()", "rank 1", {"e": {"forward": 4}}, {"e": "forward"}, 30.0)
@@ -96,9 +98,9 @@ for 29 s): they ran different numbers of forwards'
 
 
 def _difference(statuses: Sequence[RankStatus]) -> tuple[str, str]:
-    """Return the engine, and "forward" or "backward", of which ranks that wait have begun different numbers.
+    """Return the engine, and "forward" or "backward", of which waiting ranks have begun different numbers.
 
-    One that computes may only be late.
+    Ranks that compute are not compared: they may just be late.
     """
     still = [each for each in statuses if each.still_s and each.waits_for]
     for track in {name: None for each in still for name in each.passes}:

@@ -31,7 +31,7 @@ BLACK_BOX = "black_box"  # the folder of records in the folder of a run
 BEFORE = "before"  # in the folder: records of the start before this one
 STALL_S = 60.0
 _MOST_REASONS, _MOST_STACKS = 16, 128
-_MOST_JOBS = 4  # of which records are kept where nobody has named a place
+_MOST_JOBS = 4  # whose records are kept in the temporary folder
 _OWN_FILES = ("/shardwise/doctor/recorder.py", "/shardwise/black_box.py", "/shardwise/errors.py")
 _QUIET = ("ConfigError", "LayoutError")  # wrong arguments: nobody waits, and the message says all
 
@@ -73,12 +73,12 @@ class Recorder:
         return self._write(reason, ())
 
     def place(self) -> Path | None:
-        """Return the folder, None as long as it is not known."""
+        """Return the folder; None while it is not known."""
         return self.folder
 
     @property
     def is_silent(self) -> bool:
-        """True where nothing is written: it is closed, another one writes in its place, or this is a fork."""
+        """True if this recorder writes nothing: it is closed, another one writes, or this process is a fork."""
         return self not in _open or os.getpid() != self._pid
 
     def _write_raised(self, error: BaseException, trace: TracebackType | None) -> None:
@@ -89,7 +89,7 @@ class Recorder:
         self._write("; ".join(part for part in (_describe(error, frames), known) if part), frames)
 
     def _write(self, reason: str, raised: tuple[str, ...]) -> Path | None:
-        if self.is_silent or not self._lock.acquire(timeout=1.0):  # a signal may come while it writes
+        if self.is_silent or not self._lock.acquire(timeout=1.0):  # a signal handler may run while it writes
             return None
         try:
             now_s = time.time()
@@ -181,12 +181,12 @@ class Recorder:
 
 
 class DefaultRecorder(Recorder):
-    """Writes the record of a process for which nobody has called :func:`record`, into the system's temporary folder.
+    """Writes the record of a process that has not called :func:`record`, into the system's temporary folder.
 
-    It hears of no signals.  The folders of the last jobs of this user are kept, older ones are removed.
+    It handles no signals.  Folders of this user's last jobs are kept; older ones are removed.
 
     Args:
-        name: returns the name of the job, None while it is not known.
+        name: returns the name of the job; None while it is not known.
     """
 
     def __init__(self, name: Callable[[], str | None]) -> None:
@@ -201,12 +201,12 @@ class DefaultRecorder(Recorder):
         return self.folder if self._job else None
 
     def open(self) -> None:
-        """Begin to hear of errors."""
+        """Start to record errors."""
         self._hear_errors()
 
     @property
     def is_silent(self) -> bool:
-        """True also while a recorder of the user's is open."""
+        """True also while the user's own recorder is open."""
         return super().is_silent or any(type(each) is Recorder for each in _open)
 
     def _put(self, record: Record) -> Path:
@@ -215,7 +215,7 @@ class DefaultRecorder(Recorder):
         place = self.folder.parent
         place.mkdir(mode=0o700, exist_ok=True)
         found = place.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():  # another user was there before
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():  # another user created it first
             raise OSError(f"{place} belongs to another user")
         for old in sorted(each for each in place.iterdir() if each != self.folder)[: 1 - _MOST_JOBS]:
             shutil.rmtree(old, ignore_errors=True)
@@ -223,7 +223,7 @@ class DefaultRecorder(Recorder):
 
 
 def default_place() -> Path:
-    """Return where processes write records for which nobody has called :func:`record`: one folder for each job."""
+    """Return where processes that have not called :func:`record` write their records: it has one folder per job."""
     return Path(tempfile.gettempdir()) / f"shardwise-records-{os.geteuid()}"
 
 
@@ -235,9 +235,9 @@ def place_of_records() -> Path | None:
 def record(folder: str | Path, *, stall_s: float | None = None) -> Recorder:
     """From here on write ``folder/rank-NNNNN.jsonl`` whenever something fails on this rank; ``shardwise diagnose`` reads it.
 
-    Without this call records go to a folder per job in the system's temporary one (``shardwise-records-UID``; the last four
-    jobs are kept), from the first sharded model or optimizer on, for errors, and when a rank has waited for long
-    (:func:`set_wait_report`).
+    Without this call, records are written on errors and after long waits (:func:`set_wait_report`) from the first sharded
+    model or optimizer on, to one folder per job in the system's temporary folder (``shardwise-records-UID``).  Those of the
+    last four jobs are kept.
 
     Written are the last few thousand events and the stack of every thread, when: an error of shardwise is raised that ranks
     meet in; an exception is not caught; the process gets SIGUSR1 (a handler of Python's that was there is called, too);

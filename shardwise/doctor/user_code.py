@@ -1,4 +1,4 @@
-"""Which lines of a stack are the user's: not those of this package, of torch or of the standard library.  Pure."""
+"""Finds the lines of a stack that are user code, not this package, torch or the standard library.  Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _PACKAGE = Path(__file__).parents[1]
 _LIBRARIES = re.compile(r"/torch/|/lib/python3[.\d]*/(?!(site|dist)-packages/)|^<|/(threading|contextlib)\.py")
 _OTHERS = re.compile(r"/(site|dist)-packages/")
 _MOST_FRAMES = 40
-_USER, _PROGRAM, _OTHER, _LIBRARY = range(4)  # whose a line is, the most telling first
+_USER, _PROGRAM, _OTHER, _LIBRARY = range(4)  # kinds of lines, the most informative first
 
 
 def own_line(frames: Sequence[str]) -> str:
-    """Return the innermost of ``frames`` that is the user's, with what it called; without any, that of a library.
+    """Return the innermost of ``frames`` that is user code, and the function that runs; without user code, a library's line.
 
-    A program of this package (``shardwise train``) is named as such.
+    Lines of a program of this package (``shardwise train``) are marked as such.
 
     Args:
         frames: "file:line function", the innermost last.
@@ -34,14 +34,14 @@ def own_line(frames: Sequence[str]) -> str:
 
 
 def innermost(frames: Sequence[str], least: int = _USER) -> int | None:
-    """Return the place of the innermost of ``frames`` that is the user's, or of the next best kind up to ``least``."""
+    """Return the index of the innermost of ``frames`` that is user code, or else of the best kind up to ``least``."""
     kinds = [whose(frame) for frame in frames]
     best = min(kinds, default=_LIBRARY)
     return None if best > least else len(kinds) - 1 - kinds[::-1].index(best)
 
 
 def whose(frame: str) -> int:
-    """Return the kind of a frame: the user's, a program's of this package, another project's, or a library's."""
+    """Return the kind of a frame: user code, a program of this package, another package, or a library."""
     path = frame.rsplit(":", 1)[0]
     return _USER if path.startswith("<") and frame.endswith(" <module>") else _whose_file(path)  # python -c
 
@@ -53,7 +53,7 @@ def _whose_file(path: str) -> int:
         return _USER
     if tail.startswith("recipes/"):  # it calls the library as a user does
         return _PROGRAM
-    if tail and (_PACKAGE / tail).is_file():  # a user's own folder may have this name, too
+    if tail and (_PACKAGE / tail).is_file():  # a folder of the user may also be called shardwise
         return _LIBRARY
     if _LIBRARIES.search(path):
         return _LIBRARY
@@ -61,7 +61,7 @@ def _whose_file(path: str) -> int:
 
 
 def lines_of(frame: FrameType | None) -> tuple[str, ...]:
-    """Return the stack that ends in ``frame``: its innermost lines, and of those further out the user's."""
+    """Return the stack that ends in ``frame``: its innermost lines, and only user code of the outer ones."""
     found: list[str] = []
     while frame is not None and len(found) < 2 * _MOST_FRAMES:
         line = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
@@ -72,7 +72,7 @@ def lines_of(frame: FrameType | None) -> tuple[str, ...]:
 
 
 def lines_of_trace(trace: TracebackType | None) -> tuple[str, ...]:
-    """Return the lines of a traceback, the innermost last: as many of them as :func:`lines_of` does."""
+    """Return the lines of a traceback, the innermost last, with the limits of :func:`lines_of`."""
     found: list[str] = []
     while trace is not None:
         code = trace.tb_frame.f_code

@@ -11,7 +11,7 @@ from shardwise.engine.engine import Engine
 from shardwise.units.unit import Unit
 
 ATTACHMENT = "_shardwise_attachment"
-SHARES_BUFFERS = "_shardwise_shares_buffers"  # marks a module whose forward begins with the buffers of the first rank
+SHARES_BUFFERS = "_shardwise_shares_buffers"  # marks a module whose forward broadcasts the first rank's buffers
 PENDING = "shardwise: attachments to complete"  # among the memo of a deep copy: pairs of an attachment and its copy
 
 
@@ -52,7 +52,7 @@ class Attachment:
         before: how many nodes this thread had made before a root's running forward; the same of its inputs.
         ignored: the places of parameters that are left to the user: a module's dict of them, and a name.
         shared_pass: that the modules of a unit share.  passes: of the forwards that have begun.
-        is_materialized: tensors of its modules have got memory in place of meta, and no forward has run since.
+        is_materialized: tensors of its modules were moved from meta to a device, and no forward has run since.
     """
 
     def __init__(self, unit: Unit) -> None:

@@ -1,4 +1,4 @@
-"""Backwards that are asked for the gradients of some inputs: shards, which are in no graph, cannot be among them."""
+"""Refuses sharded parameters as ``inputs`` of a backward: shards are not in the autograd graph."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _UNUSED = "appears to not have been used in the graph"
 
 
 def check_backward_inputs() -> None:
-    """Refuse shards from now on; to be called once."""
+    """Check the inputs of all backwards from now on; call it once."""
     torch_private.check_backward_inputs(_backward_of_shards)
 
 
 def _backward_of_shards(inputs: Sequence[Any], run: Callable[[], Any]) -> Any:
-    """Run a backward that was asked for the gradients of ``inputs``, some of them DTensors.
+    """Run a backward with ``inputs``, some of them DTensors.
 
-    Raises: StateError if a sharded parameter is among them and has got none.
+    Raises: StateError if a sharded parameter among them gets no gradient.
     """
     names = {id(param.sharded): param.fqn for engine in live_engines for unit in engine.units for param in unit.params}
     asked = [(index, each) for index, each in enumerate(inputs) if id(each) in names]
@@ -44,14 +44,14 @@ def _backward_of_shards(inputs: Sequence[Any], run: Callable[[], Any]) -> Any:
 
 
 def _grad_of(param: torch.Tensor) -> tuple[int, int]:
-    """Return what changes when ``param`` gets a gradient."""
+    """Return a value that changes when ``param`` gets a gradient."""
     return id(param.grad), -1 if param.grad is None else param.grad._version
 
 
 def _not_in_graph(names: Sequence[str]) -> StateError:
     more = f" and {len(names) - 1} more sharded parameters" if len(names) > 1 else ", a sharded parameter"
     return StateError(
-        f"autograd was asked for the gradient of {names[0]}{more}, which are in no graph: forward computes with full ones, "
-        "and shards get their gradients when these are reduced. Call loss.backward() without inputs, then read .grad; for one "
-        "gradient per loss, clone it and call zero_grad() between the losses"
+        f"autograd was asked for the gradient of {names[0]}{more}, but shards are not in the graph: forward uses the "
+        "unsharded parameters, and shards get .grad when gradients are reduced. Call loss.backward() without inputs, then read "
+        ".grad; for one gradient per loss, clone .grad and call zero_grad() between the losses"
     )

@@ -80,7 +80,7 @@ class Preset:
 @dataclass(slots=True)
 class _Found:
     """A parameter and the places it hangs in; ``owned``: what the unit of an outer module has made of it,
-    and on which mesh; ``values``: what to cut instead of its own."""
+    and on which mesh; ``values``: what to shard instead of its own values."""
 
     param: nn.Parameter
     fqn: str
@@ -172,13 +172,13 @@ def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def refuse_wrappers(managed: Iterable[tuple[str, nn.Module]], ignored: frozenset[int]) -> None:
-    """Raise ConfigError for a module of torch that exchanges gradients of parameters that are not ignored."""
+    """Raise ConfigError for one of torch's wrappers that reduce gradients, if any of its parameters is not ignored."""
     for path, module in managed:
         kind = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _WRAPPERS), None)
         if kind is not None and any(id(param) not in ignored for param in module.parameters()):
             raise ConfigError(
                 f"{path or 'the module'} is a {kind}, which exchanges gradients of the same parameters itself. Shard the "
-                f"module within (model.module) and leave {kind} out; its parameters may stay its own with ignored_params"
+                f"wrapped module (model.module) and leave {kind} out, or leave its parameters to {kind} with ignored_params"
             )
 
 
@@ -338,7 +338,7 @@ def _check_shared_groups(all_axes: Sequence[MeshAxes]) -> None:
 
 
 def _hand_on(source: nn.Parameter, target: nn.Parameter) -> None:
-    """Give ``target`` what users have set on ``source``: hooks on its gradient, and attributes that are not the package's."""
+    """Copy what users have set on ``source`` to ``target``: gradient hooks, and attributes that are not this package's."""
     torch_private.share_hooks(source, target)
     attributes = torch_private.attributes_of(source).items()
     torch_private.give_attributes({k: v for k, v in attributes if not k.startswith("shardwise_")}, target)
@@ -403,7 +403,7 @@ def _take_over(item: _Found, axes: MeshAxes, shard: Shard | None, preset: Preset
     _move_parameter(item, axes.device)
     new = _shard_parameter(item, axes, shard, preset)
     if old.beginning is not None and not old.beginning.was_overwritten(old.local):
-        # The whole is the same on every rank now, and may be a mixture of what they had.
+        # The gathered values are the same on every rank, even if ranks had sharded different ones.
         new.beginning = None if new.beginning is None else replace(old.beginning, shard=new.beginning.shard)
     original = old.original()
     if original is not None:

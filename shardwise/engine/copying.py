@@ -86,7 +86,7 @@ def _copy_group(group: ShardGroup, memo: dict[Any, Any]) -> ShardGroup:
         sharded = slots[0].parameters[slots[0].name]
         assert sharded is not None
         attributes = copy.deepcopy(param.attributes, memo)
-        if attributes is not vars(sharded):  # copies of plain parameters are made without
+        if attributes is not vars(sharded):  # copies of plain parameters lack them
             torch_private.give_attributes(attributes, sharded)
         copied = UnitParam(param.fqn, slots, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape)
         copied.keeps_dtype, copied.grad_dtype = param.keeps_dtype, param.grad_dtype

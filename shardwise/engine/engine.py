@@ -202,7 +202,7 @@ class Engine:
         if self.outside is not None:
             self.outside.check()
         is_aside = not (self.journal.gathers or torch.is_grad_enabled())
-        if not is_aside:  # which a rank may run alone
+        if not is_aside:  # one rank may run those alone: they are not compared
             track = self.journal.log.track
             track.num_forwards, track.running = track.num_forwards + 1, "forward"
         self.journal.begin(is_aside)
@@ -354,9 +354,9 @@ class Engine:
             self.after_backward(unit)
 
     def nested_backward_ended(self, unit: Unit, task: int) -> None:
-        """End the backward of ``unit`` if it began in the backward ``task`` of a reentrant checkpoint, which is over.
+        """End the backward of ``unit`` if it began in ``task``, the backward of a reentrant checkpoint that has just ended.
 
-        Not if backward comes to the unit again later, as one has shown before: then it is reduced once, with the rest.
+        Not if an earlier backward used the unit again later: then it is reduced once, with the other gradients.
         """
         backward = unit.backward
         if not self.watch.is_running or self._is_lending(unit):
@@ -555,7 +555,7 @@ def _hearing(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit]) -> Ca
 
 
 def _ending(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit], task: int) -> Callable[[], None]:
-    """Return what autograd calls when the backward ``task`` of a reentrant checkpoint has ended."""
+    """Return the callback for the end of ``task``, the backward of a reentrant checkpoint."""
 
     def on_end() -> None:
         engine, unit = engine_ref(), unit_ref()

@@ -1,4 +1,4 @@
-"""``sync_module_states``: parameters and buffers of a unit as the first rank of its mesh has them, before they are cut."""
+"""``sync_module_states``: broadcast parameters and buffers of a unit from the first rank of its mesh before sharding."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardwise.units.axes import MeshAxes
 
 
 def values_of_first(named: Sequence[tuple[str, torch.Tensor]], axes: MeshAxes) -> list[torch.Tensor]:
-    """Return tensors with the values of the first rank of the mesh: the same ones, or new ones for those on meta.  Collective.
+    """Broadcast tensors from the first rank of the mesh; return them, with new ones for those on meta.  Collective.
 
-    Raises: ConfigError where the first rank has some on meta itself, DesyncError if ranks pass others; on every rank.
+    Raises: ConfigError if the first rank has some on meta, DesyncError if ranks pass different ones; on every rank.
     """
     dims = [dim for dim in (axes.replicate_mesh_dim, axes.shard_mesh_dim) if dim is not None]
     groups = [group for dim in dims if (group := axes.mesh.get_group(dim)).size() > 1]
@@ -27,13 +27,13 @@ def values_of_first(named: Sequence[tuple[str, torch.Tensor]], axes: MeshAxes) -
         torch.empty_like(tensor, device=axes.device, requires_grad=False) if tensor.is_meta else tensor.detach()
         for _, tensor in named
     ]
-    for group in groups:  # along the replicas of the first shard, among others, then along the shards
+    for group in groups:  # first along the replicas, then along the shards
         broadcast_from_first(found, group)
     return found
 
 
 def sync_buffers(modules: Iterable[tuple[str, nn.Module]], axes: MeshAxes) -> None:
-    """Let the buffers of modules, which come with their paths, have the values of the first rank.  Collective."""
+    """Broadcast the buffers of ``modules``, pairs of path and module, from the first rank.  Collective."""
     places = [(path, module, name) for path, module in modules for name, _ in module.named_buffers(recurse=False)]
     buffers = [(f"{path}.{name}", module.get_buffer(name)) for path, module, name in places]
     for (_, module, name), (_, buffer), value in zip(places, buffers, values_of_first(buffers, axes), strict=True):
@@ -47,11 +47,11 @@ def _agree(named: Sequence[tuple[str, torch.Tensor]], axes: MeshAxes, groups: Se
     error: ShardwiseError | None = None
     if empty and dist.get_rank() == int(axes.mesh.mesh.min()):
         error = ConfigError(
-            f"sync_module_states=True: the first rank has {empty[0]} on meta, expected values for all others to take. Load the "
-            "weights on that rank before the model is sharded, or leave sync_module_states out and initialise after sharding"
+            f"sync_module_states=True: the first rank has {empty[0]} on meta, expected values to broadcast. Load the "
+            "weights on that rank before sharding, or leave sync_module_states out and call init_parameters after sharding"
         )
     try:
-        for group in groups:  # an error goes from each group to those that its ranks are also in
+        for group in groups:  # ranks carry an error from one group into the next
             try:
                 open_board(group, "sync_module_states").agree("sync_module_states", facts, error)
             except ShardwiseError as found:

@@ -19,8 +19,8 @@ _NO_MEMORY = (
 )
 _MIXED = "got mixed torch.Tensor and DTensor"
 _READ_ELSEWHERE = (
-    "a sharded parameter was read outside of its unit, in whose own forward alone it is full. Make one unit of the module that "
-    "reads it and the one that has it, fully_shard([outer, inner]), or call fully_shard on the outer one alone"
+    "a sharded parameter was read outside of its unit's forward, and it is unsharded only there. Put the module that reads it "
+    "and the one that has it into one unit, fully_shard([outer, inner]), or call fully_shard only on the outer one"
 )
 _GIVEN_BACK = (
     "a tensor that shared memory with a full parameter was read after that was given back. "
@@ -37,7 +37,7 @@ class Forward:
 
 
 def explain_torchs(error: BaseException | None) -> None:
-    """Say in ``error``, which a forward has raised, what has no memory or is sharded, if it is torch's complaint of that."""
+    """Add advice to ``error`` of a forward if it is torch's about freed memory, or about mixed plain tensors and DTensors."""
     if type(error) is RuntimeError and len(error.args) == 1:
         text = str(error)
         if _GIVEN_BACK not in text and any(words in text for words in _NO_MEMORY):

@@ -129,15 +129,15 @@ def _shown(names: list[str]) -> str:
 
 
 def _refuse_shared(root: nn.Module, known: Container[int]) -> None:
-    """Raise StateError if a parameter in the tree of ``root`` is one of a unit that is not below it."""
+    """Raise StateError if a parameter in the tree of ``root`` belongs to a unit that is not below ``root``."""
     owned = {id(form): owner for owner in managed_by_slot().values() for form in (owner.sharded, owner.full)}
     for path, param in root.named_parameters():
         owner = owned.get(id(param)) if id(param) not in known else None
         if owner is not None:
             raise StateError(
                 f"{path} of this {type(root).__name__} is shared with {type(owner.module()).__name__}, which was sharded by "
-                "itself and is not below it: each would train the parameter as its own. Call fully_shard (or replicate) on a "
-                "module that contains both, and run the forward of that one"
+                "itself and is not below it: both would train the parameter separately. Call fully_shard (or replicate) on a "
+                "module that contains both, and run the forward of that module"
             )
 
 

@@ -1,9 +1,9 @@
-"""Did all ranks begin with the same values?  Replicas, and ranks that cut shards from what each of them held.
+"""Checks that all ranks begin with the same values: replicas, and ranks that shard the values that each of them has.
 
-Replicas apply the same sums to whatever each has begun with: seeds of each rank's own, or a checkpoint that one rank alone
-has loaded, keep them apart for ever.  Ranks that cut shards from different values train a mixture of them.  No loss shows
-either.  Ranks compare digests through the store, once, where all of them come by: of shards in the first forward, of replicas
-in the first backward that averages over them.
+Replicas add the same averaged gradients to their values: if these differ at first (a seed per rank, a checkpoint that only one
+rank has loaded), they differ for ever.  Ranks that shard different values train a mixture of them.  No loss shows either.  So
+ranks compare digests through the store once: of sharded values in the first forward, of replicas in the first backward that
+averages over them.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ def compare_replicas(units: Iterable[Unit], bulletin: Bulletin, position: Positi
         unlike,
         "replicas",
         "Each would add the same averaged gradients to its own, so that they stay apart: build the model with one seed on all "
-        "ranks, load a checkpoint on every rank, or broadcast the parameters of one before the first step; what is to differ "
-        "between ranks belongs into ignored_params",
+        "ranks, load a checkpoint on every rank, or broadcast the parameters of one before the first step; put "
+        "parameters that are to differ between ranks into ignored_params",
     )
 
 
 def compare_beginnings(units: Iterable[Unit], bulletin: Bulletin, position: Position) -> None:
-    """Let all ranks compare what they held of the parameters of ``units`` when they cut their shards.  Collective.
+    """Compare the values that ranks had of the parameters of ``units`` when these were sharded.  Collective.
 
-    A parameter that any rank has overwritten since (initialised, loaded) is left out, and so are ranks whose shard of it is
-    empty: what they held is lost anyway.  Not where ranks are threads.
+    Parameters that any rank has overwritten since (initialized, loaded) are skipped, and so are ranks whose shard is empty,
+    because their values are not used.  Nothing is compared where ranks are threads.
 
     Raises: DesyncError on every rank, naming a parameter that was not the same on all ranks.
     """
     groups = [group for unit in units for group in unit.groups if group.axes.num_shards > 1]
     if not groups or torch_private.are_threads():
         return
-    # With the shape: ranks whose models differ by more than values are told so where they gather.
+    # The shape is part of the key: ranks whose models differ in shapes get a better error at the first all-gather.
     params = {
         (int(group.axes.mesh.mesh.min()), f"{param.fqn} of shape {param.shard.shape}"): param
         for group in groups
@@ -88,7 +88,7 @@ def compare_beginnings(units: Iterable[Unit], bulletin: Bulletin, position: Posi
     _judge(
         unlike,
         "ranks",
-        "Each has cut its shards from its own, so that the model is a mixture of them: build the model with one seed on all "
+        "Each rank has sharded its own values, so that the model is a mixture of them: build the model with one seed on all "
         "ranks, load weights on every rank or after sharding, or pass sync_module_states=True to fully_shard or shard_model, "
         "which broadcasts those of the first rank",
     )
@@ -104,9 +104,9 @@ def _find_unlike(
     bulletin: Bulletin,
     position: Position,
 ) -> dict[Key, list[Any]]:
-    """Return what each rank says of the parameters whose digests are not the same on all.
+    """Return the sketches of all ranks for the parameters whose digests differ.
 
-    ``digests``: None where it does not matter.  ``holders``: how many shards of a parameter are not empty.
+    ``digests``: None for parameters that are not compared.  ``holders``: how many shards of a parameter are not empty.
     """
 
     def unlike(topic: str, values: Mapping[Key, Any]) -> dict[Key, list[Any]]:
@@ -116,7 +116,7 @@ def _find_unlike(
             found[track, name].append(value)
         return {key: others for key, others in found.items() if len(others) > 1}
 
-    alike: dict[Key, list[int | None]] = defaultdict(list)  # digests that the same ranks have
+    alike: dict[Key, list[int | None]] = defaultdict(list)  # digests of the parameters that the same ranks hold
     for (track, name), digest in digests.items():
         alike[track, str(holders.get((track, name)))].append(digest)
     sums = {key: hashlib.sha256(repr(each).encode()).hexdigest() for key, each in alike.items()}

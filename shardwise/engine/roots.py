@@ -56,9 +56,9 @@ def _become_root(attachment: Attachment) -> Engine:
         if inner.is_root is not None and engine_of(inner.unit) is not None:
             raise StateError(
                 f"FSDP state has already been lazily initialized for {inner.unit.name or _path_in(root, inner)}\n"
-                "FSDP requires running forward through the root module first: this module ran before, alone or below another "
-                "root, and belongs to that. Run the outermost module first. Where two models share it (an actor and a critic "
-                "over one trunk), call fully_shard on their parts, not on the models around them, or on one module whose "
+                "FSDP requires running forward through the root module first: this module already ran, alone or below another "
+                "root, and belongs to that. Run the outermost module first. If two models share this module (an actor and a "
+                "critic with one trunk), call fully_shard on their parts, not on the two models, or on one module whose "
                 "forward runs both"
             )
     _name_units(root, attachments)
@@ -87,7 +87,7 @@ def _become_root(attachment: Attachment) -> Engine:
 
 
 def _give_to_readers(module: nn.Module, unit: Unit) -> None:
-    """Let units whose parameters another module reads, without calling theirs, be full while that module's unit is."""
+    """Unshard units together with the unit of a module that reads their parameters without calling their modules."""
     own = attachment_of(module)
     unit = unit if own is None else own.unit
     read = attachment_of(module.out_proj) if isinstance(module, nn.MultiheadAttention) else None

@@ -15,13 +15,14 @@ from shardwise.units.param import Slot, UnitParam
 from shardwise.units.unit import Unit
 
 # Nothing leads from an inner module to the units of those around it.
-_units: weakref.WeakSet[Unit] = weakref.WeakSet()
+# In the order in which they were made, which is the same on all ranks.
+_units: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
 _unit_of: weakref.WeakKeyDictionary[UnitParam, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 
 
 def remember(unit: Unit) -> None:
     """Let units that are made later find the parameters of ``unit``."""
-    _units.add(unit)
+    _units[unit] = None
     for param in unit.params:
         _unit_of[param] = weakref.ref(unit)
 

@@ -84,7 +84,7 @@ class ChunkShard:
 
     @property
     def num_holders(self) -> int:
-        """How many ranks have a shard that is not empty: the first ones."""
+        """The number of ranks whose shard is not empty; these are the first ranks."""
         return self.num_shards if self.is_whole else -(-self.size // self.chunk) if self.numel else 0
 
     @property

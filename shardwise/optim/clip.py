@@ -43,7 +43,7 @@ class Limit:
 
     def __post_init__(self) -> None:
         if not self.max_norm >= 0:
-            raise ConfigError(f"max_norm is {self.max_norm}; expected 0 or more, or math.inf to measure the norm alone")
+            raise ConfigError(f"max_norm is {self.max_norm}; expected 0 or more, or math.inf to only measure the norm")
         if self.norm_type <= 0:
             raise ConfigError(f"norm_type is {self.norm_type}; expected a positive number or math.inf")
 

@@ -87,7 +87,7 @@ def load_indexed(
 ) -> None:
     """Let ``optimizer`` load ``states``, one per parameter in the order of its groups, and the options of its groups.
 
-    State with a number per element takes the memory order of its parameter.
+    State with one value per element gets the memory format of its parameter.
     """
     indices = count()
     groups = [
@@ -116,7 +116,7 @@ def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[st
 
 @contextmanager
 def synced_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> Generator[None, None, None]:
-    """Copy the options of ``source`` to ``target`` on entry and back on exit, so that one of the two is current at any time."""
+    """Copy the options of ``source`` to ``target`` on entry, and back on exit."""
     copy_options(source, target)
     try:
         yield
@@ -130,7 +130,7 @@ def step_in_sync(
     outer: Sequence[dict[str, Any]],
     inner: Sequence[dict[str, Any]],
 ) -> Any:
-    """Run ``step`` on the options of ``outer``, which users set, also in ``closure``; ``inner`` are those that it reads."""
+    """Run ``step``, which reads the groups ``inner``, with the options that users set in ``outer``, also within ``closure``."""
 
     def closure_of_user() -> Any:
         assert closure is not None

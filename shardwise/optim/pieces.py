@@ -68,7 +68,7 @@ def copied(value: Any) -> Any:
 
 
 def in_order_of(param: torch.Tensor, value: Any) -> Any:
-    """Return a state value with the strides of ``param`` if it has its shape: fused optimizers pair elements by memory."""
+    """Return ``value`` with the strides of ``param`` if shapes match: fused optimizers pair elements by memory order."""
     if type(value) is not torch.Tensor or value.shape != param.shape:
         return value
     if value.stride() == torch.empty_like(param, device="meta").stride():

@@ -47,14 +47,14 @@ class UnitBackward:
     Attributes:
         on_gradients: what is called when one has come from which something may follow.
         stage: one arrow of the table above is one method.
-        task: the autograd task in which it has begun; of several nested ones, the last.
+        task: the autograd task in which it began; with nested backwards, the last one.
         arrived: ordinals of the parameters whose gradient has come.
         counted: how many parameters want one, and how many there are.  has_frozen: some want none.
         open_passes: passes through the unit's modules that it has come to and not left.
         is_nested: gradients have come from a backward within it: they tell nothing of what is still to come.
-        comes_again: backward has come to it again after it had ended with a nested one, or with the same gradients.
-        came_again: that was so in the last backward that brought gradients.
-        ended_in: the autograd task of the whole backward in which it has ended with a nested one.
+        comes_again: this backward used the unit again after its end in a nested one, or produced a gradient twice.
+        came_again: ``comes_again`` of the last backward that produced gradients.
+        ended_in: the outermost autograd task of the backward in which the unit ended with a nested one.
         counts: the last gradient ends it.  Where checkpoints run backwards of their own, which may use the parameters
             again, that is so once a first backward has shown that they do not.
         ended_late: the last one ended without some gradient, at the end of the whole backward.
@@ -105,7 +105,7 @@ class UnitBackward:
     def enter(self, task: int, is_full: bool = True, whole: int = -1) -> None:
         """The gradient of an output has come, in autograd's ``task``; ``is_full``: its parameters are there.
 
-        ``whole``: the task of the whole backward, which may have come here before, in another nested one.
+        ``whole``: the outermost task, which may have used the unit before, in another nested backward.
         """
         if self.stage is not Stage.RUNNING:  # a second time where somebody has resharded the unit by hand
             self._step(Stage.RUNNING)
@@ -159,7 +159,7 @@ class UnitBackward:
         return is_there and self.counts and not self.has_frozen and not self.is_nested
 
     def ends_with(self, task: int, is_one_module: bool) -> bool:
-        """Return True if it ends with the nested backward ``task``; of several modules, others may be recomputed later."""
+        """Return True if it ends with the nested backward ``task``; if it has several modules, some may be recomputed later."""
         if self.stage is not Stage.RUNNING or self.task != task or self.comes_again or self.came_again:
             return False
         return is_one_module or len(self.arrived) >= self.counted[0] > 0

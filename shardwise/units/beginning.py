@@ -1,4 +1,4 @@
-"""What a parameter held before it was sharded: enough for ranks to learn whether all of them cut the same values."""
+"""Digests of a parameter before sharding, with which ranks check that all of them sharded the same values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SAMPLE_NUMEL = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Values of one parameter when it was sharded; of a large one, a sample.
+    """Digests of one parameter when it was sharded; of a large parameter, of a sample.
 
     Attributes:
         digest, sketch: of the whole values.
-        shard: the sketch of the shard that this rank cut from them.
+        shard: the sketch of this rank's shard of them.
     """
 
     digest: int
@@ -27,16 +27,16 @@ class Beginning:
 
     @classmethod
     def of(cls, whole: torch.Tensor, shard: torch.Tensor) -> Beginning | None:
-        """Return the beginning of ``whole``; None where there are no values (meta) or only a user's class could read them."""
+        """Return the digests of ``whole``; None if it has no values (meta) or is a tensor subclass."""
         if type(whole) not in (torch.Tensor, nn.Parameter) or whole.is_meta:
             return None
         sample = sample_of(whole.detach(), _SAMPLE_NUMEL)
         return cls(digest_of(sample), Sketch.of(sample), _sketch_of(shard))
 
     def was_overwritten(self, shard: torch.Tensor) -> bool:
-        """Return True if ``shard`` has other values than it was cut with, so that the beginning does not matter any more.
+        """Return True if ``shard`` has changed since sharding, so that the values before it do not matter any more.
 
-        Conversions keep values.
+        Conversions do not count as changes.
         """
         if shard.is_meta:
             return True

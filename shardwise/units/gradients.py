@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.comm.carve import is_own
@@ -304,6 +305,9 @@ class Reduction:
                     gradient = torch.empty_like(param.sharded, dtype=gradient.dtype).copy_(gradient)
                 param.sharded.grad = gradient
             else:
+                if isinstance(existing, DTensor) and existing.placements != param.spec.placements:
+                    # Losses over shards leave what DTensor's rules say, sums of one rank among others.
+                    existing = param.sharded.grad = existing.redistribute(placements=param.spec.placements)
                 olds.append(torch_private.local_of(existing))
                 news.append(torch_private.local_of(gradient))
         if olds:

@@ -394,7 +394,7 @@ class ShardGroup:
     def sync_requires_grad(
         param: UnitParam, full: nn.Parameter, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]
     ) -> None:
-        """Let ``full`` want a gradient if the shard does, and report it to what ``on_gradient`` makes."""
+        """Set ``requires_grad`` of ``full`` to that of the shard, and hook its gradient with what ``on_gradient`` returns."""
         wanted = param.sharded.requires_grad
         if full.requires_grad is not wanted:
             full.requires_grad_(wanted)

@@ -152,7 +152,7 @@ class _Idle(_Standing):
         given = (args, list(kwargs.values())) if kwargs else args
         kept = _idle_in(_Idle, given)
         if any(not isinstance(each, _Idle) for each in _idle_in(DTensor, given)):
-            # Beside shards, as an average beside the model, it is the shard that it stands for.
+            # Together with shards, as when an average is updated from the model, it acts as the shard that it stands for.
             for tensor in kept:
                 tensor.kept.follow()
             with torch_private.without_torch_function():
@@ -274,7 +274,7 @@ class _StandsFor:
         self._param, self.fqn, self.form = weakref.ref(param), param.fqn, form
 
     def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
-        return set, ()  # copies and files get nothing: something that torch.load(weights_only=True) reads
+        return set, ()  # copies and files get an empty set, which torch.load(weights_only=True) reads
 
     def sharded(self) -> nn.Parameter:
         """Return the parameter that optimizers hold."""

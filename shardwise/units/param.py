@@ -89,8 +89,8 @@ class UnitParam:
         module: weak reference to the module of the first slot.
         original: weak reference to the parameter it was made from, while someone holds that.
         is_touched: the full form has been written to in a way that torch does not count.  is_touchy: that has happened before.
-        attributes: what users have set on it, shared by its forms; conversions and loading leave a parameter without.
-        beginning: what it held when it was sharded, until ranks have compared that; None: nothing that could be compared.
+        attributes: what users have set on it, one dict for all its forms; conversions and loading register one without.
+        beginning: digests of its values before sharding, until ranks have compared them; None: there is nothing to compare.
         made_of: what told the storage of the sharded parameter apart, and its shard, when both were made.
     """
 
@@ -248,7 +248,7 @@ class UnitParam:
             self.follow_grad_dtype()
 
     def hand_on_attributes(self) -> None:
-        """Give what hangs in the slots the attributes that users have set on this parameter."""
+        """Give the registered parameters the attributes that users have set on this one."""
         for slot in self.slots:
             current = slot.parameters.get(slot.name)
             if current is not None and vars(current) is not self.attributes:

@@ -89,7 +89,7 @@ class FullBuffer:
 
     @property
     def num_holders(self) -> int:
-        """How many tensors lie in memory that comes and goes."""
+        """The number of tensors that use this memory, 0 if it is shared and so never freed."""
         return 0 if self.is_shared else torch_private.storage_use_count(self._storage)
 
     def lose(self) -> object:

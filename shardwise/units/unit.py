@@ -62,7 +62,7 @@ class Unit:
         num_commits: how often its gradients have been set: an optimizer is expected to change its shards then.
         borrows: units whose parameters its modules use too.
         holders: forwards that are using its full parameters now.
-        num_aliases: of its full parameters when a forward began: :meth:`count_aliases`.
+        num_aliases: :meth:`count_aliases` when a forward began.
         awaited: ids of the modules that have not run yet in a forward that has begun; only units of several modules wait.
         uses_default_reshard: ``reshard_after_forward`` was not given, so a root keeps its parameters.
         max_reductions: reduce-scatter inputs that may live at once; the largest of an engine's units holds.
@@ -354,10 +354,10 @@ class Unit:
                 member.num_aliases = member.count_aliases()
 
     def count_aliases(self) -> int:
-        """Return how many tensors lie in the memory of the full parameters, asked where hooks on saved tensors are on.
+        """Return how many tensors use the memory of the full parameters; needed only while hooks on saved tensors are on.
 
-        A hook may keep such a tensor to tell others by its address (activation offloading does), which must not become
-        another parameter's before backward.
+        A hook may keep such a tensor to recognize others by address (activation offloading does), so no other parameter may
+        get this address before backward.
         """
         packings = [group.packing for group in self.groups if group.packing is not None]
         return sum(buffer.num_holders for packing in packings for buffer in packing.fulls)

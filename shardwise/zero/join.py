@@ -75,7 +75,7 @@ def _receive(share: Share, source: int, board: Board, what: str) -> dict[Piece, 
     receive_tensor(mask, source, board, what)
     for local, is_present in zip(share.local_pieces, mask.tolist(), strict=True):
         if is_present:
-            # Fused optimizers pair parameter and gradient by memory alone: equal shapes are not enough.
+            # Fused optimizers pair parameter and gradient by memory order: equal shapes are not enough.
             gradient = torch.empty_like(local.tensor, dtype=local.param.grad_dtype, requires_grad=False)
             receive_tensor(flat_view(gradient), source, board, what)
             received[local.piece] = gradient

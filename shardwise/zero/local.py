@@ -53,11 +53,11 @@ class LocalOptimizer:
         copy_options(self.groups, self.optim.param_groups)
 
     def pull_options(self) -> None:
-        """Show users the options of the optimizer, which it has been built or loaded with."""
+        """Copy the options of the inner optimizer, after it was built or loaded, to the groups that users see."""
         copy_options(self.optim.param_groups, self.groups)
 
     def step(self, closure: Callable[[], float] | None, kwargs: Mapping[str, Any]) -> Any:
-        """Step the optimizer with the options that users have set, also those that they set in ``closure``."""
+        """Step the optimizer with the options that users have set, also within ``closure``."""
         return step_in_sync(partial(self.optim.step, **kwargs), closure, self.groups, self.optim.param_groups)
 
     def state_of(self, local: LocalPiece) -> Mapping[str, Any]:

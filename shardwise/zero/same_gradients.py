@@ -1,7 +1,7 @@
-"""Are the gradients that ranks are about to step on the same, and the parameters?  Asked once, before the first step.
+"""Checks once, before the first step, that all ranks have the same gradients and the same parameters.
 
 Each owner steps on its own copy of the gradients.  If nobody averaged them, every owner trains on another batch, without
-a sign of it.  Each owner then sends its own values to all: of parameters that began apart they make a mixture.  So ranks
+a sign of it.  Each owner then sends its values to all: if parameters differ at first, the model becomes a mixture.  So ranks
 compare digests of the bits through the store, at the first step; nothing in the steps after.
 
 Equal bits are what all-reduces give (every rank gets the sums that one rank has taken), but not what all programs do
@@ -50,7 +50,7 @@ def are_same(share: Share, board: Board, what: str, *, has_inputs: bool = True, 
 
 
 def check_same_params(share: Share, moving: Sequence[bool], board: Board, what: str) -> None:
-    """Return if all ranks have the same parameters, of large ones a sample, without those not ``moving``.  Collective.
+    """Check that all ranks have the same parameters (of large ones, a sample); skip those not ``moving``.  Collective.
 
     Raises: DesyncError on every rank, naming the first parameter that differs.
     """
@@ -70,7 +70,7 @@ def check_same_params(share: Share, moving: Sequence[bool], board: Board, what: 
 def _compare(
     tensors: Sequence[torch.Tensor | None], what: str, board: Board, takes_part: bool = True
 ) -> tuple[bool, dict[int, dict[int, Sketch | None]]]:
-    """Return whether ranks had tensors to compare, and by index, for those unlike, what each rank that takes part has."""
+    """Return whether ranks had tensors to compare, and the sketches of those that differ, by index and rank."""
     digests = [None if tensor is None else digest_of(tensor) for tensor in tensors]
     summary = hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16] if takes_part else ""
     texts = board.gather(f"comparing {what}", json.dumps([summary, any(digests)]))
@@ -102,7 +102,7 @@ def _gradient(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def _judge(share: Share, what: str, rows: Mapping[int, dict[int, Sketch | None]]) -> str:
-    """Return where a parameter is apart, "" if only rounding is; then warn of that."""
+    """Return a text about the first tensor that differs; "" if none does, with a warning if rounding differs."""
     largest = 0.0
     for index, row in rows.items():
         present = [sketch for sketch in row.values() if sketch is not None]

@@ -117,9 +117,9 @@ class ShareStepper:
         self.lay_out()
 
     def refresh(self) -> None:
-        """Follow changes made from outside: replaced memory, frozen or thawed parameters.
+        """Follow changes that users made: replaced memory, frozen or thawed parameters.
 
-        Raises: StateError if param groups have other parameters.
+        Raises: StateError if the parameters of param groups have changed.
         """
         self.arrivals.wait()
         layout, params = self.layout, self.share.params

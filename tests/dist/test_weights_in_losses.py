@@ -13,6 +13,7 @@ from helpers.compare import EXACT, REORDERED, assert_averaged, full
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import shardwise
@@ -210,12 +211,98 @@ def test_a_weight_beside_tensor_parallelism_gets_the_mean_gradient() -> None:
     assert_averaged(model, plain, **REORDERED)
 
 
+@pytest.mark.parametrize("door", ["fully_shard", "hybrid"])
+@on_ranks(4)
+def test_a_penalty_on_shards_is_no_part_of_the_reduction(door: str) -> None:
+    penalties: list[Callable[[Any], Any]] = [
+        lambda weight: weight.square().sum(),
+        lambda weight: (weight / weight.norm()).sum(),  # its gradient is a sum over ranks, not a shard
+    ]
+    for penalty in penalties:
+        plain, model = _Net(), _Net()
+        DOORS[door](model)
+        for step in range(2):
+            for net in (plain, model):
+                tokens, targets = _batch(step)
+                loss = LOSSES["plain"](net(tokens), _full_tensor(net), targets)
+                (loss + full(penalty(net.head.weight))).backward()
+        assert_averaged(model, plain, **REORDERED)
+
+
+DERIVED: dict[str, Callable[[Any], Any]] = {
+    "product": lambda weight: weight * 2,
+    "transposed": lambda weight: weight.T,
+    "cast": lambda weight: weight.to(torch.float64),
+    "normalized": lambda weight: weight / weight.norm(),
+    "moved": lambda weight: (
+        weight.redistribute(placements=[Shard(1)] * weight.device_mesh.ndim) if isinstance(weight, DTensor) else weight
+    ),
+}
+
+
+@pytest.mark.parametrize("door", ["fully_shard", "hybrid", "shard_model"])
+@on_ranks(4)
+def test_what_a_loss_gathers_of_a_function_of_a_weight_has_the_mean_gradient(door: str) -> None:
+    for name, derive in DERIVED.items():
+        if name == "moved" and door == "hybrid":
+            continue  # that placement would cut the tensor's dim twice
+        plain, model = _Net(), _Net()
+        DOORS[door](model)
+        for step in range(2):
+            for net in (plain, model):
+                tokens, targets = _batch(step)
+                weight = full(derive(net.head.weight)).float()
+                hidden = net(tokens)
+                F.cross_entropy(hidden @ (weight if name == "transposed" else weight.T), targets).backward()
+                LOSSES["plain"](net(tokens), _full_tensor(net), targets).backward()  # in one step with the whole weight
+            assert_averaged(model, plain, **REORDERED)
+
+
 @on_ranks(2)
-def test_a_penalty_on_shards_is_no_part_of_the_reduction() -> None:
+def test_activations_that_users_distribute_on_the_same_mesh_keep_their_gradients() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    plain, model = _Net(), _Net()
+    fully_shard(model, mesh=mesh)
+    for net in (plain, model):
+        hidden = DTensor.from_local(net(_batch(0)[0]), mesh, [Shard(0)]).full_tensor()
+        (hidden * torch.arange(1.0, 7) * (1 + dist.get_rank())).sum().backward()
+    assert_averaged(model, plain, **REORDERED)
+
+
+@on_ranks(2)
+def test_a_compiled_loss_that_gathers_a_weight_gives_it_the_mean_gradient() -> None:
+    def loss(hidden: torch.Tensor, weight: Any, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(hidden @ full(weight * 1).T, targets) + F.cross_entropy(hidden @ full(weight).T, targets)
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, backend="aot_eager")
     plain, model = _Net(), _Net()
     _per_layer(model)
+    for step in range(2):
+        for net in (plain, model):
+            net.zero_grad()
+            tokens, targets = _batch(step)
+            (loss if net is plain else compiled)(net(tokens), net.head.weight, targets).backward()
+        assert_averaged(model, plain, **REORDERED)
+    torch.compiler.reset()
+    whole = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    tokens, targets = _batch(0)
+    with pytest.raises(RuntimeError, match=r"shardwise reduces the gradient of a gathered parameter.*outside"):
+        whole(model(tokens), model.head.weight, targets)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    other = distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]).requires_grad_()  # on a mesh of its own: in one graph
+    torch.compile(lambda each: each.full_tensor().sum(), backend="aot_eager", fullgraph=True)(other).backward()
+    assert other.grad is not None
+    assert torch.equal(full(other.grad), torch.ones(2, 2))
+
+
+@on_ranks(2)
+def test_a_weight_that_was_tied_after_sharding_is_gathered_for_one_unit_on_all_ranks() -> None:
+    plain, model = _Net(tied=True), _Net()
+    model.head.register_parameter("bias", None)
+    fully_shard(model.head)
+    fully_shard(model)
+    model.head.weight = model.embedding.weight
     for net in (plain, model):
-        hidden = net(_batch(0)[0])
-        penalty: Any = net.head.weight.square().sum()
-        (hidden.square().mean() + (penalty.full_tensor() if net is model else penalty)).backward()
+        _backward(net, _full_tensor, "plain", 0)
     assert_averaged(model, plain, **REORDERED)

@@ -881,6 +881,31 @@ def test_what_replicates_leaves_of_a_graph_may_be_taken_over(one_rank: object, m
     with torch.no_grad():
         first.full_tensor()
     assert len(asked) == 2
+    assert torch.equal(
+        (first * 2).full_tensor(), torch.full((2,), 4.0)
+    )  # what is computed from leaves is asked about, too
+    assert len(asked) == 3
+
+
+def test_an_operation_may_end_the_graph_that_is_traced(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DTensor, "redistribute", inspect.unwrap(DTensor.redistribute))
+
+    def gather(_: DTensor, redistribute: Callable[[], DTensor]) -> DTensor:
+        if torch.compiler.is_compiling():
+            private.end_graph("not in a graph")
+        return redistribute() * 3
+
+    private.intercept_redistribute(gather)
+    weight = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)]).requires_grad_()
+
+    def run(each: DTensor) -> torch.Tensor:
+        return each.full_tensor()
+
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(run, backend="eager")(weight), torch.full((2,), 3.0))
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="not in a graph"):
+        torch.compile(run, backend="eager", fullgraph=True)(weight)
 
 
 def test_hooks_on_saved_tensors_are_seen_while_they_are_on() -> None:
