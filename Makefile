@@ -77,13 +77,13 @@ MINUTES ?= 10
 RANKS ?= 4
 SEED ?= 0
 fuzz: .stamp-dev
-	$(BIN)/python -m shardwise.testing.fuzz --minutes $(MINUTES) --ranks $(RANKS) --seed $(SEED) $(if $(AREA),--area $(AREA))
+	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) --ranks $(RANKS) --seed $(SEED) $(if $(AREA),--area $(AREA))
 
 chaos: MINUTES = 30
 chaos: MUTATIONS = 10000
 chaos: .stamp-dev
 	MUTATIONS=$(MUTATIONS) SEED=$(SEED) $(BIN)/python -m pytest -m chaos
-	$(BIN)/python -m shardwise.testing.chaos --minutes $(MINUTES) --seed $(SEED)
+	PYTHONPATH=tests $(BIN)/python -m chaos --minutes $(MINUTES) --seed $(SEED)
 
 # The constraint keeps every package from choosing another torch.
 CLIENTS := .venv-clients/bin

@@ -278,9 +278,6 @@ ONE_IDEA = {
     "plan/prefetch.py:_Simulation": "the units of a step as it goes on, without tensors",
     "planner/rank_memory.py:_Rank": "what one rank holds, by kind",
     "planner/op_watch.py:OpWatch": "counts from mark to mark",
-    "testing/fuzz/sides.py:Side": "one contender of the fuzzer",
-    "testing/fuzz/reference.py:ReferenceSide": "one rank of plain torch",
-    "testing/fuzz/draw.py:_Program": "a program as it is drawn",
 }
 MOST_ATTRIBUTES = 10
 
@@ -312,10 +309,7 @@ def test_classes_of_many_attributes_hold_one_idea_that_is_named_here() -> None:
 
 # Files of one name in several rooms, because each is what the name says in its room.
 SAME_IDEA = {
-    "__main__",  # what ``python -m`` runs
-    "campaign",  # of the fuzzer, of chaos: many cases, one after another
-    "judge",  # the same two: whether a case ended as it should
-    "checkpoint",  # the command, a state dict for DCP, the fuzzer's phases: checkpoints, all of them
+    "checkpoint",  # the command, a state dict for DCP: checkpoints, both
     "gradients",  # of a unit, of a share
     "optimizers",  # those that a checkpoint saves, those that were made before their parameters were sharded
     "state",  # that a unit is in, that a user saves

@@ -1,7 +1,7 @@
 """Devices, their streams, and the order between them; on the host there is one order and nothing to do.
 
 What the engine asks of a device is one protocol, :class:`Device`, with three things behind it: the host, the real
-accelerator through ``torch.accelerator``, and the fake one of ``shardwise.testing.fake_accelerator``, which writes down
+accelerator through ``torch.accelerator``, and the fake one of ``fake_accelerator``, which writes down
 what it is asked.  Streams appear in this file alone.
 """
 

@@ -49,8 +49,6 @@ def whose(frame: str) -> int:
 @functools.lru_cache(maxsize=4096)
 def _whose_file(path: str) -> int:
     tail = path.rpartition("/shardwise/")[2] if "/shardwise/" in path else ""
-    if tail == "testing/chaos/rank_program.py":
-        return _USER
     if tail.startswith("recipes/"):  # it calls the library as a user does
         return _PROGRAM
     if tail and (_PACKAGE / tail).is_file():  # a folder of the user may also be called shardwise

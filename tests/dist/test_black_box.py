@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from chaos.program import DIVERGENCES, Program
+from chaos.rank_program import train
 from helpers.commands import COMMAND, clean_environment, options, start, wait_for_training
 from helpers.jobs import Job, tell
 from helpers.ranks import on_ranks
@@ -24,8 +26,6 @@ from shardwise.cli.main import main
 from shardwise.doctor.diagnosis import Diagnosis, diagnose
 from shardwise.doctor.words import in_words
 from shardwise.testing import WorkerPool, faults
-from shardwise.testing.chaos.program import DIVERGENCES, Program
-from shardwise.testing.chaos.rank_program import train
 
 PROGRAM = Program("fully_shard", "auto")
 

@@ -7,11 +7,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from chaos.campaign import Campaign, diverging, faulty, transacting
+from chaos.job import Job
+from chaos.program import Program
 
 from shardwise.one_host import PREFIX
-from shardwise.testing.chaos.campaign import Campaign, diverging, faulty, transacting
-from shardwise.testing.chaos.job import Job
-from shardwise.testing.chaos.program import Program
 
 JOBS = [
     faulty(Program("fully_shard", "auto"), 2, "kill", "backward", rank=1),

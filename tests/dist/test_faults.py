@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from chaos.program import DOORS, Program
+from chaos.rank_program import train
 from helpers.jobs import Job, tell
 from torch import nn
 from torch.nn.modules import module as hooks
@@ -20,8 +22,6 @@ from torch.nn.modules import module as hooks
 from shardwise import black_box, fully_shard
 from shardwise.errors import ConfigError
 from shardwise.testing import WorkerPool, faults
-from shardwise.testing.chaos.program import DOORS, Program
-from shardwise.testing.chaos.rank_program import train
 from shardwise.testing.faults import PLACES, Fault
 
 EVERYWHERE = ("init", "between steps", "forward", "evaluation", "backward", "optimizer step")

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from chaos.program import DIVERGENCES, Door, Program
+from chaos.rank_program import train
 from helpers.commands import clean_environment
 from helpers.jobs import Job, tell
 from torch import nn
@@ -25,8 +27,6 @@ from shardwise.cli.diagnose import ANALYZER, find_records, write_dumps
 from shardwise.cli.main import main
 from shardwise.doctor.rank_record import Event, Record, to_lines
 from shardwise.testing import WorkerPool, faults
-from shardwise.testing.chaos.program import DIVERGENCES, Door, Program
-from shardwise.testing.chaos.rank_program import train
 
 
 def recorded(

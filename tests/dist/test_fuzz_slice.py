@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from fuzz.areas import AREAS
+from fuzz.case import Contender
+from fuzz.draw import draw
+from fuzz.engines import EngineSide
+from fuzz.most_alive import most_full
+from fuzz.phases import Play, Seat
+from fuzz.render import render
+from fuzz.runner import Runner
+from fuzz.selftest import find
 from helpers.ranks import on_ranks
 
 from shardwise.events import Call, Op
-from shardwise.testing.fuzz.areas import AREAS
-from shardwise.testing.fuzz.case import Contender
-from shardwise.testing.fuzz.draw import draw
-from shardwise.testing.fuzz.engines import EngineSide
-from shardwise.testing.fuzz.most_alive import most_full
-from shardwise.testing.fuzz.phases import Play, Seat
-from shardwise.testing.fuzz.render import render
-from shardwise.testing.fuzz.runner import Runner
-from shardwise.testing.fuzz.selftest import find
 
 SEEDS: dict[str, tuple[int, ...]] = {
     "structure": (0, 2, 6),
@@ -62,7 +62,7 @@ def test_drawn_programs_train_as_in_one_process(runner: Runner, area: str) -> No
 
 
 def test_a_planted_fault_is_found() -> None:
-    """One of them: ``python -m shardwise.testing.fuzz --self-test`` plants them all."""
+    """One of them: ``python -m fuzz --self-test`` plants them all."""
     assert find("gathers are stale", 5, 2, print)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fuzz.codes import Codes
 from helpers.compare import assert_same, average_gradients, local
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
@@ -16,7 +17,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import FSDPModule, StateError, ZeroRedundancyOptimizer, fully_shard, replicate
-from shardwise.testing.fuzz.codes import Codes
 
 older_replicate = functools.partial(replicate, device_ids=None)
 DOORS: list[Callable[..., Any]] = [fully_shard, replicate, older_replicate]

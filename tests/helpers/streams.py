@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fake_accelerator.accelerator import FakeAccelerator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -18,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from helpers.inside import engine_of
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate, shard_model
 from shardwise.plan.memory import peak_bytes
-from shardwise.testing.fake_accelerator.accelerator import FakeAccelerator
 from shardwise.testing.models import MODELS, batch_for, units_of
 from shardwise.torch_private import forget_meshes
 

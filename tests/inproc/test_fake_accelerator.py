@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from fake_accelerator.accelerator import FakeAccelerator
 from helpers.streams import standing_for
 
 from shardwise.comm.lanes import Lane, device_of
 from shardwise.errors import StateError
-from shardwise.testing.fake_accelerator.accelerator import FakeAccelerator
 from shardwise.torch_private import swap_storage
 
 NUMEL = 16

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from fuzz import actions as do
+from fuzz.case import Case, Model, Node, Optim, Segment, Settings
+from fuzz.checkpoint import read, write
+from fuzz.phases import Play
+from fuzz.reference import run_reference
+from fuzz.render import render
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from shardwise import ShardedOptimizer
-from shardwise.testing.fuzz import actions as do
-from shardwise.testing.fuzz.case import Case, Model, Node, Optim, Segment, Settings
-from shardwise.testing.fuzz.checkpoint import read, write
-from shardwise.testing.fuzz.phases import Play
-from shardwise.testing.fuzz.reference import run_reference
-from shardwise.testing.fuzz.render import render
 
 
 def stepped(net: nn.Module, optimizer: torch.optim.Optimizer) -> set[float]:

@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz import actions as do
+from fuzz.areas import AREAS
+from fuzz.case import Case, Model, Node, Optim, Segment, Settings
+from fuzz.draw import draw
+from fuzz.initial_values import fill
+from fuzz.judge import first_difference
+from fuzz.phases import Phase, Play
+from fuzz.record import Tale
+from fuzz.reference import run_reference
+from fuzz.render import render
+from fuzz.zoo import Codes, Mlp, Quant, Stack, wrap
 from torch import Tensor, nn
-
-from shardwise.testing.fuzz import actions as do
-from shardwise.testing.fuzz.areas import AREAS
-from shardwise.testing.fuzz.case import Case, Model, Node, Optim, Segment, Settings
-from shardwise.testing.fuzz.draw import draw
-from shardwise.testing.fuzz.initial_values import fill
-from shardwise.testing.fuzz.judge import first_difference
-from shardwise.testing.fuzz.phases import Phase, Play
-from shardwise.testing.fuzz.record import Tale
-from shardwise.testing.fuzz.reference import run_reference
-from shardwise.testing.fuzz.render import render
-from shardwise.testing.fuzz.zoo import Codes, Mlp, Quant, Stack, wrap
 
 UNITS = (("c0",), ("",))
 

@@ -15,11 +15,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from fake_accelerator.timeline import Work
 from helpers.streams import PROGRAMS, Seen, called, run
 
 from shardwise.comm import c10d
 from shardwise.comm.lanes import Lane, Lanes
-from shardwise.testing.fake_accelerator.timeline import Work
 from shardwise.units import shared_buckets
 from shardwise.units.gradients import Reduction
 from shardwise.units.group import ShardGroup

@@ -7,12 +7,12 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
+from chaos.campaign import diverging, draw, faulty, matrix, places_of, transacting
+from chaos.job import Ending, Job
+from chaos.judge import judge
+from chaos.outcomes import BEGIN, END, embed
+from chaos.program import DIVERGENCES, DOORS, Program
 
-from shardwise.testing.chaos.campaign import diverging, draw, faulty, matrix, places_of, transacting
-from shardwise.testing.chaos.job import Ending, Job
-from shardwise.testing.chaos.judge import judge
-from shardwise.testing.chaos.outcomes import BEGIN, END, embed
-from shardwise.testing.chaos.program import DIVERGENCES, DOORS, Program
 from shardwise.testing.faults import PLACES
 
 SAME = ("aa", "bb")

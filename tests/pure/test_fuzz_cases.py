@@ -7,17 +7,16 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-
-from shardwise.testing.fuzz import actions as do
-from shardwise.testing.fuzz.areas import AREAS
-from shardwise.testing.fuzz.case import Case, Contender, Model, Node, Optim, Segment, Settings, from_json, to_json
-from shardwise.testing.fuzz.draw import draw
-from shardwise.testing.fuzz.draw_model import MODULE_HOOKS
-from shardwise.testing.fuzz.eligible import OURS, is_ours, peer_of, suits
-from shardwise.testing.fuzz.nodes import places
-from shardwise.testing.fuzz.optims import OPTIMIZERS
-from shardwise.testing.fuzz.render import path_of, render
-from shardwise.testing.fuzz.shrink import candidates, shrink
+from fuzz import actions as do
+from fuzz.areas import AREAS
+from fuzz.case import Case, Contender, Model, Node, Optim, Segment, Settings, from_json, to_json
+from fuzz.draw import draw
+from fuzz.draw_model import MODULE_HOOKS
+from fuzz.eligible import OURS, is_ours, peer_of, suits
+from fuzz.nodes import places
+from fuzz.optims import OPTIMIZERS
+from fuzz.render import path_of, render
+from fuzz.shrink import candidates, shrink
 
 STEP = (do.Forward(), do.Backward(), do.Step(), do.ZeroGrad())
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fuzz.case import Settings
+from fuzz.draw import draw
+from fuzz.judge import Verdict, bound_of, first_difference, is_chaotic, judge
+from fuzz.phases import Play
+from fuzz.record import WRITTEN, Part, Raised, Record, Tale
+from fuzz.reference import run_reference
+from fuzz.render import render
 
 from shardwise import StateError
-from shardwise.testing.fuzz.case import Settings
-from shardwise.testing.fuzz.draw import draw
-from shardwise.testing.fuzz.judge import Verdict, bound_of, first_difference, is_chaotic, judge
-from shardwise.testing.fuzz.phases import Play
-from shardwise.testing.fuzz.record import WRITTEN, Part, Raised, Record, Tale
-from shardwise.testing.fuzz.reference import run_reference
-from shardwise.testing.fuzz.render import render
 
 
 def part(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwise.testing.fuzz import peers
-from shardwise.testing.fuzz.case import Contender
+from fuzz import peers
+from fuzz.case import Contender
 
 CONTENDERS = [Contender(door) for door in ("fully_shard", "torch_fully_shard", "zero1", "torch_zero", "ddp")]
 

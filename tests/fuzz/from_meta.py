@@ -1,0 +1,38 @@
+"""Values for a model that was made on the meta device and sharded there, in the ways that users go."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import shardwise
+from fuzz.initial_values import reset
+from fuzz.phases import Play
+from fuzz.zoo import Rope
+
+
+def give_values(model: nn.Module, play: Play) -> None:
+    """Give ``model`` memory and values: those of ``play.build()``, or what comes of another way.  Collective."""
+    how, dtype = play.settings.meta, getattr(torch, play.settings.dtype)
+    if how == "init":
+        torch.manual_seed(play.seed + dist.get_rank())
+        shardwise.init_parameters(model)
+        return
+    if how == "reset":
+        reset(model.to_empty(device="cpu"), play.seed, False, dtype)
+        return
+    whole = play.build().state_dict()
+    if how == "load":
+        set_model_state_dict(model.to_empty(device="cpu"), whole, options=StateDictOptions(full_state_dict=True))
+        return
+    state = model.state_dict()
+    for name, tensor in state.items():
+        is_cut = isinstance(tensor, DTensor)
+        state[name] = distribute_tensor(whole[name], tensor.device_mesh, tensor.placements) if is_cut else whole[name]
+    model.load_state_dict(state, assign=True)
+    for module in model.modules():
+        if isinstance(module, Rope):
+            module.reset_parameters()
