@@ -33,7 +33,7 @@ from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of
 from shardwise.planner.rank_units import rank_units
 from shardwise.planner.search import evaluate
 from shardwise.planner.setting import ONE_UNIT, SEND_RECV, SHARED, UNIT_DOORS, Setting
-from shardwise.planner.split import Split
+from shardwise.planner.split import TensorSplit
 from shardwise.planner.step_order import steps_of
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.doors import DOORS
@@ -194,7 +194,7 @@ def held_on_rank(case: Case) -> dict[str, Any]:
 def profile_of(case: Case) -> DryRun:
     with torch.device("meta"):
         model = case.build()
-    split = Split(case.setting.tensor, HEADS) if case.setting.tensor > 1 else None
+    split = TensorSplit(case.setting.tensor, HEADS) if case.setting.tensor > 1 else None
     return dry_run(model, case.inputs(), loss_of, precision=case.setting.computes_in, split=split)
 
 

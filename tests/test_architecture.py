@@ -316,6 +316,15 @@ SAME_IDEA = {
 }
 
 
+def test_no_class_name_stands_twice() -> None:
+    names: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef):
+                names.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    assert not {name: places for name, places in names.items() if len(places) > 1}
+
+
 def test_no_file_name_stands_for_two_ideas() -> None:
     rooms: dict[str, list[str]] = {}
     for path in FILES:

@@ -43,7 +43,7 @@ from shardwise.optim.named_state import (
 )
 from shardwise.optim.owned_gradient import OwnedGradient
 from shardwise.optim.pieces import (
-    Piece,
+    ParamSlice,
     clear_gradient,
     gradient_of,
     is_sharded_tensor,
@@ -113,7 +113,7 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         note("init", "ShardedOptimizer")
         self.named_params: dict[str, torch.Tensor] = checked_params(named_params)
-        self._pieces: dict[str, list[Piece]] = {n: pieces_of(n, p) for n, p in self.named_params.items()}
+        self._pieces: dict[str, list[ParamSlice]] = {n: pieces_of(n, p) for n, p in self.named_params.items()}
         split = split_by_pattern(list(self.named_params), groups)
 
         def make(param_groups: list[dict[str, Any]]) -> Optimizer:

@@ -165,7 +165,7 @@ class Trace:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenCall:
     track: str
     what: str
     subject: str
@@ -177,13 +177,13 @@ class _Recorder:
 
     def __init__(self, trace: Trace, unit: Unit | None) -> None:
         self._trace, self._unit = trace, unit
-        self._open: dict[int, list[_Open]] = {}
+        self._open: dict[int, list[_OpenCall]] = {}
         self._launched: dict[tuple[str, str], tuple[float, str]] = {}
 
     def begin(self, track: str, what: str, subject: str) -> None:
         """Note that ``what`` begins on this thread."""
         now = time.monotonic()
-        self._open.setdefault(threading.get_ident(), []).append(_Open(track, what, subject, now))
+        self._open.setdefault(threading.get_ident(), []).append(_OpenCall(track, what, subject, now))
         if what in _LAUNCHES:
             ends_with, lane = _LAUNCHES[what]
             self._launched[ends_with, subject] = (now, lane)

@@ -12,7 +12,7 @@ import xxhash
 
 from shardwise.checkpoint.contents import Contents, device_of, like, parts_of
 from shardwise.checkpoint.names import join
-from shardwise.checkpoint.order import Order
+from shardwise.checkpoint.order import LoadRequests
 from shardwise.checkpoint.values import encode
 from shardwise.errors import ConfigError
 
@@ -28,7 +28,7 @@ class Carrier(Protocol):
         """Say what this rank holds; may be collective."""
         ...
 
-    def ask(self, order: Order) -> Apply:
+    def ask(self, order: LoadRequests) -> Apply:
         """Ask for what this rank needs; return what puts it into place, once all of it is read and verified."""
         ...
 
@@ -102,7 +102,7 @@ class ObjectCarrier:
         """See :class:`Carrier`."""
         contents.add_value(self.prefix, encode(self._state(), self.prefix, contents.add_tensor))
 
-    def ask(self, order: Order) -> Apply:
+    def ask(self, order: LoadRequests) -> Apply:
         """See :class:`Carrier`."""
         if not order.has_value(self.prefix):
             order.missing.append(self.prefix)
@@ -152,7 +152,7 @@ class PerRankCarrier:
         """See :class:`Carrier`."""
         ObjectCarrier(self.prefix, self._thing).put(contents)
 
-    def ask(self, order: Order) -> Apply:
+    def ask(self, order: LoadRequests) -> Apply:
         """See :class:`Carrier`."""
         saved_by, save_id = order.manifest.num_ranks, order.manifest.save_id
         if saved_by == self._size:

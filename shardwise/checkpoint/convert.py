@@ -33,7 +33,7 @@ _MOST_BYTES = 5 * 10**9  # in one file
 
 
 @dataclass
-class _Found:
+class _FoundState:
     """State under our names."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
@@ -67,7 +67,7 @@ def convert(source: str | Path, folder: str | Path, *, step: int, more: Mapping[
         lock.give_back(target)
 
 
-def _read(path: Path, place: Path) -> _Found:
+def _read(path: Path, place: Path) -> _FoundState:
     files = DiskFiles()
     if (path / ".metadata").is_file():
         return _named(*_read_dcp(path, place))
@@ -77,7 +77,7 @@ def _read(path: Path, place: Path) -> _Found:
             f"{path} is neither a DCP folder (it has no .metadata) nor safetensors files of a model; name one of these"
         )
     manifest = foreign_manifest(files, *foreign, "model")
-    found = _Found()
+    found = _FoundState()
     for number, (name, record) in enumerate(manifest.tensors.items()):
         target = _on_disk(place / str(number), record.shape, dtype_of(record.dtype, name))
         read_requests(files, foreign[0], manifest, [Request(name, record, whole(record.shape), target)])
@@ -103,9 +103,9 @@ def _read_dcp(path: Path, place: Path) -> tuple[dict[str, torch.Tensor], dict[st
     return tensors, {key: value for key, value in state.items() if key not in tensors}
 
 
-def _named(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> _Found:
+def _named(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> _FoundState:
     """Return the state of model and optimizer under our names.  Raises: ConfigError for keys of another form."""
-    found, groups = _Found(), dict[str, dict[str, Any]]()
+    found, groups = _FoundState(), dict[str, dict[str, Any]]()
     params = sorted((key.removeprefix("model.") for key in tensors if key.startswith("model.")), key=len, reverse=True)
     for key, value in (*tensors.items(), *values.items()):
         kind, _, rest = key.partition(".")
@@ -140,7 +140,7 @@ def _cut(text: str, params: Iterable[str], key: str) -> tuple[str, str]:
     raise ConfigError(f"{key!r} names no parameter of the model that is saved beside it")
 
 
-def _write(found: _Found, folder: Path, step: int) -> Path:
+def _write(found: _FoundState, folder: Path, step: int) -> Path:
     files, save = DiskFiles(), SaveId(secrets.token_hex(16), step)
     writes: list[Write] = []
     room, number = _MOST_BYTES, 0

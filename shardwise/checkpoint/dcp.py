@@ -58,7 +58,7 @@ _PLANNER = "$planner"  # the value under which what DCP's planner wants back is 
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _DcpPlace:
     """Which save a rank's plan belongs to, and the number of its file."""
 
     save_id: str
@@ -107,11 +107,11 @@ class DcpWriter(StorageWriter):
         take(folder)
         clean(self._files, folder)
         self._files.make_folder(self._pending(self._save_id))
-        return [replace(plan, storage_data=_Place(self._save_id, number)) for number, plan in enumerate(plans)]
+        return [replace(plan, storage_data=_DcpPlace(self._save_id, number)) for number, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write and sync this rank's file."""
-        place = cast(_Place, plan.storage_data)
+        place = cast(_DcpPlace, plan.storage_data)
         tensors: list[tuple[WriteItem, Write, torch.Tensor]] = []
         results: list[WriteResult] = []
         for item in plan.items:

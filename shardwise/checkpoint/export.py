@@ -29,7 +29,7 @@ Progress = Callable[[int], None]  # is told bytes as they are written
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CheckpointSource:
     """A checkpoint to be read tensor by tensor."""
 
     files: Files
@@ -41,7 +41,7 @@ class Source:
         read_requests(self.files, self.path, self.manifest, [Request(name, record, whole(record.shape), target)])
 
 
-def open_source(folder: str | Path, step: int | None = None) -> Source:
+def open_source(folder: str | Path, step: int | None = None) -> CheckpointSource:
     """Return the checkpoint at ``folder``, or the newest one in it (or that of ``step``).
 
     Raises: CheckpointError if there is none, DamagedCheckpointError if its manifest is not the one that was written.
@@ -52,7 +52,7 @@ def open_source(folder: str | Path, step: int | None = None) -> Source:
         if not found:
             raise CheckpointError(f"{path}: no checkpoint{'' if step is None else f' of step {step}'} is there")
         path = found[-1].path
-    return Source(files, path, read_manifest(files, path))
+    return CheckpointSource(files, path, read_manifest(files, path))
 
 
 def export_model(
@@ -110,7 +110,7 @@ def _batches(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:
 
 
 def _write_file(
-    source: Source, path: Path, tensors: Sequence[tuple[str, str, TensorRecord]], progress: Progress | None
+    source: CheckpointSource, path: Path, tensors: Sequence[tuple[str, str, TensorRecord]], progress: Progress | None
 ) -> None:
     writes = [Write(plain, record.dtype, record.shape, whole(record.shape), 0) for plain, _, record in tensors]
     header, _ = make_header(writes, {"format": "pt"})

@@ -20,7 +20,7 @@ from shardwise.checkpoint.foreign import find_foreign, foreign_manifest
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.meeting import together
 from shardwise.checkpoint.names import MANIFEST, join, step_of
-from shardwise.checkpoint.order import Order
+from shardwise.checkpoint.order import LoadRequests
 from shardwise.checkpoint.reader import read_manifest, read_requests
 from shardwise.checkpoint.state import carriers_of
 from shardwise.comm.roll_call import RollCall, open_roll_call
@@ -56,7 +56,7 @@ class _Staged:
     """All that this rank needs, read and verified, in new memory."""
 
     manifest: Manifest
-    order: Order
+    order: LoadRequests
     applies: tuple[Apply, ...]
     unexpected: tuple[str, ...]
     num_bytes_read: int
@@ -169,7 +169,7 @@ def _stage(path: Path, state: Mapping[str, Any], strict: bool, roll: RollCall) -
         manifest = read_manifest(files, path)
     if foreign is None and step_of(path.name) not in (None, manifest.step):
         raise DamagedCheckpointError(f"{path / MANIFEST}: is that of step {manifest.step}")
-    order = Order(manifest)
+    order = LoadRequests(manifest)
     carriers = carriers_of(state, roll.rank, roll.size)
     applies = tuple(carrier.ask(order) for carrier in carriers)
     unexpected = tuple(order.unexpected([carrier.prefix for carrier in carriers]))
@@ -178,7 +178,7 @@ def _stage(path: Path, state: Mapping[str, Any], strict: bool, roll: RollCall) -
     return _Staged(manifest, order, applies, unexpected, read_requests(files, path, manifest, order.requests))
 
 
-def _refuse_differences(order: Order, state: Mapping[str, Any], unexpected: Sequence[str]) -> None:
+def _refuse_differences(order: LoadRequests, state: Mapping[str, Any], unexpected: Sequence[str]) -> None:
     entries = order.entries()
     for key in state:
         if key not in entries and any(join(key) in name.split("/") for name in order.missing):

@@ -12,7 +12,7 @@ from shardwise.checkpoint.buffer_choice import own_name
 from shardwise.checkpoint.carriers import Apply
 from shardwise.checkpoint.contents import Contents, device_of, like, parts_of
 from shardwise.checkpoint.names import join, plain
-from shardwise.checkpoint.order import Order
+from shardwise.checkpoint.order import LoadRequests
 from shardwise.checkpoint.values import encode
 from shardwise.engine.attachment import SHARES_BUFFERS
 from shardwise.engine.unwritten import unwritten_in
@@ -63,7 +63,7 @@ class ModuleCarrier:
                 if is_buffer and id(value) not in shared:
                     contents.buffers.append(full)
 
-    def ask(self, order: Order) -> Apply:
+    def ask(self, order: LoadRequests) -> Apply:
         """See :class:`Carrier`."""
         live = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -109,7 +109,7 @@ class ModuleCarrier:
 
         return apply
 
-    def _own(self, name: str, order: Order) -> str:
+    def _own(self, name: str, order: LoadRequests) -> str:
         """Return the name of this rank's own copy of buffer ``name`` if each rank has saved its own; else ``name``."""
         own = own_name(self._rank, name)
         if order.manifest.num_ranks != self._size or order.manifest.record_of(own) is None:

@@ -17,7 +17,7 @@ from shardwise.checkpoint.carriers import Apply
 from shardwise.checkpoint.contents import Contents, device_of, like, parts_of, windows_of
 from shardwise.checkpoint.dtypes import dtype_of
 from shardwise.checkpoint.names import join, split
-from shardwise.checkpoint.order import Order
+from shardwise.checkpoint.order import LoadRequests
 from shardwise.checkpoint.values import encode, groups_of
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.optim.forms import options_of
@@ -51,7 +51,7 @@ class OptimizerCarrier:
         groups = join(self.prefix, "groups")
         contents.add_value(groups, [encode(group, f"{groups}/{i}") for i, group in enumerate(self._groups())])
 
-    def ask(self, order: Order) -> Apply:
+    def ask(self, order: LoadRequests) -> Apply:
         """See :class:`Carrier`."""
         groups = self._ask_groups(order)
         later = self._ask_all(order)
@@ -82,7 +82,7 @@ class OptimizerCarrier:
 
     # ---- what there will be ----
 
-    def _ask_groups(self, order: Order) -> list[dict[str, Any]]:
+    def _ask_groups(self, order: LoadRequests) -> list[dict[str, Any]]:
         """Return the options of the own groups, from those that the checkpoint has for their parameters."""
         full = join(self.prefix, "groups")
         if not order.has_value(full):
@@ -111,7 +111,7 @@ class OptimizerCarrier:
             found.append({**mine, **theirs})
         return found
 
-    def _ask_all(self, order: Order) -> Later:
+    def _ask_all(self, order: LoadRequests) -> Later:
         optimizer = self._optimizer
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             return self._ask_zero(optimizer, order)
@@ -124,7 +124,7 @@ class OptimizerCarrier:
         found = {name: self._ask_state(name, param, rooms, order) for name, param in self._by_name.items()}
         return {name: values for name, values in found.items() if values}
 
-    def _ask_whole(self, is_held: Sequence[bool], order: Order) -> Later:
+    def _ask_whole(self, is_held: Sequence[bool], order: LoadRequests) -> Later:
         """Ask for all state of the matrices of this rank; entries of those of others are empty."""
         found: Later = {}
         for (name, param), is_own in zip(self._by_name.items(), is_held, strict=True):
@@ -138,7 +138,7 @@ class OptimizerCarrier:
                     values[split(full)[-1]] = partial(_on_device, order.whole(full), device_of(param))
         return found
 
-    def _rooms(self, optimizer: ShardedOptimizer, order: Order) -> dict[str, Sequence[torch.Tensor]]:
+    def _rooms(self, optimizer: ShardedOptimizer, order: LoadRequests) -> dict[str, Sequence[torch.Tensor]]:
         """Return new memory for state as it will lie in the optimizer, by its name in the file; on the CPU alone."""
         if any(device_of(param).type != "cpu" for param in self._params):
             return {}
@@ -154,7 +154,7 @@ class OptimizerCarrier:
         return {full: rooms[own][key] for (own, key), full in places.items()}
 
     def _ask_state(
-        self, name: str, param: torch.Tensor, rooms: Mapping[str, Sequence[torch.Tensor]], order: Order
+        self, name: str, param: torch.Tensor, rooms: Mapping[str, Sequence[torch.Tensor]], order: LoadRequests
     ) -> dict[str, Callable[[], Any]]:
         found: dict[str, Callable[[], Any]] = {}
         for full in order.names_under(join(self.prefix, "state", name)):
@@ -173,7 +173,7 @@ class OptimizerCarrier:
                 found[key] = partial(_beside, param, order.whole(full))
         return found
 
-    def _ask_zero(self, zero: ZeroRedundancyOptimizer, order: Order) -> Later:
+    def _ask_zero(self, zero: ZeroRedundancyOptimizer, order: LoadRequests) -> Later:
         state: Later = {}
         for name in self._names:
             for full in order.names_under(join(self.prefix, "state", name)):
@@ -200,7 +200,7 @@ class OptimizerCarrier:
                 state[name] = values
         return state
 
-    def _ask_slice(self, full: str, numel: int, place: tuple[torch.Tensor, int], order: Order) -> StateSlice:
+    def _ask_slice(self, full: str, numel: int, place: tuple[torch.Tensor, int], order: LoadRequests) -> StateSlice:
         param, start = place
         record = order.manifest.record_of(full)
         assert record is not None

@@ -26,7 +26,7 @@ class Request:
     target: torch.Tensor
 
 
-class Order:
+class LoadRequests:
     """Collects the requests of one load; memory is taken when something is asked for, and filled later.
 
     Attributes:

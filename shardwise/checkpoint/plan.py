@@ -168,7 +168,7 @@ def overlapping(windows: Sequence[Window]) -> tuple[Window, Window] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRange:
     """Bytes ``begin:end`` of a part, row-major, and where their elements lie.
 
     ``sizes`` of the hull starting at ``offsets`` of the part; the wanted ones are ``wanted``, relative to the tensor.
@@ -185,7 +185,7 @@ class Run:
         return self.hull.numel == self.wanted.numel
 
 
-def runs_of(part: Window, wanted: Window, itemsize: int, most_bytes: int) -> list[Run]:
+def runs_of(part: Window, wanted: Window, itemsize: int, most_bytes: int) -> list[ByteRange]:
     """Return the byte ranges of ``part`` to read for ``wanted``, a window within it, in ascending order.
 
     Ranges hold rows of the part whole where those take up to ``most_bytes``, since files are read in blocks anyway; longer
@@ -198,7 +198,7 @@ def runs_of(part: Window, wanted: Window, itemsize: int, most_bytes: int) -> lis
     dims = len(part.sizes)
     starts = [w - p for w, p in zip(wanted.offsets, part.offsets, strict=True)]
     strides = [itemsize * prod(part.sizes[dim + 1 :]) for dim in range(dims)]
-    found: list[Run] = []
+    found: list[ByteRange] = []
 
     def is_full(dim: int) -> bool:
         return all(wanted.sizes[d] == part.sizes[d] for d in range(dim, dims))
@@ -209,7 +209,7 @@ def runs_of(part: Window, wanted: Window, itemsize: int, most_bytes: int) -> lis
         inner = (*place, part.offsets[dim] + first, *wanted.offsets[dim + 1 :])
         window = Window(inner, (*(1 for _ in place), count, *wanted.sizes[dim + 1 :]))
         begin = base + first * strides[dim]
-        found.append(Run(begin, begin + count * strides[dim], hull, window))
+        found.append(ByteRange(begin, begin + count * strides[dim], hull, window))
 
     def walk(place: list[int], dim: int, base: int) -> None:
         first, count = starts[dim], wanted.sizes[dim]
@@ -224,6 +224,6 @@ def runs_of(part: Window, wanted: Window, itemsize: int, most_bytes: int) -> lis
                 walk([*place, part.offsets[dim] + row], dim + 1, base + row * strides[dim])
 
     if not dims:
-        return [Run(0, itemsize, part, wanted)]
+        return [ByteRange(0, itemsize, part, wanted)]
     walk([], 0, 0)
     return found

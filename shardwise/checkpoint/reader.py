@@ -15,7 +15,7 @@ from shardwise.checkpoint.header import LENGTH_BYTES, SAVE_KEY, Header, header_b
 from shardwise.checkpoint.manifest import FileRecord, Manifest, PartRecord, from_bytes
 from shardwise.checkpoint.names import MANIFEST
 from shardwise.checkpoint.order import Request
-from shardwise.checkpoint.plan import DTYPE_BYTES, Run, Window, runs_of
+from shardwise.checkpoint.plan import DTYPE_BYTES, ByteRange, Window, runs_of
 from shardwise.errors import DamagedCheckpointError
 
 
@@ -113,11 +113,11 @@ class VerifiedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _ReadStep:
     """Bytes of one part, for one request."""
 
     begin: int
-    run: Run
+    run: ByteRange
     request: Request
 
 
@@ -127,7 +127,7 @@ def read_requests(files: Files, checkpoint: Path, manifest: Manifest, requests: 
     Memory: one block beside the targets, and rows up to a block where targets are not contiguous.
     Raises: DamagedCheckpointError naming file, block and tensor.
     """
-    by_file: dict[int, list[_Step]] = {}
+    by_file: dict[int, list[_ReadStep]] = {}
     for request in requests:
         for part in request.record.parts:
             for step in _steps(part, request, manifest.files[part.file].block_bytes):
@@ -147,16 +147,16 @@ def read_requests(files: Files, checkpoint: Path, manifest: Manifest, requests: 
     return total
 
 
-def _steps(part: PartRecord, request: Request, block_bytes: int) -> list[_Step]:
+def _steps(part: PartRecord, request: Request, block_bytes: int) -> list[_ReadStep]:
     common = part.window.meet(request.window) if part.window.sizes else part.window
     if common is None or not common.numel:
         return []
     itemsize = DTYPE_BYTES[request.record.dtype]
     most = max(block_bytes, itemsize)
-    return [_Step(part.begin + run.begin, run, request) for run in runs_of(part.window, common, itemsize, most)]
+    return [_ReadStep(part.begin + run.begin, run, request) for run in runs_of(part.window, common, itemsize, most)]
 
 
-def _carry_out(step: _Step, file: VerifiedFile) -> None:
+def _carry_out(step: _ReadStep, file: VerifiedFile) -> None:
     run, request = step.run, step.request
     place = _cut(request.target, run.wanted, request.window)
     if run.is_exact and place.is_contiguous():

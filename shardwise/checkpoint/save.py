@@ -22,7 +22,7 @@ from shardwise.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptSaver:
     """The saver of a folder and a group: a save in the background outlives its call, and the next call must find it."""
 
     folder: Path
@@ -33,7 +33,7 @@ class _Kept:
         return group is None if self.group is None else group is not None and self.group() is group
 
 
-_savers: list[_Kept] = []
+_savers: list[_KeptSaver] = []
 _turns: dict[Path, threading.RLock] = {}  # threads that save into one folder take turns
 
 
@@ -134,7 +134,7 @@ def _saver_of(folder: Path, group: dist.ProcessGroup | None) -> Saver:
     if saver is None:
         _let_go_of_ended_groups()
         saver = Saver(path, open_roll_call(group, f"checkpoint/{str(path)!a}"))
-        _savers.append(_Kept(path, saver, None if group is None else weakref.ref(group)))
+        _savers.append(_KeptSaver(path, saver, None if group is None else weakref.ref(group)))
     for kept in _savers:
         if kept.folder == path:
             kept.saver.settle()  # one at a time, of whatever group: who begins a save clears up what is unfinished

@@ -59,7 +59,7 @@ class _Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SavePlan:
     """Who writes what, as long as every rank holds what it held when it said ``digests``; ``mine``: what this one writes."""
 
     digests: tuple[str, ...]
@@ -72,7 +72,7 @@ class Job:
     """One save as this rank carries it out."""
 
     save: SaveId
-    plan: Plan
+    plan: SavePlan
     contents: Contents
     keep: int | None
 
@@ -93,7 +93,7 @@ class Saver:
         self._roll = roll
         self.rank, self.size = roll.rank, roll.size
         self._files: Files = files or DiskFiles()
-        self._plan: Plan | None = None
+        self._plan: SavePlan | None = None
         self._known: Known = {}
         self._said = _Said({}, "", "")
         self.host = HostCopy()
@@ -273,7 +273,7 @@ class Saver:
 
     def _make_plan(self, digests: tuple[str, ...], texts: Sequence[str]) -> None:
         writes = share_out([held_from_text(text) for text in texts])
-        self._plan = Plan(digests, writes, tuple(write for write in writes if write.rank == self.rank))
+        self._plan = SavePlan(digests, writes, tuple(write for write in writes if write.rank == self.rank))
 
     def _commit(self, job: Job, said: Sequence[Any]) -> str:
         records = {

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.manifest import Manifest, TensorRecord
-from shardwise.checkpoint.order import Order
+from shardwise.checkpoint.order import LoadRequests
 from shardwise.checkpoint.plan import Window, whole
 from shardwise.checkpoint.reader import read_requests
 
@@ -66,7 +66,7 @@ def stream(
 def _read(
     files: Files, checkpoint: Path, manifest: Manifest, wanted: list[tuple[str, Window, bool]]
 ) -> Iterator[WindowOfTensor]:
-    order = Order(manifest)
+    order = LoadRequests(manifest)
     found: list[WindowOfTensor] = []
     for name, window, is_last in wanted:
         record = manifest.record_of(name)

@@ -13,7 +13,7 @@ from shardwise.cli.exits import EXIT_FAILED
 from shardwise.cli.extras import check_extras
 from shardwise.one_host import usable_cores
 from shardwise.recipes.bench.contenders import CONTENDERS
-from shardwise.recipes.bench.figures import RankMemory, make_rows
+from shardwise.recipes.bench.figures import MeasuredMemory, make_rows
 from shardwise.recipes.bench.fit import check_fit
 from shardwise.recipes.bench.machine import describe_machine
 from shardwise.recipes.bench.peaks import measure_memory
@@ -75,8 +75,8 @@ def _time(pool: WorkerPool, config: BenchConfig) -> list[RankTimes]:
     )
 
 
-def _measure_memory(pool: WorkerPool, config: BenchConfig) -> dict[str, list[RankMemory]]:
-    found: dict[str, list[RankMemory]] = {}
+def _measure_memory(pool: WorkerPool, config: BenchConfig) -> dict[str, list[MeasuredMemory]]:
+    found: dict[str, list[MeasuredMemory]] = {}
     for number, name in enumerate(config.names, start=1):
         _say(f"memory of {name} ({number} of {len(config.names)})")
         found[name] = pool.run(
@@ -93,7 +93,7 @@ def _measure_memory(pool: WorkerPool, config: BenchConfig) -> dict[str, list[Ran
 
 
 def _report(
-    request: BenchRequest, words: Sequence[str], times: Sequence[RankTimes], memory: dict[str, list[RankMemory]]
+    request: BenchRequest, words: Sequence[str], times: Sequence[RankTimes], memory: dict[str, list[MeasuredMemory]]
 ) -> None:
     config = request.config
     contenders = [CONTENDERS[name] for name in config.names]

@@ -44,7 +44,7 @@ _TRANSPORT = "GLOO_DEVICE_TRANSPORT"  # gloo's own: which kind of connections it
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class HostFeature:
     """Something that a host may offer: ``why_not`` says why it does not, "" if it does; ``detail`` says more of it."""
 
     detail: str = ""
@@ -60,10 +60,10 @@ class HostFacts:
     """Everything ``shardwise info`` tells, in its order; nothing in it names the host or its user."""
 
     software: Mapping[str, str]
-    backends: Mapping[str, Offer]
+    backends: Mapping[str, HostFeature]
     devices: tuple[str, ...]
     cores: Mapping[str, str]
-    transports: Mapping[str, Offer]
+    transports: Mapping[str, HostFeature]
     packages: Mapping[str, str]
     environment: Mapping[str, str]
 
@@ -93,15 +93,15 @@ def _software() -> dict[str, str]:
     }
 
 
-def _backend(is_built: Callable[[], bool]) -> Offer:
+def _backend(is_built: Callable[[], bool]) -> HostFeature:
     if not dist.is_available():
-        return Offer(why_not="this build of torch has no torch.distributed")
+        return HostFeature(why_not="this build of torch has no torch.distributed")
     if not is_built():
-        return Offer(why_not="not in this build of torch")
+        return HostFeature(why_not="not in this build of torch")
     if is_built is dist.is_nccl_available:
         version = ".".join(map(str, nccl_version()))
-        return Offer(version, "" if torch.cuda.is_available() else "torch finds no GPU")
-    return Offer()
+        return HostFeature(version, "" if torch.cuda.is_available() else "torch finds no GPU")
+    return HostFeature()
 
 
 def _gpu(index: int) -> str:
@@ -119,26 +119,26 @@ def _cores() -> dict[str, str]:
     }
 
 
-def _transports() -> dict[str, Offer]:
+def _transports() -> dict[str, HostFeature]:
     gloo = _why_no_gloo()
     nccl = _backend(dist.is_nccl_available)
     shared = why_no_shared_memory()
     return {
-        "shared memory": Offer("CPU ranks of one host; --transport auto", shared or gloo),
-        "messages": Offer("CPU ranks, over gloo; --transport gloo", gloo),
-        "gloo collectives": Offer("CPU ranks; --transport collective", gloo),
-        "NCCL collectives": Offer("GPU ranks", nccl.why_not),
+        "shared memory": HostFeature("CPU ranks of one host; --transport auto", shared or gloo),
+        "messages": HostFeature("CPU ranks, over gloo; --transport gloo", gloo),
+        "gloo collectives": HostFeature("CPU ranks; --transport collective", gloo),
+        "NCCL collectives": HostFeature("GPU ranks", nccl.why_not),
     }
 
 
-def _protections(environment: Mapping[str, str]) -> dict[str, Offer]:
+def _protections(environment: Mapping[str, str]) -> dict[str, HostFeature]:
     with private_network(True) as network:
         why_not = (
             "" if network else "the kernel does not let this user create one; owners of connections are still checked"
         )
     return {
-        "a network of their own": Offer("CPU ranks of shardwise train on one host", why_not),
-        "TLS between hosts": Offer("gloo", _why_no_tls(environment)),
+        "a network of their own": HostFeature("CPU ranks of shardwise train on one host", why_not),
+        "TLS between hosts": HostFeature("gloo", _why_no_tls(environment)),
     }
 
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
-from shardwise.cli.host_facts import HostFacts, Offer, look_at_host
+from shardwise.cli.host_facts import HostFacts, HostFeature, look_at_host
 
 
 def run_info(arguments: argparse.Namespace) -> int:
@@ -41,10 +41,10 @@ def _named(values: Mapping[str, str]) -> Iterator[str]:
         yield f"{name.ljust(width)}  {value}"
 
 
-def _offers(offers: Mapping[str, Offer]) -> dict[str, str]:
+def _offers(offers: Mapping[str, HostFeature]) -> dict[str, str]:
     return {name: _in_words(offer) for name, offer in offers.items()}
 
 
-def _in_words(offer: Offer) -> str:
+def _in_words(offer: HostFeature) -> str:
     detail = f" ({offer.detail})" if offer.detail else ""
     return f"yes{detail}" if offer.is_usable else f"no{detail}: {offer.why_not}"

@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.one_host import host_memory_bytes, usable_cores
 from shardwise.recipes.config import check_ranks
 from shardwise.recipes.held_bytes import format_bytes
-from shardwise.recipes.least_bytes import Room, check_room
+from shardwise.recipes.least_bytes import MemoryLimit, check_room
 from shardwise.recipes.run_folder import check_start, new_folder, tokenizer_of
 from shardwise.recipes.tokens import open_vocabulary
 
@@ -76,18 +76,18 @@ def _check_room(request: TrainRequest, device_type: str, num_ranks: int, local_r
         check_room(request.config, num_ranks, room, vocabulary.size)
 
 
-def _room_of(device_type: str, local_ranks: int) -> Room | None:
+def _room_of(device_type: str, local_ranks: int) -> MemoryLimit | None:
     """Return the memory of one of ``local_ranks`` ranks on this host; None where the system does not tell."""
     host = host_memory_bytes()
     share = sys.maxsize if host is None else host // local_ranks
     if device_type == "cuda":
         each = (torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
         num_bytes = min(each)
-        return Room(num_bytes, share, f"the smallest GPU here has {format_bytes(num_bytes)}")
+        return MemoryLimit(num_bytes, share, f"the smallest GPU here has {format_bytes(num_bytes)}")
     if host is None:
         return None
     whole = f"this host has {format_bytes(host)}"
-    return Room(
+    return MemoryLimit(
         share, None, whole if local_ranks == 1 else f"{whole} for {local_ranks} ranks: {format_bytes(share)} each"
     )
 

@@ -30,7 +30,7 @@ _KEPT_FROM_RANKS = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}  # a terminal 
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FailedRank:
     """The rank that failed first, and its exit code: negative for the number of a signal."""
 
     rank: int
@@ -41,7 +41,7 @@ class Failure:
 class Ended:
     """How ranks ended by themselves: the first failure, the exit codes of those that failed, how many were killed."""
 
-    failure: Failure | None
+    failure: FailedRank | None
     codes: tuple[int, ...] = ()
 
     @property
@@ -51,7 +51,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaunchContext:
     """Where ranks meet, the signals that their launcher has received, and further variables of their environment.
 
     ``network``: descriptors of the namespaces that ranks run in; empty: they share those of the launcher.
@@ -70,11 +70,11 @@ def launch_ranks(nproc: int, device_type: str, words: Sequence[str], run: Path |
     ``is_private``: run them in a network namespace of their own, where the kernel allows one.
     """
     with noted_signals() as received, ScratchFolder() as folder, private_network(is_private) as network:
-        ended = run_ranks(nproc, device_type, words, Place(folder.path / "store", received, {}, network))
+        ended = run_ranks(nproc, device_type, words, LaunchContext(folder.path / "store", received, {}, network))
     return conclude(ended, received, run)
 
 
-def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: Place) -> Ended:
+def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: LaunchContext) -> Ended:
     """Run the command in ``nproc`` processes until all have ended; none is left, whatever is raised here."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
@@ -169,9 +169,9 @@ def _read_proc(pid: int, name: str) -> str:
         return ""
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> Failure | None:
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> FailedRank | None:
     """Return when every rank has ended, or when those that have not can be killed: the first failure, if there is one."""
-    first: Failure | None = None
+    first: FailedRank | None = None
     deadline = float("inf")
     is_told, told_s = False, float("inf")
     while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline and len(received) < 2:
@@ -192,12 +192,12 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) ->
     return first or _first_failure(ranks, is_told)
 
 
-def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], is_told: bool) -> Failure | None:
+def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], is_told: bool) -> FailedRank | None:
     """Return a rank that has failed, one that was killed before one that said why; None if there is none.
 
     After a signal was passed on, only a rank that said why it failed counts.
     """
-    ended = [Failure(rank, process.returncode) for rank, process in enumerate(ranks) if process.returncode]
+    ended = [FailedRank(rank, process.returncode) for rank, process in enumerate(ranks) if process.returncode]
     failed = [each for each in ended if each.code in _SAID] if is_told else ended
     return min(failed, key=lambda each: (each.code, each.rank), default=None)
 
@@ -210,7 +210,7 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         rank.wait()
 
 
-def _explain(failure: Failure, run: Path | None) -> int:
+def _explain(failure: FailedRank, run: Path | None) -> int:
     if failure.code in _SAID:  # that rank has said why
         return EXIT_FAILED if failure.code == EXIT_FINAL else failure.code
     print(f"shardwise: error: {describe(failure)}; all ranks have been stopped", file=sys.stderr)
@@ -219,7 +219,7 @@ def _explain(failure: Failure, run: Path | None) -> int:
     return EXIT_FAILED
 
 
-def describe(failure: Failure) -> str:
+def describe(failure: FailedRank) -> str:
     """Return how a rank ended."""
     if failure.code in _SAID:
         return f"rank {failure.rank} failed"

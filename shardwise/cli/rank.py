@@ -94,7 +94,7 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _RankPlace:
     """Where this process stands among the ranks, and the store through which they meet."""
 
     store: dist.Store
@@ -102,16 +102,16 @@ class _Place:
     num_ranks: int
 
 
-def _meet(request: TrainRequest, environment: Mapping[str, str]) -> _Place:
+def _meet(request: TrainRequest, environment: Mapping[str, str]) -> _RankPlace:
     if request.launched_ranks is None:
-        return _Place(dist.HashStore(), 0, 1)
+        return _RankPlace(dist.HashStore(), 0, 1)
     if STORE_VARIABLE not in environment:
         found, rank, num_ranks = next(rendezvous("env://", timeout=TIMEOUT))
         name = name_start(found, rank, num_ranks, TIMEOUT.total_seconds())
-        return _Place(dist.PrefixStore(f"shardwise/{name}", found), rank, num_ranks)
+        return _RankPlace(dist.PrefixStore(f"shardwise/{name}", found), rank, num_ranks)
     store = dist.FileStore(environment[STORE_VARIABLE], request.launched_ranks)
     store.set_timeout(TIMEOUT)
-    return _Place(store, int(environment["RANK"]), request.launched_ranks)
+    return _RankPlace(store, int(environment["RANK"]), request.launched_ranks)
 
 
 def _choose_own_device(device_type: str, environment: Mapping[str, str]) -> torch.device:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwise.cli.exits import ATTEMPT_VARIABLE, EXIT_CONFIG, EXIT_FINAL
-from shardwise.cli.local_ranks import Ended, Place, conclude, describe, noted_signals, run_ranks
+from shardwise.cli.local_ranks import Ended, LaunchContext, conclude, describe, noted_signals, run_ranks
 from shardwise.cli.private_network import needs_no_network, private_network
 from shardwise.errors import ConfigError
 from shardwise.one_host import ScratchFolder
@@ -40,7 +40,7 @@ def attempt_from(environment: Mapping[str, str]) -> Attempt | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RestartPolicy:
     """How often ranks are started again, and on how few; ``min_nproc`` None: always on as many as before."""
 
     max_restarts: int
@@ -48,36 +48,36 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RestartProgress:
     """How far all starts together have come: ``furthest`` step, and the last restarts that came no further than that."""
 
     furthest: int = -1
     num_stuck: int = 0
 
-    def after(self, step: int) -> Progress:
+    def after(self, step: int) -> RestartProgress:
         """Return the progress once a start has ended with ``step`` steps done.
 
         Example:
             >>> Progress().after(7).after(3).after(7)
             Progress(furthest=7, num_stuck=2)
         """
-        return Progress(step) if step > self.furthest else Progress(self.furthest, self.num_stuck + 1)
+        return RestartProgress(step) if step > self.furthest else RestartProgress(self.furthest, self.num_stuck + 1)
 
 
 def launch_with_restarts(
-    folder: Path, config: TrainConfig, terms: Terms, nproc: int, device_type: str, words: Sequence[str]
+    folder: Path, config: TrainConfig, terms: RestartPolicy, nproc: int, device_type: str, words: Sequence[str]
 ) -> int:
     """Run the command with the same arguments in ``nproc`` processes, again if they fail; return the exit code.
 
     Again only for what may be another time: see :func:`why_not`.
     """
-    progress, number, cause = Progress(), 0, ""
+    progress, number, cause = RestartProgress(), 0, ""
     is_private = needs_no_network(config, device_type)
     with noted_signals() as received, ScratchFolder() as scratch, private_network(is_private) as network:
         while True:
             attempt = Attempt(str(folder.absolute()), str(scratch.path / f"step-{number}"), number, cause)
             told = {ATTEMPT_VARIABLE: json.dumps(asdict(attempt))}
-            place = Place(scratch.path / f"store-{number}", received, told, network)
+            place = LaunchContext(scratch.path / f"store-{number}", received, told, network)
             ended = run_ranks(nproc, device_type, words, place)
             code = conclude(ended, received, folder)
             if ended.failure is None or received:
@@ -92,7 +92,7 @@ def launch_with_restarts(
             print(f"shardwise: restart {number} of {terms.max_restarts}, on {nproc} rank(s)", file=sys.stderr)
 
 
-def why_not(ended: Ended, progress: Progress, terms: Terms, number: int) -> str | None:
+def why_not(ended: Ended, progress: RestartProgress, terms: RestartPolicy, number: int) -> str | None:
     """Return why ranks that ended like this are not started again, None if they are; ``number``: restarts so far."""
     if {EXIT_CONFIG, EXIT_FINAL} & set(ended.codes):
         return "a restart would end alike"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.cli.exits import LAUNCHER_VARIABLE
-from shardwise.cli.restarts import Terms, attempt_from, job_of
+from shardwise.cli.restarts import RestartPolicy, attempt_from, job_of
 from shardwise.comm.links.link import TRANSPORTS
 from shardwise.errors import ConfigError
 from shardwise.recipes.config import DTYPES, PRESETS, SHARDS, TrainConfig, check_config
@@ -37,7 +37,7 @@ class TrainRequest:
     nproc: int | None
     device: str
     launched_ranks: int | None
-    terms: Terms
+    terms: RestartPolicy
     only_plans: bool = False
 
 
@@ -202,7 +202,7 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
     return TrainRequest(config, start, nproc, device, launched_ranks, terms, only_plans)
 
 
-def _read_terms(given: Mapping[str, object], environment: Mapping[str, str]) -> Terms:
+def _read_terms(given: Mapping[str, object], environment: Mapping[str, str]) -> RestartPolicy:
     most, least = given.get("max_restarts", 0), given.get("min_nproc")
     assert isinstance(most, int)
     assert least is None or isinstance(least, int)
@@ -212,7 +212,7 @@ def _read_terms(given: Mapping[str, object], environment: Mapping[str, str]) -> 
         raise ConfigError(f"--min-nproc is {least}, expected at least 1, together with --max-restarts.")
     if most and "RANK" in environment and LAUNCHER_VARIABLE not in environment:
         raise ConfigError("--max-restarts: these ranks were started by another launcher. Give the option to torchrun.")
-    return Terms(most, least)
+    return RestartPolicy(most, least)
 
 
 def _restarted(start: Start, environment: Mapping[str, str]) -> Start:

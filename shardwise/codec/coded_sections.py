@@ -14,7 +14,7 @@ from shardwise.layout.bucket import Bucket, align
 _ALIGNMENT = 16  # bytes
 
 
-class Run(NamedTuple):
+class CodedRange(NamedTuple):
     """Elements of a section that are coded.
 
     Attributes:
@@ -40,21 +40,21 @@ class CodedSection:
     code: BlockCode
     dtype: torch.dtype
     numel: int
-    runs: tuple[Run, ...]
+    runs: tuple[CodedRange, ...]
     coded_numel: int
     rest: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, layout: Bucket, is_coded: Sequence[bool], dtype: torch.dtype, code: BlockCode) -> CodedSection:
         """Return the one for sections of ``layout`` in which the tensors for which ``is_coded`` says so are coded."""
-        runs: list[Run] = []
+        runs: list[CodedRange] = []
         rest: list[tuple[int, int]] = []
         coded = end = 0
         for index, (shard, start) in enumerate(zip(layout.shards, layout.offsets, strict=True)):
             if is_coded[index] and shard.section_numel:
                 if start > end:
                     rest.append((end, start - end))
-                runs.append(Run(index, start, shard.section_numel, coded))
+                runs.append(CodedRange(index, start, shard.section_numel, coded))
                 coded = align(coded + shard.section_numel, code.block)
                 end = start + shard.section_numel
         if layout.section_numel > end:

@@ -11,7 +11,7 @@ import torch
 from shardwise.codec.block_codes import BlockCode
 from shardwise.codec.coded_sections import CodedSection
 from shardwise.codec.compression_policy import Coding, CompressionPolicy, takes
-from shardwise.comm.communicator import Contents, NamedTensor
+from shardwise.comm.communicator import NamedTensor, SectionContents
 from shardwise.layout.bucket import Bucket
 
 _MOST_LAYOUTS = 64
@@ -95,7 +95,7 @@ class Compression:
         self.reductions = Meter("reduction", self.policy.warn_above)
         self._sections = {}
 
-    def section_of(self, contents: Contents, dtype: torch.dtype, coding: Coding) -> CodedSection:
+    def section_of(self, contents: SectionContents, dtype: torch.dtype, coding: Coding) -> CodedSection:
         """Return how sections of ``contents`` in ``dtype`` become messages; without runs if none of the tensors is coded."""
         layout = contents.layout
         key = (id(layout), dtype, coding)

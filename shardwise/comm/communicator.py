@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise.comm.marks import Mark
+from shardwise.comm.marks import ReductionChecksum
 from shardwise.layout.bucket import Bucket
 
 
@@ -48,7 +48,7 @@ class NamedTensor(Protocol):
     fqn: str
 
 
-class Contents(Protocol):
+class SectionContents(Protocol):
     """What lies in a section."""
 
     @property
@@ -62,7 +62,7 @@ class Contents(Protocol):
         ...
 
 
-class SumContents(Contents, Protocol):
+class SumContents(SectionContents, Protocol):
     """What lies in a section that is summed.
 
     Attributes:
@@ -71,7 +71,7 @@ class SumContents(Contents, Protocol):
     """
 
     number: int
-    mark: Mark | None
+    mark: ReductionChecksum | None
 
     @property
     def label(self) -> str:

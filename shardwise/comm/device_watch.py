@@ -56,14 +56,14 @@ def watch_device(device: torch.device) -> None:
     stream = cast(Stream, torch.accelerator.current_stream(device))
     timeout_s = patience_s(world, device)
     limit_s = max(min(_PART_OF_TIMEOUT * timeout_s, timeout_s - _ASKING_S), timeout_s / 2)
-    watch = DeviceWatch(store, dist.get_rank(), range(world.size()), limit_s, Progress(stream), abort_groups)
+    watch = DeviceWatch(store, dist.get_rank(), range(world.size()), limit_s, StreamProgress(stream), abort_groups)
     _watches[store] = watch
     watch.start()
     kernel_waits.append(lambda: watch.waited_s)
     Finalize(None, watch.end_process, exitpriority=-1000)
 
 
-class Progress:
+class StreamProgress:
     """Says for how many seconds a stream has not come to the end of what it had been given before."""
 
     def __init__(self, stream: Stream) -> None:

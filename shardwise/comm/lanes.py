@@ -74,7 +74,7 @@ class Device(Protocol):
         ...
 
 
-class Host:
+class HostDevice:
     """The host itself, or no memory at all: everything has one order.  ``device``: "cpu" or "meta"."""
 
     has_lanes = can_pin = False
@@ -127,7 +127,7 @@ def device_of(device: torch.device) -> Device:
     if device.type not in ("cpu", "meta"):
         return Accelerator(device)
     stand_in = _stand_in.get() if device.type == "cpu" else None
-    return Host(device) if stand_in is None else stand_in
+    return HostDevice(device) if stand_in is None else stand_in
 
 
 @contextmanager

@@ -19,7 +19,7 @@ _LARGEST = 0xFFF
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ReductionChecksum:
     """What this rank says about a sum.
 
     Attributes:

@@ -31,7 +31,7 @@ PATIENCE_S = 1.0  # how long to wait before looking whether another rank has rep
 _Object = TypeVar("_Object")
 
 
-class Place(NamedTuple):
+class BufferOffset(NamedTuple):
     """Where a tensor is meant to lie: the number of a buffer and an offset in it, in elements; the same on every rank."""
 
     buffer: int
@@ -48,7 +48,7 @@ class Owned:
 
     owner: int
     tensor: torch.Tensor
-    place: Place | None = None
+    place: BufferOffset | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +333,7 @@ def _follows(left: Owned, right: Owned) -> bool:
     if left.owner != right.owner or left.tensor.dtype != right.tensor.dtype:
         return False
     if left.place is not None and right.place is not None:
-        return right.place == Place(left.place.buffer, left.place.offset + left.tensor.numel())
+        return right.place == BufferOffset(left.place.buffer, left.place.offset + left.tensor.numel())
     return left.place is right.place and are_neighbours([left.tensor, right.tensor])
 
 

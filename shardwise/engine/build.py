@@ -41,7 +41,7 @@ from shardwise.units.axes import MeshAxes, ShardPlacementResult, axes_from, smal
 from shardwise.units.beginning import Beginning
 from shardwise.units.group import ShardGroup
 from shardwise.units.param import Slot, UnitParam
-from shardwise.units.place import Place
+from shardwise.units.place import ParamStorage
 from shardwise.units.placement import cut_shard, place
 from shardwise.units.precision import CPUOffloadPolicy, GradDtype, MixedPrecisionPolicy, OffloadPolicy, keeps_dtype
 from shardwise.units.unit import Unit
@@ -78,7 +78,7 @@ class Preset:
 
 
 @dataclass(slots=True)
-class _Found:
+class _FoundParam:
     """A parameter and the places it hangs in; ``owned``: what the unit of an outer module has made of it,
     and on which mesh; ``values``: what to shard instead of its own values."""
 
@@ -115,7 +115,7 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     reshard = True if preset.reshard_after_forward is None else preset.reshard_after_forward
     unit = Unit(roots, preset.precision, UnitPolicy(reshard_after_forward=reshard))
     unit.uses_default_reshard = preset.reshard_after_forward is None
-    own: list[_Found] = []
+    own: list[_FoundParam] = []
     for item in found:
         lender = _manager_of(item.param) if item.owned is None else item.owned
         is_taken = item.owned is not None and not is_used_elsewhere(item.owned, item.slots)
@@ -191,8 +191,8 @@ def _ignored_in(
     return tuple((table, name) for table in tables for name, param in table.items() if id(param) in ignored)
 
 
-def _find_parameters(managed: Iterable[tuple[str, nn.Module]], ignored: frozenset[int]) -> list[_Found]:
-    found: dict[int, _Found] = {}
+def _find_parameters(managed: Iterable[tuple[str, nn.Module]], ignored: frozenset[int]) -> list[_FoundParam]:
+    found: dict[int, _FoundParam] = {}
     for path, module in managed:
         parameters = torch_private.parameters_of(module)
         for name, param in parameters.items():
@@ -200,12 +200,12 @@ def _find_parameters(managed: Iterable[tuple[str, nn.Module]], ignored: frozense
                 continue
             item = found.get(id(param))
             if item is None:
-                item = found[id(param)] = _Found(param, f"{path}.{name}" if path else name, module)
+                item = found[id(param)] = _FoundParam(param, f"{path}.{name}" if path else name, module)
             item.slots.append(Slot.of(module, name))
     return list(found.values())
 
 
-def _refuse_unfit(found: Iterable[_Found]) -> None:
+def _refuse_unfit(found: Iterable[_FoundParam]) -> None:
     for item in found:
         if is_lazy(item.param):
             raise ConfigError(
@@ -219,7 +219,7 @@ def _refuse_unfit(found: Iterable[_Found]) -> None:
             )
 
 
-def _find_owned(found: Iterable[_Found]) -> None:
+def _find_owned(found: Iterable[_FoundParam]) -> None:
     """Note which parameters belong to the unit of an outer module already."""
     candidates = [item for item in found if isinstance(item.param, DTensor) or id(item.param) in _managed_plain]
     if candidates:
@@ -236,7 +236,7 @@ def _move_buffers(managed: Iterable[tuple[str, nn.Module]], device: torch.device
                 buffer.data = buffer.to(device)
 
 
-def _move_parameter(item: _Found, device: torch.device) -> None:
+def _move_parameter(item: _FoundParam, device: torch.device) -> None:
     param = item.param
     if param.device == device or param.device.type == "meta":
         return
@@ -253,7 +253,7 @@ def _move_parameter(item: _Found, device: torch.device) -> None:
         _hand_on(param, item.param)
 
 
-def _lend(lender: UnitParam, item: _Found, unit: Unit) -> bool:
+def _lend(lender: UnitParam, item: _FoundParam, unit: Unit) -> bool:
     """Hang the parameter that another unit owns in the slots of ``item``; False if that unit is gone."""
     owner = unit_of(lender)
     if owner is None:
@@ -271,7 +271,7 @@ def _lend(lender: UnitParam, item: _Found, unit: Unit) -> bool:
     return True
 
 
-def _make_groups(found: list[_Found], preset: Preset, device: torch.device) -> list[ShardGroup]:
+def _make_groups(found: list[_FoundParam], preset: Preset, device: torch.device) -> list[ShardGroup]:
     by_mesh: dict[int, tuple[MeshAxes, list[UnitParam]]] = {}
     infos: dict[int, tuple[object, MeshAxes]] = {}
     resolved = [(item, *_resolve_placement(item, preset, infos)) for item in found]
@@ -283,7 +283,7 @@ def _make_groups(found: list[_Found], preset: Preset, device: torch.device) -> l
     _check_shared_groups([axes for axes, _ in by_mesh.values()])
     groups: list[ShardGroup] = []
     for axes, params in by_mesh.values():
-        group = ShardGroup(params, axes, preset.precision, Place(device, preset.offload), preset.keeps_plain)
+        group = ShardGroup(params, axes, preset.precision, ParamStorage(device, preset.offload), preset.keeps_plain)
         if preset.compression is not None:
             group.compression = Compression(preset.compression)
         group.place = replace(group.place, is_shared=may_share_memory(group))
@@ -295,7 +295,7 @@ def _make_groups(found: list[_Found], preset: Preset, device: torch.device) -> l
     return groups
 
 
-def _sync_params(found: Sequence[tuple[_Found, MeshAxes]]) -> None:
+def _sync_params(found: Sequence[tuple[_FoundParam, MeshAxes]]) -> None:
     for axes in {id(axes): axes for _, axes in found}.values():
         items = [item for item, its_axes in found if its_axes is axes]
         values = values_of_first([(item.fqn, torch_private.local_of(item.param)) for item in items], axes)
@@ -304,7 +304,7 @@ def _sync_params(found: Sequence[tuple[_Found, MeshAxes]]) -> None:
 
 
 def _resolve_placement(
-    item: _Found, preset: Preset, infos: dict[int, tuple[object, MeshAxes]]
+    item: _FoundParam, preset: Preset, infos: dict[int, tuple[object, MeshAxes]]
 ) -> tuple[MeshAxes, Shard | None]:
     """Return the mesh and the dim of a parameter; ``infos``: by id, objects given for meshes, kept alive, and what they say."""
     wanted: object = preset.placement_fn(item.param) if preset.placement_fn is not None else None
@@ -344,7 +344,7 @@ def _hand_on(source: nn.Parameter, target: nn.Parameter) -> None:
     torch_private.give_attributes({k: v for k, v in attributes if not k.startswith("shardwise_")}, target)
 
 
-def _shard_parameter(item: _Found, axes: MeshAxes, shard: Shard | None, preset: Preset) -> UnitParam:
+def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: Preset) -> UnitParam:
     placed = place(item.param, item.fqn, axes, shard)
     if item.values is not None:
         placed = replace(placed, local=item.values)
@@ -387,7 +387,7 @@ def _check_not_run(params: Iterable[UnitParam]) -> None:
             )
 
 
-def _take_over(item: _Found, axes: MeshAxes, shard: Shard | None, preset: Preset) -> UnitParam:
+def _take_over(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: Preset) -> UnitParam:
     """Return the parameter that an outer unit has given up, cut as this unit wants it; a collective if that is otherwise."""
     old = item.owned
     assert old is not None

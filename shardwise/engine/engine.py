@@ -17,7 +17,7 @@ from shardwise.engine.converted import Converted
 from shardwise.engine.forwards import Forward, Forwards, explain_torchs
 from shardwise.engine.journal import Journal
 from shardwise.engine.manual import ManualFinalization
-from shardwise.engine.means import Means
+from shardwise.engine.means import CommContext
 from shardwise.engine.notes import logger
 from shardwise.engine.reductions import Reductions
 from shardwise.engine.replicas import compare_replicas, have_replicas
@@ -35,8 +35,8 @@ from shardwise.units.user_writes import Written
 live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-class Outside(Protocol):
-    """What users do to the model beside its engine: :class:`shardwise.engine.outside.Outside`.
+class ExternalChecks(Protocol):
+    """What users do to the model beside its engine: :class:`shardwise.engine.outside.ExternalChecks`.
 
     Attributes:
         originals: parameters of before they were sharded that somebody keeps.
@@ -74,7 +74,7 @@ class Engine:
         post_optim_event: what the next step waits for instead of all that was done before; used once.
     """
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: CommContext) -> None:
         self.units: list[Unit] = []
         self.means = means
         self.journal = Journal()
@@ -84,7 +84,7 @@ class Engine:
         self.manual = ManualFinalization()
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
-        self.outside: Outside | None = None
+        self.outside: ExternalChecks | None = None
         self.written = WrittenAlike()
         self._borrowers: dict[Unit, list[Unit]] = {}  # of units that lend parameters
         self._plain: list[Unit] = []  # those of which parameters may be their own full form

@@ -18,8 +18,8 @@ from shardwise.comm.links.host import HostLink, outbox_bytes, slot_bytes
 from shardwise.comm.links.in_place_sums import sum_slot_bytes, sums_bytes
 from shardwise.comm.links.inboxes import NUM_INBOXES, Inboxes, padded_bytes
 from shardwise.comm.links.link import Link, Transport
-from shardwise.comm.links.mates import Host
-from shardwise.comm.links.meet import Offer, Outcome, meet, read_posts
+from shardwise.comm.links.mates import HostGroup
+from shardwise.comm.links.meet import Outcome, TransportOffer, meet, read_posts
 from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
 from shardwise.comm.links.send_recv import MAX_RANKS, PeerLink
 from shardwise.comm.links.tiers import TieredLink, column_of
@@ -30,7 +30,7 @@ from shardwise.units.group import ShardGroup
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
+class _AgreedSizes:
     """What must be the same on every rank.
 
     Attributes:
@@ -95,7 +95,7 @@ class GroupLink:
         self._transport: Transport = transport
         self._pool = pool
         self._timeout_s = timeout_s
-        self._sizes: _Sizes | None = None
+        self._sizes: _AgreedSizes | None = None
         self._link: Link | None = None
         self._inside: HostLink | None = None  # what of the link shares memory
         self._posts: Posts | None = None
@@ -163,8 +163,8 @@ class GroupLink:
         mine = [[ref() for ref in refs] for refs in (self._gathers, self._reduces, self._sums)]
         return mine == [users.gathers, users.reduces, users.sums] and self._transport == transport
 
-    def _make(self, sizes: _Sizes) -> Link | None:
-        meeting = meet(self._process_group, Offer(self._transport, sizes.num_bytes, sizes.digest()))
+    def _make(self, sizes: _AgreedSizes) -> Link | None:
+        meeting = meet(self._process_group, TransportOffer(self._transport, sizes.num_bytes, sizes.digest()))
         self._inside = None
         if meeting.mates:
             return self._make_shared(sizes, meeting)
@@ -174,7 +174,7 @@ class GroupLink:
         link.is_on_one_host = meeting.are_on_one_host
         return link
 
-    def _make_shared(self, sizes: _Sizes, meeting: Outcome) -> Link:
+    def _make_shared(self, sizes: _AgreedSizes, meeting: Outcome) -> Link:
         self._posts = meeting.posts
         ref, rank, mates = weakref.ref(self), self._process_group.rank(), meeting.mates
 
@@ -183,7 +183,7 @@ class GroupLink:
             assert owner is not None  # it owns the link
             return owner._places_of(rank, number)
 
-        host = Host(meeting.segments, meeting.pids, mates.index(rank), mates, meeting.posts.members, places_of)
+        host = HostGroup(meeting.segments, meeting.pids, mates.index(rank), mates, meeting.posts.members, places_of)
         self._inside = inside = HostLink(host, HEADER_BYTES, sizes.slot_bytes, self._timeout_s, sizes.sum_slot_bytes)
         if len(mates) == sizes.num_ranks:
             return inside
@@ -205,11 +205,11 @@ def _alive(refs: Sequence[weakref.ref[ShardGroup]]) -> list[ShardGroup]:
     return [group for ref in refs if (group := ref()) is not None]
 
 
-def _sizes_of(users: Users, num_ranks: int) -> _Sizes:
+def _sizes_of(users: Users, num_ranks: int) -> _AgreedSizes:
     travelling = [[bucket for bucket in group.main_buckets if bucket.travels] for group in users.gathers]
     sections = tuple((str(each.dtype), each.layout.section_numel) for buckets in travelling for each in buckets)
     gathered = [sum(padded_bytes(b.layout.section_numel * b.full_dtype.itemsize) for b in each) for each in travelling]
     reduced = [numel * itemsize for group in users.reduces for numel, itemsize in group.largest_reductions()]
     summed = sum(numel * itemsize for group in users.sums for numel, itemsize in group.largest_reductions())
     slot = slot_bytes(max(reduced, default=0), num_ranks)
-    return _Sizes(sections, slot, sum_slot_bytes(summed), max(gathered, default=0), num_ranks)
+    return _AgreedSizes(sections, slot, sum_slot_bytes(summed), max(gathered, default=0), num_ranks)

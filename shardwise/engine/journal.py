@@ -11,8 +11,8 @@ from shardwise.errors import DesyncError
 from shardwise.events import EventLog, Op, OrderChanged, unit_in_words
 from shardwise.plan.buckets import UnitBucket, form_buckets
 from shardwise.plan.policy import UnitPolicy
-from shardwise.plan.prefetch import Room, StepPlan, UnitFacts, plan_step
-from shardwise.plan.visits import Edge, Order, Visit
+from shardwise.plan.prefetch import PrefetchBudget, StepPlan, UnitFacts, plan_step
+from shardwise.plan.visits import Edge, ExecutionOrder, Visit
 from shardwise.spans import begin, end, listeners
 from shardwise.units.param import UnitParam
 from shardwise.units.unit import Unit
@@ -45,7 +45,7 @@ class Journal:
 
     def __init__(self) -> None:
         self.plan: StepPlan | None = None
-        self.room = Room()
+        self.room = PrefetchBudget()
         self.log = EventLog(next_track("engine"))
         self.instruments = self.log.instruments
         self.bulletin: Bulletin | None = None
@@ -58,7 +58,7 @@ class Journal:
         self._ahead: list[list[Unit]] = []  # as in the plan
         self._visits: list[Visit] = []
         self._follows_plan = False
-        self._planned_from: tuple[Room, tuple[UnitPolicy, ...]] = self.room, ()
+        self._planned_from: tuple[PrefetchBudget, tuple[UnitPolicy, ...]] = self.room, ()
         self._left_order = ""
         self._aside: tuple[list[Visit], bool, str, str] | None = None  # the step that an evaluation has come into
 
@@ -184,7 +184,7 @@ class Journal:
         if self._follows_plan and self.plan is not None:
             return self.plan.buckets
         sharing = [unit.sharing for unit in self._units]
-        buckets = form_buckets(Order(Order(tuple(self._visits)).forward), sharing)
+        buckets = form_buckets(ExecutionOrder(ExecutionOrder(tuple(self._visits)).forward), sharing)
         key = tuple([bucket.units for bucket in buckets if len(bucket.units) > 1])
         if key and key not in self._agreed_buckets:
             if self.bulletin is not None:
@@ -213,7 +213,7 @@ class Journal:
 
         Raises: DesyncError if ranks would plan different collectives.
         """
-        order = Order(tuple(self._visits))
+        order = ExecutionOrder(tuple(self._visits))
         made_from = self.room, tuple([unit.policy for unit in self._units])
         if self.plan is not None and self.plan.order == order and made_from == self._planned_from:
             return

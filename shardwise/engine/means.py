@@ -16,7 +16,7 @@ from shardwise.engine.group_links import GroupLink
 
 
 @dataclass(slots=True)
-class Means:
+class CommContext:
     """The device of an engine and the ways to other ranks.
 
     Attributes:
@@ -37,6 +37,6 @@ class Means:
     links: dict[str, GroupLink] = field(default_factory=dict[str, GroupLink])
 
     @classmethod
-    def on(cls, device: torch.device, transport: Transport) -> Means:
+    def on(cls, device: torch.device, transport: Transport) -> CommContext:
         """Return new ones for ``device``."""
         return cls(device, Lanes.on(device_of(device)), BufferPool(device), HeapTop(device), transport)

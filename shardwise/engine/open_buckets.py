@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Open(Generic[T]):
+class _OpenBucket(Generic[T]):
     awaited: set[int]
     order: tuple[int, ...]
     brought: dict[int, T] = field(default_factory=dict[int, T])
@@ -38,14 +38,14 @@ class OpenBuckets(Generic[T]):
     def __init__(self) -> None:
         self.is_planned = False
         self.ended: set[int] = set()
-        self.unsent: list[_Open[T]] = []
-        self._of: dict[int, _Open[T]] = {}
+        self.unsent: list[_OpenBucket[T]] = []
+        self._of: dict[int, _OpenBucket[T]] = {}
 
     def plan(self, buckets: Sequence[UnitBucket]) -> None:
         """Let the units of each of ``buckets`` share one."""
         self.is_planned = True
         for bucket in buckets:
-            made = _Open[T]({*bucket.awaited} - self.ended, bucket.units)
+            made = _OpenBucket[T]({*bucket.awaited} - self.ended, bucket.units)
             self.unsent.append(made)
             self._of.update(dict.fromkeys(bucket.units, made))
 

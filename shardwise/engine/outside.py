@@ -24,7 +24,7 @@ _VALUES = dict.values
 _SHOWN = 4  # names that an error lists
 
 
-class Outside:
+class ModificationChecks:
     """Watches the module tree of one root, the storages of its shards, and the parameters that these were made from.
 
     Attributes:

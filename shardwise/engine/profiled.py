@@ -23,7 +23,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
+class _OpenRecord:
     span: tuple[str, str]
     record: torch.profiler.record_function
 
@@ -41,7 +41,7 @@ class _Records:
         if what in _NAMES:
             record = torch.profiler.record_function(f"shardwise::{_NAMES[what]} {subject or 'root'}")
             record.__enter__()
-            self._stack().append(_Open((what, subject), record))
+            self._stack().append(_OpenRecord((what, subject), record))
 
     def end(self, what: str, subject: str, num_bytes: int) -> None:
         stack = self._stack()
@@ -53,7 +53,7 @@ class _Records:
             if last.span == (what, subject):
                 return
 
-    def _stack(self) -> list[_Open]:
+    def _stack(self) -> list[_OpenRecord]:
         if not hasattr(self._open, "stack"):
             self._open.stack = []
         return self._open.stack

@@ -9,12 +9,12 @@ from shardwise import torch_private
 from shardwise.comm.lanes import Stream, back_at
 from shardwise.comm.lost_peers import concerns_others
 from shardwise.engine.journal import Journal
-from shardwise.engine.means import Means
+from shardwise.engine.means import CommContext
 from shardwise.engine.open_buckets import OpenBuckets
 from shardwise.events import Op
 from shardwise.spans import begin, end, listeners
 from shardwise.units.early_buckets import EarlyBuckets
-from shardwise.units.gradients import Reduction, Terms, launch_reductions
+from shardwise.units.gradients import Reduction, ReductionTerms, launch_reductions
 from shardwise.units.local_gradients import Gradients, add_gradients, take_gradients
 from shardwise.units.param import UnitParam
 from shardwise.units.shared_buckets import Brought, BucketLayouts, launch_large, shares, split
@@ -74,7 +74,7 @@ class Reductions:
         failed_hook: what a user's hook on a gradient raised in the last commit.
     """
 
-    def __init__(self, journal: Journal, means: Means) -> None:
+    def __init__(self, journal: Journal, means: CommContext) -> None:
         self._journal = journal
         self._means = means
         self.max_inputs = 1
@@ -155,7 +155,7 @@ class Reductions:
 
     def _reduce(self, launch: _Launch, gradients: Gradients, added: Gradients) -> None:
         unit = launch.unit
-        terms = Terms(unit.policy, self._means.lanes, unit.all_reduce_hook)
+        terms = ReductionTerms(unit.policy, self._means.lanes, unit.all_reduce_hook)
         split = self._split_of(unit)
         if split is not None:
             for bucket in split.buckets:
@@ -194,7 +194,7 @@ class Reductions:
         if listeners:
             begin(self._journal.log.track.name, "reduce", unit.name)
         launch, group = self._early, unit.groups[0]
-        terms, before = Terms(unit.policy, self._means.lanes), len(launch.reductions)
+        terms, before = ReductionTerms(unit.policy, self._means.lanes), len(launch.reductions)
         try:
             for bucket in early.take():
                 held = {param: launch.held[param] for param in bucket if param in launch.held} if launch.held else {}

@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.engine.attachment import Attachment, attachment_of
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.optimizers import check_optimizers
-from shardwise.engine.outside import Outside
+from shardwise.engine.outside import ModificationChecks
 from shardwise.engine.replicas import compare_beginnings
 from shardwise.engine.unwritten import check_values
 from shardwise.engine.wiring import new_engine
@@ -67,7 +67,7 @@ def _become_root(attachment: Attachment) -> Engine:
     if attachment.unit.uses_default_reshard:
         attachment.unit.policy = replace(attachment.unit.policy, reshard_after_forward=False)
     _give_to_readers(root, attachment.unit)
-    outside = Outside(root, attachments)
+    outside = ModificationChecks(root, attachments)
     engine = new_engine([each.unit for each in attachments])
     engine.outside = outside
     check_values(root, attachments, engine.journal.bulletin, engine.journal.position())

@@ -21,8 +21,8 @@ from shardwise.comm.links.routes import RoutedCommunicator
 from shardwise.comm.posts import number_posts
 from shardwise.engine.engine import Engine
 from shardwise.engine.group_links import GroupLink, Users, can_link
-from shardwise.engine.means import Means
-from shardwise.plan.prefetch import Room
+from shardwise.engine.means import CommContext
+from shardwise.plan.prefetch import PrefetchBudget
 from shardwise.units.group import ShardGroup
 from shardwise.units.group_comm import GroupComm
 from shardwise.units.unit import Unit
@@ -31,7 +31,7 @@ from shardwise.units.unit import Unit
 def new_engine(units: list[Unit]) -> Engine:
     device = next((group.device for unit in units for group in unit.groups), torch.device("cpu"))
     wanted: list[Transport] = [unit.transport for unit in units if unit.transport is not None]
-    engine = Engine(Means.on(device, wanted[0] if wanted else default_transport()))
+    engine = Engine(CommContext.on(device, wanted[0] if wanted else default_transport()))
     engine.adopt(units)
     engine.journal.bulletin = bulletin = _bulletin(units, device)
     if bulletin is not None:
@@ -67,7 +67,7 @@ def limit_reductions(engine: Engine) -> None:
 def limit_gathers(engine: Engine) -> None:
     """Let gathers start ahead as far as the root asks for; what is in memory then depends on how many reductions live."""
     num_bytes = engine.units[0].ahead_bytes if engine.units else None
-    engine.journal.room = Room(num_bytes=num_bytes, max_reductions=engine.reductions.max_inputs)
+    engine.journal.room = PrefetchBudget(num_bytes=num_bytes, max_reductions=engine.reductions.max_inputs)
 
 
 def use_transport(engine: Engine, transport: Transport) -> None:
@@ -98,7 +98,7 @@ def _bulletin(units: list[Unit], device: torch.device) -> Bulletin | None:
     return bulletin
 
 
-def communicators(group: ShardGroup, means: Means) -> GroupComm:
+def communicators(group: ShardGroup, means: CommContext) -> GroupComm:
     """Return how ``group`` talks, on the lanes and with the memory of ``means``, as its settings say."""
     axes, lanes = group.axes, means.lanes
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import prod
 
 from shardwise.errors import ConfigError
-from shardwise.layout.owners import Piece
+from shardwise.layout.owners import OwnedSlice
 
 ALIGNMENT_NUMEL = 64  # one cache line of the smallest dtype, 256 bytes of float32
 
@@ -67,7 +67,7 @@ def even_ranges(numel: int, num_ranks: int, block: int = ALIGNMENT_NUMEL, loads:
 
 def even_pieces(
     numels: Sequence[int], num_ranks: int, loads: Sequence[int] = (), block: int = ALIGNMENT_NUMEL
-) -> tuple[Piece, ...]:
+) -> tuple[OwnedSlice, ...]:
     """Lay the tensors end to end, cut with :func:`even_ranges`, and return the pieces in that order.
 
     A tensor without elements is one empty piece of the rank that owns the place where it lies, so that its (empty)
@@ -78,16 +78,16 @@ def even_pieces(
     """
     cuts = even_ranges(sum(numels), num_ranks, block, loads)
     by_start = sorted((cut.start, cut.stop, rank) for rank, cut in enumerate(cuts) if len(cut))
-    pieces: list[Piece] = []
+    pieces: list[OwnedSlice] = []
     at = 0
     for index, end in enumerate(accumulate(numels)):
         begin = end - numels[index]
         if begin == end:
-            pieces.append(Piece(index, by_start[at][2] if by_start else 0, 0, 0))
+            pieces.append(OwnedSlice(index, by_start[at][2] if by_start else 0, 0, 0))
         while begin < end:
             _, stop, rank = by_start[at]
             upto = min(end, stop)
-            pieces.append(Piece(index, rank, begin - end + numels[index], upto - end + numels[index]))
+            pieces.append(OwnedSlice(index, rank, begin - end + numels[index], upto - end + numels[index]))
             begin = upto
             if upto == stop and at + 1 < len(by_start):
                 at += 1

@@ -9,7 +9,7 @@ from shardwise.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OwnedSlice:
     """Elements ``start:stop`` (in memory order) of tensor number ``tensor``, updated by rank ``owner``."""
 
     tensor: int
@@ -45,7 +45,7 @@ def assign_owners(numels: Sequence[int], num_ranks: int, loads: Sequence[int] = 
     return tuple(owners)
 
 
-def whole_pieces(numels: Sequence[int], num_ranks: int, loads: Sequence[int] = ()) -> tuple[Piece, ...]:
+def whole_pieces(numels: Sequence[int], num_ranks: int, loads: Sequence[int] = ()) -> tuple[OwnedSlice, ...]:
     """Return one piece per tensor, in tensor order, with the owners of :func:`assign_owners`.
 
     Example:
@@ -53,10 +53,10 @@ def whole_pieces(numels: Sequence[int], num_ranks: int, loads: Sequence[int] = (
         Piece(tensor=0, owner=1, start=0, stop=4)
     """
     owners = assign_owners(numels, num_ranks, loads)
-    return tuple(Piece(index, owner, 0, numels[index]) for index, owner in enumerate(owners))
+    return tuple(OwnedSlice(index, owner, 0, numels[index]) for index, owner in enumerate(owners))
 
 
-def add_loads(loads: Sequence[int], pieces: Sequence[Piece]) -> tuple[int, ...]:
+def add_loads(loads: Sequence[int], pieces: Sequence[OwnedSlice]) -> tuple[int, ...]:
     """Return ``loads`` (elements per rank) with the elements of ``pieces`` added to their owners."""
     total = list(loads)
     for piece in pieces:

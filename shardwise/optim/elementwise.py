@@ -12,7 +12,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.optim.flat import (
     Chain,
     FlatRun,
-    Found,
+    LiveSlice,
     State,
     find_joins,
     flat_over,
@@ -23,7 +23,7 @@ from shardwise.optim.flat import (
 )
 from shardwise.optim.forms import load_indexed
 from shardwise.optim.given import GivenState
-from shardwise.optim.pieces import PerPiece, Piece, gradient_of, local_of, state_of_piece
+from shardwise.optim.pieces import ParamSlice, PerPiece, gradient_of, local_of, state_of_piece
 from shardwise.optim.protocol import Closure, MakeOptimizer, Params, Values, loss_of
 from shardwise.optim.trial import states_after_zeros, why_not_elementwise
 
@@ -39,7 +39,7 @@ MANY_LAYOUTS = 16  # an allocator may put gradients of separate tensors side by 
 class _Group:
     """The pieces of one param group and the runs they are in at the moment."""
 
-    def __init__(self, pieces: Sequence[Piece], runs: list[FlatRun]) -> None:
+    def __init__(self, pieces: Sequence[ParamSlice], runs: list[FlatRun]) -> None:
         self.pieces = list(pieces)
         self.order = list(range(len(pieces)))
         self.joins = [False] * len(pieces)
@@ -60,10 +60,10 @@ class _Group:
         """True if it is time to look whether state that kept pieces apart is still held."""
         return bool(self.blocked) and self.num_steps % RETRY_EVERY == 0
 
-    def find(self) -> list[Found]:
+    def find(self) -> list[LiveSlice]:
         """Return the pieces with their tensors and gradients of this moment, in ``order``."""
         pieces = self.pieces
-        return [Found(pieces[i], local_of(pieces[i]), gradient_of(pieces[i])) for i in self.order]
+        return [LiveSlice(pieces[i], local_of(pieces[i]), gradient_of(pieces[i])) for i in self.order]
 
 
 class ElementwiseStep:
@@ -172,7 +172,7 @@ class ElementwiseStep:
 
     def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state and options, by the optimizer's own ``load_state_dict``."""
-        states: Mapping[Piece, State] = {
+        states: Mapping[ParamSlice, State] = {
             piece: state_of_piece(values[piece.name], index)
             for pieces in self._params
             if pieces[0].name in values
@@ -186,14 +186,14 @@ class ElementwiseStep:
             self.optimizer.param_groups[index]["params"] = [run.tensor for run in group.runs]
         load_indexed(self.optimizer, [states.get(piece) for group in self._groups for piece in group.pieces], options)
 
-    def _live_states(self) -> dict[Piece, State]:
-        found: dict[Piece, State] = {}
+    def _live_states(self) -> dict[ParamSlice, State]:
+        found: dict[ParamSlice, State] = {}
         for group in self._groups:
             for piece, state in self._states_of(group).items():
                 found[piece] = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
         return found
 
-    def _blank_states(self) -> dict[Piece, State]:
+    def _blank_states(self) -> dict[ParamSlice, State]:
         pieces = [piece for group in self._groups for piece in group.pieces]
         groups = [
             {**options, "params": [local_of(piece) for piece in group.pieces]}
@@ -219,12 +219,12 @@ class ElementwiseStep:
                 run.tensor.grad = first.detach() if first.requires_grad else first
             start = stop
 
-    def _joins(self, index: int, group: _Group, found: Sequence[Found]) -> list[bool]:
+    def _joins(self, index: int, group: _Group, found: Sequence[LiveSlice]) -> list[bool]:
         if not self._is_flat or group.is_unsteady:
             return [False] * len(found)
         return find_joins(found, group.blocked, self._max_numel(index))
 
-    def _lay_out(self, index: int, group: _Group) -> list[Found]:
+    def _lay_out(self, index: int, group: _Group) -> list[LiveSlice]:
         group.num_layouts += 1
         states = self._states_of(group)
         for run in group.runs:
@@ -248,7 +248,7 @@ class ElementwiseStep:
         return found
 
     def _join(
-        self, index: int, group: _Group, found: Sequence[Found], states: Mapping[Piece, State]
+        self, index: int, group: _Group, found: Sequence[LiveSlice], states: Mapping[ParamSlice, State]
     ) -> tuple[frozenset[int], list[bool]]:
         group.blocked = frozenset()
         while True:  # a blocked piece starts a run, and the next ones are compared with it instead
@@ -261,8 +261,8 @@ class ElementwiseStep:
     def _state_of(self, run: FlatRun) -> State:
         return self.optimizer.state.get(run.tensor, {})
 
-    def _states_of(self, group: _Group) -> dict[Piece, State]:
-        found: dict[Piece, State] = {}
+    def _states_of(self, group: _Group) -> dict[ParamSlice, State]:
+        found: dict[ParamSlice, State] = {}
         for run in group.runs:
             state = self._state_of(run)
             if state:
@@ -287,8 +287,8 @@ class ElementwiseStep:
         return CACHED_NUMEL if is_cached else UNLIMITED_NUMEL
 
 
-def _alone(pieces: Sequence[Piece]) -> list[FlatRun]:
-    return [make_run([Found(piece, local_of(piece), None)]) for piece in pieces]
+def _alone(pieces: Sequence[ParamSlice]) -> list[FlatRun]:
+    return [make_run([LiveSlice(piece, local_of(piece), None)]) for piece in pieces]
 
 
 def _make_group(params: Params) -> _Group:
@@ -296,7 +296,7 @@ def _make_group(params: Params) -> _Group:
     return _Group(pieces, _alone(pieces))
 
 
-def _joined(states: Sequence[State], pieces: Sequence[Piece]) -> State:
+def _joined(states: Sequence[State], pieces: Sequence[ParamSlice]) -> State:
     """Return the state of a parameter from that of its ``pieces``."""
     shape = local_of(pieces[0]).shape
     return {
@@ -307,7 +307,7 @@ def _joined(states: Sequence[State], pieces: Sequence[Piece]) -> State:
     }
 
 
-def _is_current(runs: Sequence[FlatRun], found: Sequence[Found]) -> bool:
+def _is_current(runs: Sequence[FlatRun], found: Sequence[LiveSlice]) -> bool:
     start = 0
     for run in runs:
         if run.tensor.numel() and found[start].local.data_ptr() != run.address:
@@ -320,7 +320,9 @@ def _is_current(runs: Sequence[FlatRun], found: Sequence[Found]) -> bool:
     return True
 
 
-def _mismatches(found: Sequence[Found], joins: Sequence[bool], states: Mapping[Piece, State]) -> frozenset[int]:
+def _mismatches(
+    found: Sequence[LiveSlice], joins: Sequence[bool], states: Mapping[ParamSlice, State]
+) -> frozenset[int]:
     """Return the places where a join has to end because of the state of the pieces."""
     wrong: set[int] = set()
     chain: Chain | None = None

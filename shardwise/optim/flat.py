@@ -14,16 +14,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.carve import are_neighbours, carve, join_from
-from shardwise.optim.pieces import Piece, local_of
+from shardwise.optim.pieces import ParamSlice, local_of
 from shardwise.torch_private import storage_use_count
 
 State = dict[str, Any]
 
 
-class Found(NamedTuple):
+class LiveSlice(NamedTuple):
     """A piece as it is in this step (a NamedTuple: one is made per piece and step)."""
 
-    piece: Piece
+    piece: ParamSlice
     local: torch.Tensor
     gradient: torch.Tensor | None
 
@@ -39,17 +39,17 @@ class FlatRun:
     """
 
     tensor: torch.Tensor
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParamSlice, ...]
     shapes: tuple[torch.Size, ...]
     address: int
 
 
-def in_memory_order(found: Sequence[Found]) -> list[int]:
+def in_memory_order(found: Sequence[LiveSlice]) -> list[int]:
     """Return the indices by address; empty tensors, which have none, go last."""
     return sorted(range(len(found)), key=lambda i: (not found[i].local.numel(), found[i].local.data_ptr()))
 
 
-def find_joins(found: Sequence[Found], blocked: frozenset[int], max_numel: int) -> list[bool]:
+def find_joins(found: Sequence[LiveSlice], blocked: frozenset[int], max_numel: int) -> list[bool]:
     """Return for each item whether it continues the one before: the same gap-free memory, in gradients too.
 
     Gaps end a run even where they are padding: what lies in one cannot be known.  An empty piece joins any run that has
@@ -90,7 +90,7 @@ def find_joins(found: Sequence[Found], blocked: frozenset[int], max_numel: int) 
     return joins
 
 
-def make_run(found: Sequence[Found]) -> FlatRun:
+def make_run(found: Sequence[LiveSlice]) -> FlatRun:
     """Return the run of ``found``, which :func:`find_joins` has joined."""
     pieces = tuple(item.piece for item in found)
     shapes = tuple(item.local.shape for item in found)
@@ -99,7 +99,7 @@ def make_run(found: Sequence[Found]) -> FlatRun:
     return FlatRun(tensor, pieces, shapes, first.data_ptr())
 
 
-def _alone(item: Found) -> torch.Tensor:
+def _alone(item: LiveSlice) -> torch.Tensor:
     """Return what an optimizer may hold of one piece: no alias if it can be helped, or its memory would count as held."""
     is_hidden = isinstance(item.piece.param, DTensor) and not item.local.requires_grad  # it has no gradient of its own
     return item.local if is_hidden else item.local.detach()
@@ -225,7 +225,7 @@ class Chain:
                 self._ends[key] = value.data_ptr() + value.numel() * value.element_size()
 
 
-def packed(states: Mapping[Piece, State], found: Sequence[Found]) -> dict[Piece, State]:
+def packed(states: Mapping[ParamSlice, State], found: Sequence[LiveSlice]) -> dict[ParamSlice, State]:
     """Return ``states`` with values per element side by side, as their pieces are to be joined: nothing moves later then."""
     copies = {piece: dict(state) for piece, state in states.items()}
     rows: dict[str, list[tuple[State, torch.Tensor]]] = {}
@@ -250,15 +250,15 @@ def packed(states: Mapping[Piece, State], found: Sequence[Found]) -> dict[Piece,
 
 
 def room_for(
-    pieces: Sequence[Piece], dtypes: Mapping[str, Mapping[str, torch.dtype]]
-) -> dict[Piece, dict[str, torch.Tensor]]:
+    pieces: Sequence[ParamSlice], dtypes: Mapping[str, Mapping[str, torch.dtype]]
+) -> dict[ParamSlice, dict[str, torch.Tensor]]:
     """Return new memory per piece and key of ``dtypes``, which has the dtypes by the piece's name, as :func:`packed` packs.
 
     One allocation per key, dtype and device; values of another dtype than the piece's lie by themselves.
     """
-    found = [Found(piece, local_of(piece), None) for piece in pieces]
-    rooms: dict[Piece, dict[str, torch.Tensor]] = {piece: {} for piece in pieces}
-    rows: dict[tuple[str, torch.dtype, torch.device], list[Found]] = {}
+    found = [LiveSlice(piece, local_of(piece), None) for piece in pieces]
+    rooms: dict[ParamSlice, dict[str, torch.Tensor]] = {piece: {} for piece in pieces}
+    rows: dict[tuple[str, torch.dtype, torch.device], list[LiveSlice]] = {}
     for index in in_memory_order(found):
         item = found[index]
         for key, dtype in dtypes[item.piece.name].items():

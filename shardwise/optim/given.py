@@ -9,7 +9,7 @@ import torch
 
 from shardwise import torch_private
 from shardwise.optim.flat import FlatRun, State, is_held, is_per_element, lies_at, split_state
-from shardwise.optim.pieces import Piece
+from shardwise.optim.pieces import ParamSlice
 
 PRUNE_EVERY = 16  # steps between looks whether what was given out is still held
 
@@ -30,8 +30,8 @@ class GivenState:
     """
 
     def __init__(self) -> None:
-        self._parts: dict[Piece, dict[str, _Part]] = {}
-        self._copies: dict[Piece, State] = {}
+        self._parts: dict[ParamSlice, dict[str, _Part]] = {}
+        self._copies: dict[ParamSlice, State] = {}
         self._num_steps = 0
 
     def split(self, run: FlatRun, state: State) -> list[State]:
@@ -120,7 +120,7 @@ class GivenState:
         self._parts = {piece: of for piece, of in parts.items() if of}
         self._copies = {piece: of for piece, of in copies.items() if of}
 
-    def _pieces(self, runs: Iterable[FlatRun]) -> Iterator[tuple[FlatRun, Piece]]:
+    def _pieces(self, runs: Iterable[FlatRun]) -> Iterator[tuple[FlatRun, ParamSlice]]:
         if self._parts or self._copies:
             yield from ((run, piece) for run in runs if len(run.pieces) > 1 for piece in run.pieces)
 

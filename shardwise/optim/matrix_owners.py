@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.comm.matrices import Ranks
-from shardwise.optim.pieces import Piece, RowBox
+from shardwise.optim.pieces import ParamSlice, RowBox
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class Matrix:
     group_index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[Piece]
+    pieces: list[ParamSlice]
     owner: int | None = None
     leaf: torch.Tensor | None = None
     boxes: list[list[RowBox]] | None = None
@@ -52,7 +52,7 @@ class Meeting:
         return self.owned_by(self.ranks.rank)
 
 
-def make_matrix(group_index: int, pieces: list[Piece]) -> Matrix:
+def make_matrix(group_index: int, pieces: list[ParamSlice]) -> Matrix:
     """Return the matrix of a parameter's pieces, without an owner."""
     param = pieces[0].param
     return Matrix(pieces[0].name, group_index, tuple(param.shape), param.dtype, pieces)

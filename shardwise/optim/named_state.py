@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise import torch_private
 from shardwise.comm.matrices import sum_bytes
 from shardwise.errors import LayoutError, StateError
-from shardwise.optim.pieces import PerPiece, Piece, copied, local_boxes, local_of
+from shardwise.optim.pieces import ParamSlice, PerPiece, copied, local_boxes, local_of
 
 
 class ByName(dict[str, Any]):
@@ -136,7 +136,7 @@ class StateView(_ReadOnly, Mapping[torch.Tensor, Mapping[str, Any]]):
         return len(self._read())
 
 
-def wrap(pieces: Sequence[Piece], value: Any) -> Any:
+def wrap(pieces: Sequence[ParamSlice], value: Any) -> Any:
     """Return a state value as users see it: one per element is of the parameter's kind."""
     if not isinstance(value, PerPiece):
         return value
@@ -151,7 +151,9 @@ def wrap(pieces: Sequence[Piece], value: Any) -> Any:
     return first
 
 
-def unwrap(name: str, key: str, value: Any, pieces: Sequence[Piece], is_elementwise: bool, adopt: bool = False) -> Any:
+def unwrap(
+    name: str, key: str, value: Any, pieces: Sequence[ParamSlice], is_elementwise: bool, adopt: bool = False
+) -> Any:
     """Return a state value of any kind (DTensor, ShardedTensor, whole tensor) cut into the parameter's pieces.
 
     What is not per element comes back as it is; ``is_elementwise`` optimizers have such state as single numbers only.
@@ -221,7 +223,7 @@ def gather_sharded(value: ShardedTensor) -> torch.Tensor:
     return whole
 
 
-def _like_stand_in(piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+def _like_stand_in(piece: ParamSlice, dtype: torch.dtype) -> torch.Tensor:
     assert piece.stand_in is not None
     return torch.empty_like(piece.stand_in, dtype=dtype)
 

@@ -37,7 +37,7 @@ class RowBox:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class ParamSlice:
     """One local tensor of a parameter.
 
     Attributes:
@@ -110,7 +110,7 @@ def local_boxes(tensor: ShardedTensor) -> list[RowBox]:
     ]
 
 
-def pieces_of(name: str, param: torch.Tensor) -> list[Piece]:
+def pieces_of(name: str, param: torch.Tensor) -> list[ParamSlice]:
     """Return this rank's pieces of ``param``, at least one.
 
     Raises: ConfigError for a DTensor with partial sums, which has no values to update.
@@ -118,22 +118,22 @@ def pieces_of(name: str, param: torch.Tensor) -> list[Piece]:
     if isinstance(param, ShardedTensor):
         boxes = local_boxes(param)
         if boxes:
-            return [Piece(name, param, index, box) for index, box in enumerate(boxes)]
+            return [ParamSlice(name, param, index, box) for index, box in enumerate(boxes)]
         shape = (0, *param.shape[1:])
         device = torch.device("cpu") if not torch.cuda.is_available() else param.device
         stand_in = torch.empty(shape, dtype=param.dtype, device=device)
-        return [Piece(name, param, 0, RowBox((0,) * len(shape), shape), stand_in)]
+        return [ParamSlice(name, param, 0, RowBox((0,) * len(shape), shape), stand_in)]
     if isinstance(param, DTensor):
         if any(isinstance(placement, Partial) for placement in param.placements):
             raise ConfigError(
                 f"{name}: placements {param.placements} hold partial sums; redistribute to Replicate or Shard first"
             )
         offsets, sizes = torch_private.chunks_of(param)[0]
-        return [Piece(name, param, 0, RowBox(offsets, sizes))]
-    return [Piece(name, param, 0, RowBox((0,) * param.dim(), tuple(param.shape)))]
+        return [ParamSlice(name, param, 0, RowBox(offsets, sizes))]
+    return [ParamSlice(name, param, 0, RowBox((0,) * param.dim(), tuple(param.shape)))]
 
 
-def local_of(piece: Piece) -> torch.Tensor:
+def local_of(piece: ParamSlice) -> torch.Tensor:
     """Return the tensor that holds the piece now; user code may have put another one in place of the last."""
     param = piece.param
     if isinstance(param, DTensor):
@@ -143,7 +143,7 @@ def local_of(piece: Piece) -> torch.Tensor:
     return param
 
 
-def gradient_of(piece: Piece) -> torch.Tensor | None:
+def gradient_of(piece: ParamSlice) -> torch.Tensor | None:
     """Return the gradient of the piece, placed like it; None if there is none.
 
     A DTensor's gradient with other placements than its parameter is redistributed: on its local values a step would be
@@ -168,7 +168,7 @@ def gradient_of(piece: Piece) -> torch.Tensor | None:
     return param.grad
 
 
-def clear_gradient(pieces: Sequence[Piece], set_to_none: bool) -> None:
+def clear_gradient(pieces: Sequence[ParamSlice], set_to_none: bool) -> None:
     """Drop the gradients of one parameter's pieces, or make them zero."""
     param = pieces[0].param
     holders = [local_of(piece) for piece in pieces] if isinstance(param, ShardedTensor) else [param]

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from shardwise.optim.pieces import Piece
+from shardwise.optim.pieces import ParamSlice
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 Closure = Callable[[], Any]
-Params = Sequence[Sequence[Piece]]  # the pieces of each parameter of a group
+Params = Sequence[Sequence[ParamSlice]]  # the pieces of each parameter of a group
 Values = Mapping[str, Mapping[str, Any]]  # parameter name -> state key -> PerPiece, or one value for the parameter
 
 

@@ -22,7 +22,15 @@ from shardwise.layout.owners import assign_owners
 from shardwise.optim.exchanges import exchange, exchange_objects
 from shardwise.optim.forms import load_indexed
 from shardwise.optim.matrix_owners import Matrix, Meeting, all_boxes, leaf_of, make_matrix, without_memory
-from shardwise.optim.pieces import PerPiece, Piece, gradient_of, is_sharded, is_sharded_tensor, local_of, state_of_piece
+from shardwise.optim.pieces import (
+    ParamSlice,
+    PerPiece,
+    gradient_of,
+    is_sharded,
+    is_sharded_tensor,
+    local_of,
+    state_of_piece,
+)
 from shardwise.optim.protocol import Closure, MakeOptimizer, Params, Values, loss_of
 from shardwise.optim.registry import step_cost
 from shardwise.optim.trial import states_after_zeros
@@ -41,7 +49,7 @@ class _Scattered:
     """
 
     statuses: list[tuple[int, int]]
-    updates: list[tuple[Piece, torch.Tensor]]
+    updates: list[tuple[ParamSlice, torch.Tensor]]
 
 
 class WholeMatrixStep:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from shardwise.plan.visits import Edge, Order
+from shardwise.plan.visits import Edge, ExecutionOrder
 
 LEAST_BYTES = 1 << 20  # below, what a collective costs its ranks besides waiting is more than its bytes
 _LATENCIES = 10
@@ -45,7 +45,7 @@ class UnitBucket:
     awaited: tuple[int, ...]
 
 
-def form_buckets(order: Order, sharing: Sequence[Sharing | None]) -> tuple[UnitBucket, ...]:
+def form_buckets(order: ExecutionOrder, sharing: Sequence[Sharing | None]) -> tuple[UnitBucket, ...]:
     """Return the buckets of a step that visits units in ``order``, in the order in which they are to be sent.
 
     Who is with whom follows from the forward alone, which a first step shows too: sums over more than two ranks depend on
@@ -97,7 +97,7 @@ def split_unit(num_bytes: Sequence[int], limit: int) -> tuple[tuple[int, ...], .
     return (*buckets, tuple(filling)) if filling else tuple(buckets)
 
 
-def _as_ended(order: Order, runs: Sequence[Sequence[int]]) -> tuple[UnitBucket, ...]:
+def _as_ended(order: ExecutionOrder, runs: Sequence[Sequence[int]]) -> tuple[UnitBucket, ...]:
     ends = {visit.unit: at for at, visit in enumerate(order.visits) if visit.edge is Edge.EXIT_BACKWARD}
     if not ends:
         return tuple([UnitBucket(tuple(run), tuple(run)) for run in runs])

@@ -9,7 +9,7 @@ from shardwise.events import Call, Op
 from shardwise.plan.buckets import Sharing, UnitBucket, form_buckets
 from shardwise.plan.memory import peak_bytes
 from shardwise.plan.policy import UnitPolicy
-from shardwise.plan.visits import Edge, Order
+from shardwise.plan.visits import Edge, ExecutionOrder
 
 _TRIES = 4  # until a plan stays within its bytes; each time with less, by what the last one was above
 
@@ -43,7 +43,7 @@ class UnitFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class PrefetchBudget:
     """How far ahead of their use units may be unsharded.
 
     Attributes:
@@ -72,7 +72,7 @@ class StepPlan:
         buckets: units whose gradients are all-reduced together, in the order in which that happens.
     """
 
-    order: Order
+    order: ExecutionOrder
     calls: tuple[Call, ...]
     ahead: tuple[tuple[int, ...], ...]
     routes: tuple[tuple[str, str], ...] = ()
@@ -84,7 +84,7 @@ class StepPlan:
 class _Simulation:
     """Units as the engine would have them, one visit after another."""
 
-    def __init__(self, order: Order, units: Sequence[UnitFacts], room: Room) -> None:
+    def __init__(self, order: ExecutionOrder, units: Sequence[UnitFacts], room: PrefetchBudget) -> None:
         self.order = order
         self.units = units
         self.room = room
@@ -209,7 +209,7 @@ class _Simulation:
             self.call(Op.HOLD, unit)
 
 
-def plan_step(order: Order, units: Sequence[UnitFacts], room: Room = Room()) -> StepPlan:
+def plan_step(order: ExecutionOrder, units: Sequence[UnitFacts], room: PrefetchBudget = PrefetchBudget()) -> StepPlan:
     """Predict the step that visits ``units`` in ``order``.
 
     Args:
@@ -230,7 +230,7 @@ def plan_step(order: Order, units: Sequence[UnitFacts], room: Room = Room()) -> 
     return replace(plan, ahead_bytes=bound)
 
 
-def _simulated(order: Order, units: Sequence[UnitFacts], room: Room) -> StepPlan:
+def _simulated(order: ExecutionOrder, units: Sequence[UnitFacts], room: PrefetchBudget) -> StepPlan:
     simulation = _Simulation(order, units, room)
     simulation.run()
     routes = tuple((facts.name, facts.route) for facts in units if facts.route)

@@ -30,7 +30,7 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ExecutionOrder:
     """All visits of one step: one forward of the root and the backward that followed it, if one did."""
 
     visits: tuple[Visit, ...]

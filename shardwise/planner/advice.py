@@ -17,8 +17,8 @@ from shardwise.planner.hardware import Hardware, read_hardware
 from shardwise.planner.paste import code_of
 from shardwise.planner.profile import Profile
 from shardwise.planner.rank_memory import KINDS, RankMemory
-from shardwise.planner.search import Candidate, Change, Choices, Found, Search, memory_over_step
-from shardwise.planner.split import Split
+from shardwise.planner.search import Candidate, Change, Choices, Search, SearchResult, memory_over_step
+from shardwise.planner.split import TensorSplit
 
 _HEADINGS = ("", "way", "peak", "of which", "step", "samples/s", "compute", "exposed", "host", "sent", "padding")
 
@@ -41,7 +41,7 @@ class Plan:
     ranks: int
     batch: int
     hardware: Hardware
-    found: Found
+    found: SearchResult
     _profiles: tuple[Profile, ...]
     tensor_plan: Mapping[str, ParallelStyle]
 
@@ -246,7 +246,7 @@ class _Runs:
         """Return the profile of a precision, with or without recomputation, with blocks split over ``tensor`` ranks."""
         key = (precision, recompute, tensor)
         if key not in self.done:
-            split = Split(tensor, self.tensor_plan) if tensor > 1 else None
+            split = TensorSplit(tensor, self.tensor_plan) if tensor > 1 else None
             self.done[key] = dry_run(
                 self.model, self.inputs, self.loss, precision=precision, recompute=recompute, split=split
             )

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.plan.visits import Edge
-from shardwise.planner.profile import Mark, Stretch
+from shardwise.planner.profile import StepMark, Stretch
 
 _FIRST = 3  # of a run, that run: the second and the third have alike neighbours
 _HELD = frozenset({"_parameters", "_buffers", "_modules"})
@@ -193,7 +193,9 @@ def _with_copies(
     backward = _neighbours(stretches, Edge.ENTER_BACKWARD, list(zip(run.kept[2::-1], places[2::-1], strict=True)))
     grown = forward.growth
     if backward is None:
-        has_backward = any(Mark(Edge.ENTER_BACKWARD, block) in [each.mark for each in stretches] for block in run.kept)
+        has_backward = any(
+            StepMark(Edge.ENTER_BACKWARD, block) in [each.mark for each in stretches] for block in run.kept
+        )
         if has_backward or grown:
             return None
         again = stretches[forward.second : forward.end]
@@ -230,7 +232,7 @@ def _neighbours(
 
     ``blocks``: their numbers, and the place of each of their parameters among its block's.
     """
-    found = [[n for n, each in enumerate(stretches) if each.mark == Mark(edge, block)] for block, _ in blocks]
+    found = [[n for n, each in enumerate(stretches) if each.mark == StepMark(edge, block)] for block, _ in blocks]
     if any(len(each) != 1 for each in found):
         return None
     first, second, end = (each[0] for each in found)
@@ -262,7 +264,7 @@ def _copied(
     return [
         replace(
             _shifted(each, num_bytes),
-            mark=Mark(each.mark.edge, block, -1 if each.mark.edge is not None else params[places[each.mark.param]]),
+            mark=StepMark(each.mark.edge, block, -1 if each.mark.edge is not None else params[places[each.mark.param]]),
         )
         for each in stretches
     ]

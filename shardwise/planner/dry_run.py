@@ -25,8 +25,8 @@ from shardwise.plan.grouping import Child, group_blocks
 from shardwise.plan.visits import Edge
 from shardwise.planner.alike import AlikeRun, StandIn, alike_runs, with_skipped
 from shardwise.planner.op_watch import OpCall, OpWatch
-from shardwise.planner.profile import ROOT, Mark, ParamFacts, Profile, Stretch, params_by_block
-from shardwise.planner.split import Split, split_copy
+from shardwise.planner.profile import ROOT, ParamFacts, Profile, StepMark, Stretch, params_by_block
+from shardwise.planner.split import TensorSplit, split_copy
 
 Loss = Callable[..., torch.Tensor]
 
@@ -56,7 +56,7 @@ def dry_run(
     *,
     precision: str = "fp32",
     recompute: bool = False,
-    split: Split | None = None,
+    split: TensorSplit | None = None,
 ) -> DryRun:
     """Run ``loss(model, *inputs).backward()`` on fake tensors and return what it does.
 
@@ -164,7 +164,7 @@ def _with_all(profile: Profile, runs: Sequence[AlikeRun]) -> Profile | None:
 
 
 def _left_in_forward(stretches: Sequence[Stretch]) -> int:
-    end = next(place for place, each in enumerate(stretches) if each.mark == Mark(Edge.EXIT_FORWARD))
+    end = next(place for place, each in enumerate(stretches) if each.mark == StepMark(Edge.EXIT_FORWARD))
     return stretches[end - 1].left_bytes
 
 
@@ -282,7 +282,7 @@ class _Steps:
 
     def _entering(self, number: int) -> Callable[..., Any]:
         def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            self._watch.mark(Mark(Edge.ENTER_FORWARD, number))
+            self._watch.mark(StepMark(Edge.ENTER_FORWARD, number))
             self._entered[number] = self._watch.live_bytes
             if number in self._stand_ins:
                 self._stand_ins[number].entered(args, kwargs)
@@ -292,7 +292,7 @@ class _Steps:
 
     def _passing_on(self, number: int) -> Callable[..., object]:
         def forward(*args: object, **kwargs: object) -> object:
-            self._watch.mark(Mark(Edge.ENTER_FORWARD, number))
+            self._watch.mark(StepMark(Edge.ENTER_FORWARD, number))
             output = self._stand_ins[number].pass_on(args, kwargs)
             self._left(number, output)
             return output
@@ -313,14 +313,14 @@ class _Steps:
         return leave
 
     def _left(self, number: int, output: object) -> None:
-        self._watch.mark(Mark(Edge.EXIT_FORWARD, number))
+        self._watch.mark(StepMark(Edge.EXIT_FORWARD, number))
         is_marked = False
 
         def enter_backward(_: torch.Tensor) -> None:
             nonlocal is_marked
             if not is_marked:
                 is_marked = True
-                self._watch.mark(Mark(Edge.ENTER_BACKWARD, number))
+                self._watch.mark(StepMark(Edge.ENTER_BACKWARD, number))
 
         for each in torch_private.leaves_of(output):
             if isinstance(each, torch.Tensor) and each.requires_grad:
@@ -329,7 +329,7 @@ class _Steps:
     def _arriving(self, number: int) -> Callable[[torch.Tensor], None]:
         def arrive(param: torch.Tensor) -> None:
             param.grad = None  # what gradients hold from here on depends on the door: the plan adds it
-            self._watch.mark(Mark(None, self.block_at(number), number))
+            self._watch.mark(StepMark(None, self.block_at(number), number))
 
         return arrive
 

@@ -123,7 +123,7 @@ def _gather_s(numel: int) -> float:
     """Return the seconds for one of several units, so that what a forward takes for itself is spread."""
     x = torch.zeros(1, device="cpu")
     with torch.no_grad():
-        plain, sharded = ([_Idle(numel) for _ in range(_UNITS)] for _ in range(2))
+        plain, sharded = ([_NoWork(numel) for _ in range(_UNITS)] for _ in range(2))
         alone, together = nn.Sequential(*plain), fully_shard(nn.Sequential(*(fully_shard(each) for each in sharded)))
         return max(_own_s(lambda: together(x)) - _own_s(lambda: alone(x)), 0.0) / _UNITS
 
@@ -143,7 +143,7 @@ def _unit_and_update_s() -> tuple[float, float]:
     return max(together - alone, 0.0) / _UNITS, _own_s(optimizer.step) / (2 * _LAYERS * _UNITS)
 
 
-class _Idle(nn.Module):
+class _NoWork(nn.Module):
     def __init__(self, numel: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(numel, device="cpu"))

@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardwise import torch_private
-from shardwise.planner.profile import Mark, Stretch, Work
+from shardwise.planner.profile import StepMark, Stretch, Work
 
 # Collectives of DTensor: rings that each takes over the bytes of its result, or of its input if that is larger.
 _RINGS = {
@@ -58,13 +58,13 @@ class OpWatch:
         self.live_bytes = 0
         self.calls: dict[str, OpCall] = {}
         self._numbers: dict[str, int] = {}
-        self._mark: Mark | None = None
+        self._mark: StepMark | None = None
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in given:
             self._follow(tensor.untyped_storage(), 0)
         self._restart()
 
-    def mark(self, mark: Mark) -> None:
+    def mark(self, mark: StepMark) -> None:
         """End the stretch that runs and begin that of ``mark``."""
         self.end()
         self._mark = mark

@@ -64,7 +64,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class StepMark:
     """A moment of the step: an edge of a block, or (``edge`` None) the arrival of the gradient of parameter ``param``."""
 
     edge: Edge | None
@@ -83,7 +83,7 @@ class Stretch:
         left_bytes: of them at its end.
     """
 
-    mark: Mark
+    mark: StepMark
     peak_bytes: int
     left_bytes: int
     work: Work

@@ -10,7 +10,7 @@ from shardwise.comm.links.in_place_sums import sum_slot_bytes, sums_bytes
 from shardwise.comm.links.inboxes import NUM_INBOXES
 from shardwise.events import Call, Op
 from shardwise.planner.optimizer_calls import Exchanges, exchange_moments, exchanges_of, messages
-from shardwise.planner.profile import Mark, ParamFacts, Profile
+from shardwise.planner.profile import ParamFacts, Profile, StepMark
 from shardwise.planner.rank_units import KEPT_SECTION_BYTES, RankUnit
 from shardwise.planner.setting import MATRIX_STATE_BYTES, SHARED, TIERS, UNIT_DOORS, Setting
 from shardwise.planner.step_order import Passage, Steps
@@ -306,7 +306,7 @@ def _microbatch(rank: _Rank, profile: Profile, steps: Steps, is_last: bool) -> N
         rank.add_waiting()
 
 
-def _pass_edge(rank: _Rank, profile: Profile, mark: Mark) -> None:
+def _pass_edge(rank: _Rank, profile: Profile, mark: StepMark) -> None:
     if mark.edge is not None:
         rank.edge = f"{mark.edge.value} {profile.blocks[mark.block] or '(root)'}"
 

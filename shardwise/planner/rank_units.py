@@ -67,7 +67,7 @@ def rank_units(profile: Profile, setting: Setting, device: str) -> tuple[RankUni
     groups = [tuple(profile.blocks.index(path) for path in paths) for paths in unit_paths(profile, setting)]
     taken = {block for group in groups for block in group}
     rest = tuple(block for block in range(len(profile.blocks)) if block not in taken)
-    sizes = _Sizes(profile, setting, device)
+    sizes = _UnitSizes(profile, setting, device)
     return tuple(sizes.unit(blocks) for blocks in (rest, *sorted(groups)))
 
 
@@ -79,7 +79,7 @@ def unit_paths(profile: Profile, setting: Setting) -> list[tuple[str, ...]]:
     return [paths for children in profile.families for paths in group_blocks(children, merged)]
 
 
-class _Sizes:
+class _UnitSizes:
     """Makes units; those of equal parameters are computed once."""
 
     def __init__(self, profile: Profile, setting: Setting, device: str) -> None:

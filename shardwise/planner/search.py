@@ -106,7 +106,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """What a search has found: candidates, the fastest that fit first, and where none does, changes, the smallest first.
 
     Attributes:
@@ -168,12 +168,12 @@ class Search:
     choices: Choices
     left_out: list[str] = field(default_factory=list[str])
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Return candidates, the fastest that fit first, then those that do not, the smallest first."""
         candidates = list(self._candidates())
         candidates.sort(key=lambda each: (not each.fits, each.rank_s if each.fits else each.peak.total))
         changes = () if any(each.fits for each in candidates) else tuple(self._changes(candidates))
-        return Found(tuple(candidates), changes, tuple(dict.fromkeys(self.left_out)))
+        return SearchResult(tuple(candidates), changes, tuple(dict.fromkeys(self.left_out)))
 
     def _candidates(self) -> Iterator[Candidate]:
         for setting in self._settings():

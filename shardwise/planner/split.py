@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class TensorSplit:
     """How the blocks of a model are split.
 
     Attributes:
@@ -30,7 +30,7 @@ class Split:
 
 
 @contextmanager
-def split_copy(model: nn.Module, blocks: Sequence[str], split: Split) -> Generator[nn.Module, None, None]:
+def split_copy(model: nn.Module, blocks: Sequence[str], split: TensorSplit) -> Generator[nn.Module, None, None]:
     """Yield a copy of ``model`` on the meta device whose ``blocks`` are split, as the first of ``split.ranks`` ranks has it.
 
     Process groups that there are stay as they are.  Raises: ConfigError if the plan does not go with the blocks.

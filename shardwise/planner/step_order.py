@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.events import Call
-from shardwise.plan.prefetch import Room, StepPlan, plan_step
-from shardwise.plan.visits import Edge, Order, Visit
-from shardwise.planner.profile import Mark, Profile, Stretch
+from shardwise.plan.prefetch import PrefetchBudget, StepPlan, plan_step
+from shardwise.plan.visits import Edge, ExecutionOrder, Visit
+from shardwise.planner.profile import Profile, StepMark, Stretch
 from shardwise.planner.rank_units import RankUnit
 
 
@@ -29,7 +29,7 @@ class Passage:
     ends: bool
 
     @property
-    def mark(self) -> Mark:
+    def mark(self) -> StepMark:
         """Where it is."""
         return self.stretch.mark
 
@@ -72,7 +72,7 @@ def steps_of(profile: Profile, units: Sequence[RankUnit], depth: int) -> Steps:
     num_passed = len(visits)
     gradients = {unit_of_param[stretch.mark.param] for stretch in profile.stretches if stretch.mark.edge is None}
     visits += [Visit(unit, Edge.RELEASE_BACKWARD) for unit in sorted(places.in_backward - gradients)]
-    plan = plan_step(Order(tuple(visits)), [unit.facts for unit in units], Room(depth))
+    plan = plan_step(ExecutionOrder(tuple(visits)), [unit.facts for unit in units], PrefetchBudget(depth))
     passages: list[Passage] = []
     for stretch, (unit, number, ends) in zip(profile.stretches, at, strict=True):
         calls = () if number is None else plan.calls[plan.starts[number] : plan.starts[number + 1]]

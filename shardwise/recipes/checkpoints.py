@@ -31,7 +31,7 @@ _FIELDS = ("step", "windows", "num_parameters")
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """How far a run is: ``step`` steps and ``windows`` windows of the text are done, by a model of shape ``model``."""
 
     step: int
@@ -45,7 +45,7 @@ class Resumed:
     """What a run goes on from.  ``skipped``: newer checkpoints that were damaged, and how."""
 
     checkpoint: Path
-    done: Progress
+    done: RunProgress
     skipped: tuple[str, ...]
 
 
@@ -55,7 +55,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted({*new, *list_old_checkpoints(folder)}, key=lambda path: path.name)
 
 
-def read_progress(checkpoint: Path) -> Progress:
+def read_progress(checkpoint: Path) -> RunProgress:
     """Return how far the run was.  Raises: ConfigError if it is no checkpoint of a run, or a damaged one."""
     try:
         if is_old(checkpoint):
@@ -68,13 +68,13 @@ def read_progress(checkpoint: Path) -> Progress:
         raise ConfigError(f"{error}.") from error
 
 
-def progress_from_json(values: Mapping[str, Any]) -> Progress:
+def progress_from_json(values: Mapping[str, Any]) -> RunProgress:
     """Return what ``asdict`` made of a Progress.  Raises: KeyError, TypeError, ConfigError."""
     shape = typed(ModelShape, values["model"], "the checkpoint's model")
-    return typed(Progress, {name: values[name] for name in _FIELDS} | {"model": shape}, "the checkpoint's progress")
+    return typed(RunProgress, {name: values[name] for name in _FIELDS} | {"model": shape}, "the checkpoint's progress")
 
 
-def start_saving(folder: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, keep: int) -> None:
+def start_saving(folder: Path, progress: RunProgress, model: nn.Module, optimizer: Optimizer, keep: int) -> None:
     """Begin a checkpoint together with all ranks; files are written while training goes on.  ``model``: the plain one.
 
     Raises: CheckpointError on every rank if this one cannot begin, or the one before was not written.
@@ -120,6 +120,6 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 __all__ = [
-    "Progress", "Resumed", "finish_saving", "list_checkpoints", "load_newest", "progress_from_json", "read_progress",
+    "RunProgress", "Resumed", "finish_saving", "list_checkpoints", "load_newest", "progress_from_json", "read_progress",
     "remove_unfinished", "start_saving",
 ]  # fmt: skip

@@ -47,7 +47,7 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Attention and MLP, each on a normalised input and added to the stream.
 
     With ``recompute`` only the input is kept for backward, which computes the rest again.  That happens inside forward,
@@ -82,7 +82,7 @@ class GPT(nn.Module):
         super().__init__()
         self.token = nn.Embedding(vocabulary, shape.width)
         self.position = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(Block(shape, recompute=recompute) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(GPTBlock(shape, recompute=recompute) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, vocabulary, bias=False)
 

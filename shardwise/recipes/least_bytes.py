@@ -19,7 +19,7 @@ _KINDS_OF_STATE = 4  # a parameter, its gradient, and AdamW's two averages
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryLimit:
     """The memory that one rank may take.
 
     Attributes:
@@ -95,7 +95,7 @@ def _kept_of_token(config: TrainConfig) -> int:
     return (2 if config.dtype == "bf16" else _FP32) * (kept + 2 * width)
 
 
-def check_room(config: TrainConfig, num_ranks: int, room: Room, vocabulary: int = NUM_BYTES) -> None:
+def check_room(config: TrainConfig, num_ranks: int, room: MemoryLimit, vocabulary: int = NUM_BYTES) -> None:
     """Refuse sizes that cannot fit into the memory of a rank.  Raises: ConfigError that names the option to change."""
     least = least_bytes(config, num_ranks, vocabulary)
     host_bytes = room.host_bytes if config.offload else None

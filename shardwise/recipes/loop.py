@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.recipes.checkpoints import Progress, finish_saving, load_newest, start_saving
+from shardwise.recipes.checkpoints import RunProgress, finish_saving, load_newest, start_saving
 from shardwise.recipes.config import TrainConfig, learning_rate
 from shardwise.recipes.doors import DOORS, Door, local_optimizer
 from shardwise.recipes.gpt import GPT, build_gpt, logits_of, next_byte_loss
@@ -19,7 +19,7 @@ from shardwise.recipes.held_bytes import HeldBytes, measure_held, peak_bytes, un
 from shardwise.recipes.own_model import build_own, check_alike, load_init, try_own
 from shardwise.recipes.parallel import build_meshes, compile_blocks, split_heads, why_not_compiled
 from shardwise.recipes.ranks import RunRanks
-from shardwise.recipes.run_folder import Run
+from shardwise.recipes.run_folder import TrainRun
 from shardwise.recipes.run_log import RunLog, TrainedStep
 from shardwise.recipes.step_watch import StepWatch, unwatched
 from shardwise.recipes.stop import Asked, DivergedError, Verdict
@@ -30,7 +30,7 @@ from shardwise.recipes.text import Windows, microbatch_numbers, open_windows, va
 class Trainer:
     """All that a step needs on one rank."""
 
-    run: Run
+    run: TrainRun
     ranks: RunRanks
     door: Door
     model: nn.Module
@@ -67,7 +67,7 @@ class Stopped:
     signal: int
 
 
-def build_trainer(run: Run, ranks: RunRanks) -> Trainer:
+def build_trainer(run: TrainRun, ranks: RunRanks) -> Trainer:
     """Build model and optimizer behind the chosen door, and load the checkpoint if the run has one.  Collective."""
     config = run.config
     door = DOORS[config.shard]
@@ -96,7 +96,7 @@ def build_trainer(run: Run, ranks: RunRanks) -> Trainer:
     return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters, unsharded, notes)
 
 
-def _build_model(run: Run, ranks: RunRanks) -> nn.Module:
+def _build_model(run: TrainRun, ranks: RunRanks) -> nn.Module:
     config, vocabulary = run.config, run.facts.vocabulary
     if config.model_from is None:
         return build_gpt(config.model, config.seed, recompute=config.recompute, vocabulary=vocabulary).to(ranks.device)
@@ -109,7 +109,7 @@ def _build_model(run: Run, ranks: RunRanks) -> nn.Module:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _DoneStep:
     """A step that was made: its figures but for the loss, this rank's part of that, and what it held if that was measured."""
 
     figures: TrainedStep
@@ -123,11 +123,11 @@ class _Figures:
     def __init__(self, trainer: Trainer, journal: RunLog) -> None:
         self._trainer = trainer
         self._journal = journal
-        self._pending: list[_Step] = []
+        self._pending: list[_DoneStep] = []
         self._began = self._last = time.perf_counter()
         self.trained_s = 0.0
 
-    def add(self, step: _Step) -> None:
+    def add(self, step: _DoneStep) -> None:
         """Keep a step, which has just ended: it took as long as it is since the one before, or since the clock was started."""
         now = time.perf_counter()
         speed = self._trainer.tokens_per_step / (now - self._last)
@@ -199,7 +199,7 @@ def train_steps(trainer: Trainer, journal: RunLog, asked: Asked, watch: StepWatc
     return Finished(each, (config.steps - start) * trainer.tokens_per_step / figures.trained_s)
 
 
-def _judge(trainer: Trainer, step: _Step, asked: Asked) -> Verdict:
+def _judge(trainer: Trainer, step: _DoneStep, asked: Asked) -> Verdict:
     """Return what all ranks know after a step: each sees its own signals and its own part of the loss.  Collective."""
     is_broken = not (math.isfinite(step.figures.grad_norm) and math.isfinite(float(step.loss)))
     signal, broken = trainer.ranks.highest([asked(), int(is_broken)])
@@ -218,7 +218,7 @@ def _is_due(done: int, every: int, config: TrainConfig) -> bool:
     return done % every == 0 or done == config.steps
 
 
-def _train_step(trainer: Trainer, step: int, *, measure: bool) -> _Step:
+def _train_step(trainer: Trainer, step: int, *, measure: bool) -> _DoneStep:
     config, door = trainer.config, trainer.door
     rate = learning_rate(config, step)
     for group in trainer.optimizer.param_groups:
@@ -237,7 +237,7 @@ def _train_step(trainer: Trainer, step: int, *, measure: bool) -> _Step:
     trainer.optimizer.step()
     held = measure_held(trainer.model, local_optimizer(trainer.optimizer)) if measure else HeldBytes(0, 0, 0)
     trainer.optimizer.zero_grad()
-    return _Step(TrainedStep(step + 1, 0.0, float(norm), rate), loss, held)
+    return _DoneStep(TrainedStep(step + 1, 0.0, float(norm), rate), loss, held)
 
 
 def _microbatch(trainer: Trainer, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
@@ -282,7 +282,7 @@ def save(trainer: Trainer, done: int) -> None:
     is_broken = not all(map(_is_finite, trainer.model.parameters()))
     if any(trainer.ranks.highest([int(is_broken)])):
         raise _diverged(trainer, done, "parameters are not finite")
-    progress = Progress(done, done * config.batch, config.model, trainer.num_parameters)
+    progress = RunProgress(done, done * config.batch, config.model, trainer.num_parameters)
     start_saving(trainer.run.checkpoints, progress, trainer.door.plain(trainer.model), trainer.optimizer, config.keep)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from shardwise.recipes.config import TrainConfig
-from shardwise.recipes.gpt import GPT, Block
+from shardwise.recipes.gpt import GPT, GPTBlock
 from shardwise.recipes.own_model import blocks_of
 from shardwise.recipes.ranks import RunRanks
 
@@ -73,7 +73,7 @@ def compile_blocks(model: nn.Module, backend: str) -> None:
     Of a model of the user's own, the parts of its repeated blocks.
     """
     for block in blocks_of(model):
-        for part in (block.attention, block.mlp) if isinstance(block, Block) else block.children():
+        for part in (block.attention, block.mlp) if isinstance(block, GPTBlock) else block.children():
             part.compile(backend=backend)
 
 

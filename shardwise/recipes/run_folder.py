@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 from shardwise.doctor.recorder import BEFORE, BLACK_BOX
 from shardwise.errors import ConfigError
 from shardwise.recipes.checkpoints import (
-    Progress,
+    RunProgress,
     list_checkpoints,
     progress_from_json,
     read_progress,
@@ -78,14 +78,14 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainRun:
     """A run that is ready to train.  ``checkpoint`` is None at the beginning; ``done`` says how far it is."""
 
     folder: Path
     config: TrainConfig
     facts: TextFacts
     checkpoint: Path | None
-    done: Progress | None
+    done: RunProgress | None
 
     @property
     def checkpoints(self) -> Path:
@@ -105,18 +105,18 @@ class Run:
         return self.done.step if self.done else 0
 
 
-def run_to_json(run: Run) -> dict[str, Any]:
+def run_to_json(run: TrainRun) -> dict[str, Any]:
     """Return what rank 0 has found, for the others; the config they all have."""
     values = asdict(run)
     del values["config"]
     return values | {"folder": str(run.folder), "checkpoint": None if run.checkpoint is None else str(run.checkpoint)}
 
 
-def run_from_json(values: Mapping[str, Any], config: TrainConfig) -> Run:
+def run_from_json(values: Mapping[str, Any], config: TrainConfig) -> TrainRun:
     """Read :func:`run_to_json`."""
     checkpoint = None if values["checkpoint"] is None else Path(values["checkpoint"])
     done = None if values["done"] is None else progress_from_json(values["done"])
-    return Run(Path(values["folder"]), config, TextFacts(**values["facts"]), checkpoint, done)
+    return TrainRun(Path(values["folder"]), config, TextFacts(**values["facts"]), checkpoint, done)
 
 
 def check_new_folder(out: Path) -> None:
@@ -179,7 +179,7 @@ def merge_resumed(saved: TrainConfig, asked: TrainConfig, folder: Path) -> Train
     return asked
 
 
-def find_checkpoint(folder: Path, config: TrainConfig) -> tuple[Path, Progress] | None:
+def find_checkpoint(folder: Path, config: TrainConfig) -> tuple[Path, RunProgress] | None:
     """Return the last complete checkpoint; None if the run ended before its first, so that it begins again.
 
     Raises: ConfigError if it is of another model, or there is nothing left to do.
@@ -204,7 +204,7 @@ def find_checkpoint(folder: Path, config: TrainConfig) -> tuple[Path, Progress] 
     return newest, done
 
 
-def _newest_readable(found: Sequence[Path]) -> tuple[Path, Progress]:
+def _newest_readable(found: Sequence[Path]) -> tuple[Path, RunProgress]:
     """Return the newest that says how far it is; whether its tensors are whole is known when they are loaded."""
     for checkpoint in reversed(found[1:]):
         with contextlib.suppress(ConfigError):
@@ -234,7 +234,7 @@ def check_start(start: Start, config: TrainConfig) -> None:
         raise ConfigError(f"--init {config.init}: no such file or folder. Name safetensors weights.")
 
 
-def prepare_run(start: Start, config: TrainConfig) -> Run:
+def prepare_run(start: Start, config: TrainConfig) -> TrainRun:
     """Check everything on disk, then create or reopen the folder and its cached text.  Only rank 0 calls it."""
     start = _found_again(start, config)
     check_start(start, config)
@@ -250,7 +250,7 @@ def prepare_run(start: Start, config: TrainConfig) -> Run:
     except (OSError, ConfigError):
         discard_new(folder)
         raise
-    return Run(folder, config, facts, None, None)
+    return TrainRun(folder, config, facts, None, None)
 
 
 def discard_new(folder: Path) -> None:
@@ -288,12 +288,12 @@ def _found_again(start: Start, config: TrainConfig) -> Start:
     return replace(start, out=None, resume=start.out) if is_own else start
 
 
-def _reopen(folder: Path, config: TrainConfig) -> Run:
+def _reopen(folder: Path, config: TrainConfig) -> TrainRun:
     found = find_checkpoint(folder, config)
     facts = _text_again(folder, config)
     remove_unfinished(folder / "checkpoints")
     checkpoint, done = found or (None, None)
-    return Run(folder, config, facts, checkpoint, done)
+    return TrainRun(folder, config, facts, checkpoint, done)
 
 
 def _text_again(folder: Path, config: TrainConfig) -> TextFacts:
@@ -335,7 +335,7 @@ def new_folder(out: Path | None) -> Path:
     raise ConfigError(f"{stem} and 98 names like it exist already. Name a folder with --out.")
 
 
-def write_config(run: Run, num_ranks: int, num_parameters: int, version: str) -> None:
+def write_config(run: TrainRun, num_ranks: int, num_parameters: int, version: str) -> None:
     """Write config.json whole: readers see the old one or the new one."""
     known = read_json(run.folder, CONFIG)
     values = {

@@ -11,7 +11,7 @@ from typing import IO, Protocol
 from rich.table import Table
 
 from shardwise.recipes.progress import ProgressDisplay, StepReport
-from shardwise.recipes.run_folder import Run, drop_later_metrics
+from shardwise.recipes.run_folder import TrainRun, drop_later_metrics
 from shardwise.safe_files import open_append
 
 
@@ -132,7 +132,7 @@ class RunJournal:
         self._lines.write(json.dumps(values) + "\n")
 
 
-def open_lines(run: Run) -> IO[str]:
+def open_lines(run: TrainRun) -> IO[str]:
     """Open metrics.jsonl for appending, without the lines that the checkpoint does not know of."""
     drop_later_metrics(run.metrics, run.done.step if run.done else None)
     return open_append(run.folder, run.metrics.name)

@@ -18,7 +18,7 @@ from shardwise.planner.hardware import cublas_bytes
 from shardwise.planner.rank_memory import UPDATE, RankMemory
 from shardwise.planner.search import memory_over_step
 from shardwise.planner.setting import ROUTES, Setting
-from shardwise.planner.split import Split
+from shardwise.planner.split import TensorSplit
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig
 from shardwise.recipes.gpt import GPT, next_byte_loss
 from shardwise.recipes.held_bytes import HeldBytes, format_bytes
@@ -197,7 +197,7 @@ def planned_memory(config: TrainConfig, vocabulary: int, ranks: RunRanks, model:
     setting = setting_of(config, ranks.num_ranks, route)
     batch = config.batch // (ranks.num_data_ranks * config.accumulate)
     tokens = torch.empty((batch, config.model.context), dtype=torch.int64, device="meta")
-    split = Split(config.tp, HEADS) if config.tp > 1 else None
+    split = TensorSplit(config.tp, HEADS) if config.tp > 1 else None
     try:
         with torch.device("meta"):
             meant = planned_model(config, vocabulary)

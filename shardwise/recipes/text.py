@@ -36,7 +36,7 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests",
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class DataSplit:
     """Which sources are trained on and which only validated on; no byte is in both."""
 
     train: tuple[TextSource, ...]
@@ -136,7 +136,7 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def split_sources(sources: Sequence[TextSource]) -> Split:
+def split_sources(sources: Sequence[TextSource]) -> DataSplit:
     """Split by file, about a tenth of the bytes to validation; a single file is cut near its end.
 
     A dataset that has splits of its own is split as it says.
@@ -146,11 +146,11 @@ def split_sources(sources: Sequence[TextSource]) -> Split:
     """
     if any(source.part for source in sources):
         held_out = tuple(source for source in sources if source.part == "validation")
-        return Split(tuple(source for source in sources if source not in held_out), held_out)
+        return DataSplit(tuple(source for source in sources if source not in held_out), held_out)
     if len(sources) == 1:
         only = sources[0]
         cut = only.stop - max(1, int((only.stop - only.start) * VALIDATION_SHARE))
-        return Split((replace(only, stop=cut),), (replace(only, start=cut),))
+        return DataSplit((replace(only, stop=cut),), (replace(only, start=cut),))
     budget = VALIDATION_SHARE * sum(source.num_bytes for source in sources)
     chosen: set[int] = set()
     for index in sorted(range(len(sources)), key=lambda i: hashlib.sha256(os.fsencode(sources[i].name)).digest()):
@@ -159,13 +159,13 @@ def split_sources(sources: Sequence[TextSource]) -> Split:
             chosen.add(index)
     if not chosen:
         chosen = {min(range(len(sources)), key=lambda i: sources[i].num_bytes)}
-    return Split(
+    return DataSplit(
         tuple(source for i, source in enumerate(sources) if i not in chosen),
         tuple(source for i, source in enumerate(sources) if i in chosen),
     )
 
 
-def check_length(split: Split, context: int) -> None:
+def check_length(split: DataSplit, context: int) -> None:
     """Refuse plain text shorter than one window in either part; of other kinds that is known when they are read.
 
     Raises: ConfigError.
@@ -192,7 +192,7 @@ def _check_part(name: str, found: int, context: int, unit: str) -> None:
 _BYTES = Bytes()
 
 
-def write_cache(folder: Path, description: str, split: Split, vocabulary: Vocabulary = _BYTES) -> TextFacts:
+def write_cache(folder: Path, description: str, split: DataSplit, vocabulary: Vocabulary = _BYTES) -> TextFacts:
     """Write train.bin, validation.bin and facts.json (last, so a half-written cache is never read).
 
     Raises: ConfigError for a document that cannot be read.

@@ -19,8 +19,8 @@ from shardwise.recipes.progress import ProgressDisplay, memory_table
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.restart_log import Restart, StepFile, note_restart, read_restarts
 from shardwise.recipes.run_folder import (
-    Run,
     Start,
+    TrainRun,
     discard_new,
     lock_run,
     prepare_run,
@@ -145,7 +145,7 @@ def _say_restart(restart: Restart, trainer: Trainer, journal: RunLog) -> None:
     journal.say(f"restart {restart.number}: {restart.cause}; going on after step {run.start_step}")
 
 
-def _open_journal(run: Run, stack: ExitStack, step_file: Path | None) -> RunJournal:
+def _open_journal(run: TrainRun, stack: ExitStack, step_file: Path | None) -> RunJournal:
     from torch.utils.tensorboard import SummaryWriter  # only rank 0 needs it
 
     lines = stack.enter_context(open_lines(run))

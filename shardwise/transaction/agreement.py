@@ -16,7 +16,7 @@ from shardwise.black_box import EVERYBODY, Track, note
 from shardwise.comm.alive import Liveness
 from shardwise.comm.last_words import cited
 from shardwise.comm.links.link import default_transport
-from shardwise.comm.links.meet import Offer, meet
+from shardwise.comm.links.meet import TransportOffer, meet
 from shardwise.comm.links.segment import HEADER_BYTES
 from shardwise.comm.mending import break_off_all
 from shardwise.comm.sync import all_have_come
@@ -42,7 +42,7 @@ class Agreement:
         self.members = tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank()
         self.num_messages = 0
-        meeting = meet(group, Offer(default_transport(), HEADER_BYTES, "transaction"))
+        meeting = meet(group, TransportOffer(default_transport(), HEADER_BYTES, "transaction"))
         self._posts = meeting.posts
         shares = len(meeting.mates) == len(self.members)  # some of the ranks alone could not agree for all
         self._segments = meeting.segments if shares else ()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import torch_private
 from shardwise.comm.carve import carve_all
 from shardwise.units.param import UnitParam
-from shardwise.units.place import Place
+from shardwise.units.place import ParamStorage
 
 # Small sections are used again in the next step when nobody has kept a gradient: making tensors costs more than their
 # arithmetic.  Large ones come from the allocator, so that the memory of dropped gradients serves the next forward.
@@ -94,7 +94,7 @@ class GradientMemory:
         self._kept_bytes = kept_bytes
         self._kept: list[GradientSection] = []
 
-    def take(self, dtype: torch.dtype, place: Place) -> GradientSection:
+    def take(self, dtype: torch.dtype, place: ParamStorage) -> GradientSection:
         """Return a section where the shards of ``place`` live that nobody else uses, with undefined values."""
         for section in self._kept:
             if section.flat.dtype is dtype and section.flat.device == place.storage_device and section.take():

@@ -13,7 +13,7 @@ from shardwise import torch_private
 from shardwise.comm.carve import is_own
 from shardwise.comm.communicator import Pending, Scale
 from shardwise.comm.lanes import Lane, Lanes
-from shardwise.comm.marks import MOST_RANKS, Mark
+from shardwise.comm.marks import MOST_RANKS, ReductionChecksum
 from shardwise.layout import bucket as layout_bucket
 from shardwise.layout.bucket import Bucket
 from shardwise.plan.policy import UnitPolicy
@@ -21,7 +21,7 @@ from shardwise.units.gradient_memory import GradientSection, as_gradient
 from shardwise.units.group import ShardGroup
 from shardwise.units.local_gradients import Gradients, change_by_hooks
 from shardwise.units.param import UnitParam
-from shardwise.units.place import Place
+from shardwise.units.place import ParamStorage
 from shardwise.units.reduce_layout import ReduceLayout
 
 
@@ -57,11 +57,11 @@ class _Packing:
     reduced: ReduceLayout
     gradients: list[torch.Tensor]
     dtype: torch.dtype
-    place: Place
+    place: ParamStorage
     is_final: bool = False  # what comes out are the gradients that users see
     section: torch.Tensor | None = None
     number: int = 0
-    mark: Mark | None = None
+    mark: ReductionChecksum | None = None
     result: GradientSection | None = None
     is_dense: bool = False
     layout: Bucket = field(init=False)
@@ -111,7 +111,7 @@ class _Packing:
         section, num_spare = self.target(), self.reduced.places.num_spare
         end = section.storage_offset() + self.section_numel + num_spare
         if num_spare and section.untyped_storage().nbytes() == end * self.dtype.itemsize:
-            self.mark = Mark(section.as_strided((self.section_numel + 1,), (1,)), self.label, self.number)
+            self.mark = ReductionChecksum(section.as_strided((self.section_numel + 1,), (1,)), self.label, self.number)
 
     def deliver(self, section: torch.Tensor) -> None:
         target = self.target()
@@ -121,7 +121,7 @@ class _Packing:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ReductionTerms:
     """How the gradients of a unit are to be reduced.
 
     Attributes:
@@ -157,7 +157,7 @@ class Reduction:
         layout: ReduceLayout,
         gradients: list[torch.Tensor],
         dtype: torch.dtype,
-        terms: Terms,
+        terms: ReductionTerms,
         partial: Gradients,
     ) -> None:
         self.group = group
@@ -368,7 +368,7 @@ class Reduction:
 
 
 def launch_reductions(
-    group: ShardGroup, gradients: Gradients, terms: Terms, partial: Gradients, kept: Collection[UnitParam] = ()
+    group: ShardGroup, gradients: Gradients, terms: ReductionTerms, partial: Gradients, kept: Collection[UnitParam] = ()
 ) -> list[Reduction]:
     """Start the reduction of ``gradients``: one per dtype, parameters in the same order on every rank.
 

@@ -25,7 +25,7 @@ from shardwise.units.group_comm import GroupComm
 from shardwise.units.group_dtypes import Dtypes
 from shardwise.units.idle import mark_full
 from shardwise.units.param import UnitParam
-from shardwise.units.place import Place
+from shardwise.units.place import ParamStorage
 from shardwise.units.precision import MixedPrecisionPolicy
 from shardwise.units.reduce_layout import ReduceLayout
 from shardwise.units.shards import Delivery, Packing, Shards
@@ -58,7 +58,12 @@ class ShardGroup:
     """
 
     def __init__(
-        self, params: list[UnitParam], axes: MeshAxes, precision: MixedPrecisionPolicy, place: Place, keeps_plain: bool
+        self,
+        params: list[UnitParam],
+        axes: MeshAxes,
+        precision: MixedPrecisionPolicy,
+        place: ParamStorage,
+        keeps_plain: bool,
     ) -> None:
         self.params = params
         self.by_size = [params[index] for index in by_size([param.shard for param in params])]

@@ -15,7 +15,7 @@ from shardwise.units.precision import CPUOffloadPolicy, OffloadPolicy
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamStorage:
     """Where the parameters of a group live.
 
     Attributes:

@@ -19,7 +19,7 @@ from shardwise.layout.shard import Move, row_major
 from shardwise.units.flat_bucket import FlatBucket, SubBucket, view_of
 from shardwise.units.idle import FreedParameter, mark_freed
 from shardwise.units.param import UnitParam
-from shardwise.units.place import Place
+from shardwise.units.place import ParamStorage
 
 _GIVEN_BACK = (
     "This tensor shared memory with a full parameter, which shardwise has given back since: keep clone() of it, or read the "
@@ -129,7 +129,7 @@ def make_full_parameter(
 class Shards:
     """The sections of one placement of a unit's parameters, gathered and cut again by moves that are made once."""
 
-    def __init__(self, buckets: Sequence[FlatBucket | SubBucket], num_shards: int, place: Place) -> None:
+    def __init__(self, buckets: Sequence[FlatBucket | SubBucket], num_shards: int, place: ParamStorage) -> None:
         self.buckets = buckets
         self.num_shards = num_shards
         self._place = place
@@ -294,7 +294,7 @@ class Packing:
 
     pool: BufferPool | None = None
 
-    def __init__(self, buckets: list[FlatBucket], num_shards: int, place: Place) -> None:
+    def __init__(self, buckets: list[FlatBucket], num_shards: int, place: ParamStorage) -> None:
         self.buckets = sorted(buckets, key=lambda bucket: not bucket.travels)  # numbered as in what travels
         for bucket in self.buckets:
             bucket.stage()

@@ -12,7 +12,15 @@ from shardwise.comm.communicator import Scale
 from shardwise.plan.buckets import LEAST_BYTES, Sharing, bucket_bytes, split_unit
 from shardwise.units.early_buckets import EarlyBuckets
 from shardwise.units.gradient_memory import KEPT_BYTES
-from shardwise.units.gradients import Reduction, Terms, by_reduce_dtype, layout_of, num_spare_of, scale_of, widened
+from shardwise.units.gradients import (
+    Reduction,
+    ReductionTerms,
+    by_reduce_dtype,
+    layout_of,
+    num_spare_of,
+    scale_of,
+    widened,
+)
 from shardwise.units.group import ShardGroup
 from shardwise.units.local_gradients import Gradients
 from shardwise.units.param import UnitParam
@@ -38,7 +46,7 @@ class Brought:
     group: ShardGroup
     gradients: Gradients
     partial: Gradients
-    terms: Terms
+    terms: ReductionTerms
 
 
 def shares(group: ShardGroup) -> bool:

@@ -15,7 +15,7 @@ class Sharded:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class GatherSource:
     """The shards that something was gathered from.
 
     Attributes:
@@ -31,7 +31,7 @@ class Source:
 class Gathering:
     """All-gather launched; the full parameters may not be read yet."""
 
-    source: Source
+    source: GatherSource
     pending: tuple[Pending | None, ...]
 
 
@@ -39,14 +39,14 @@ class Gathering:
 class Unsharded:
     """The full parameters are registered."""
 
-    source: Source
+    source: GatherSource
 
 
 @dataclass(frozen=True, slots=True)
 class Subsharded:
     """Resharded to a smaller mesh after forward; the parameters on that mesh are registered."""
 
-    source: Source
+    source: GatherSource
 
 
 UnitState = Sharded | Gathering | Unsharded | Subsharded

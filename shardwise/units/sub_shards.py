@@ -9,11 +9,11 @@ from shardwise.layout.shard import ChunkShard
 from shardwise.units.axes import MeshAxes
 from shardwise.units.flat_bucket import FlatBucket, SubBucket
 from shardwise.units.idle import mark_sub
-from shardwise.units.place import Place
+from shardwise.units.place import ParamStorage
 from shardwise.units.placement import sub_parameter
 
 
-def cut_bucket(bucket: FlatBucket, full: torch.Tensor, axes: MeshAxes, place: Place) -> SubBucket:
+def cut_bucket(bucket: FlatBucket, full: torch.Tensor, axes: MeshAxes, place: ParamStorage) -> SubBucket:
     """Copy this rank's shards on the mesh of ``axes`` out of ``full``, the gathered bucket, and register them.
 
     Args:

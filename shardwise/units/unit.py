@@ -27,11 +27,20 @@ from shardwise.units.local_gradients import Gradients, take_gradients
 from shardwise.units.param import UnitParam
 from shardwise.units.precision import MixedPrecisionPolicy
 from shardwise.units.shared_buckets import sharing_of
-from shardwise.units.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, UnitState, Unsharded, check_move
+from shardwise.units.state import (
+    LEGAL_MOVES,
+    Gathering,
+    GatherSource,
+    Sharded,
+    Subsharded,
+    UnitState,
+    Unsharded,
+    check_move,
+)
 from shardwise.units.user_writes import UserWrites, Written
 
 
-class Host(Protocol):
+class StepCallbacks(Protocol):
     """Whoever carries out the steps of a unit."""
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
@@ -96,7 +105,7 @@ class Unit:
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.writes = UserWrites()
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.host_ref: Callable[[], Host | None] = _nobody
+        self.host_ref: Callable[[], StepCallbacks | None] = _nobody
 
     def adopt_modules(self, modules: Sequence[nn.Module]) -> None:
         """Be the unit of ``modules``, which own it."""
@@ -244,7 +253,7 @@ class Unit:
             if not concerns_others(error):
                 raise
             raise self._explained(error) from error
-        self._enter(Gathering(Source(version, span), tuple(launched)))
+        self._enter(Gathering(GatherSource(version, span), tuple(launched)))
         self.note(Op.UNSHARD, lambda: self.gather_staging)
         if listeners:
             end("unshard", self.name, self.gather_staging[0])
@@ -272,7 +281,7 @@ class Unit:
             num_params += len(group.params)
         if (num_trainable, num_params) != self.backward.counted:
             self.backward.expect(num_trainable, num_params)
-        self._enter(Unsharded(Source(state.source.version, span)))
+        self._enter(Unsharded(GatherSource(state.source.version, span)))
         self.note(Op.WAIT, lambda: (self.full_bytes, False))
         if listeners:
             end("wait", self.name, self.full_bytes)
@@ -425,7 +434,7 @@ class Unit:
             num_trainable = sum(group.mark_in_use(self.backward.hook) for group in self.groups)
             if num_trainable != self.backward.counted[0]:
                 self.backward.expect(num_trainable, self.backward.counted[1])
-            self.state = Unsharded(Source(state.source.version, span))
+            self.state = Unsharded(GatherSource(state.source.version, span))
         return True
 
     def take_writes(self, see: Callable[[Unit, Written], None] | None = None) -> None:

@@ -18,7 +18,7 @@ from shardwise.comm.buffers import BufferPool
 from shardwise.comm.carve import carve
 from shardwise.comm.owned import Owned, PendingReduce, reduce_to_owners
 from shardwise.errors import StateError
-from shardwise.layout.owners import Piece
+from shardwise.layout.owners import OwnedSlice
 from shardwise.optim.owned_gradient import GradientOwner, OwnedGradient, make_owned
 from shardwise.zero.local_pieces import LocalPiece, elements_of
 from shardwise.zero.share import Share
@@ -42,7 +42,7 @@ def is_whole(local_pieces: Sequence[LocalPiece]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Means:
+class AveragingContext:
     """What an averaging works with.
 
     Attributes:
@@ -57,7 +57,7 @@ class Means:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _SentGradient:
     """What ``.grad`` was when its gradient was sent, and what has been there since.
 
     ``before``: averaged earlier, to be added to.  ``left``: None, or what says that the average is on its way.
@@ -77,13 +77,13 @@ class Averaging:
         early: how many runs were sent before all gradients were there.
     """
 
-    means: Means
+    means: AveragingContext
     what: str
     early: int = 0
-    averages: dict[Piece, torch.Tensor] = field(default_factory=dict[Piece, torch.Tensor])
-    _sent: dict[int, _Sent] = field(default_factory=dict[int, _Sent])
-    _on_the_way: list[tuple[list[Piece], PendingReduce]] = field(
-        default_factory=list[tuple[list[Piece], PendingReduce]]
+    averages: dict[OwnedSlice, torch.Tensor] = field(default_factory=dict[OwnedSlice, torch.Tensor])
+    _sent: dict[int, _SentGradient] = field(default_factory=dict[int, _SentGradient])
+    _on_the_way: list[tuple[list[OwnedSlice], PendingReduce]] = field(
+        default_factory=list[tuple[list[OwnedSlice], PendingReduce]]
     )
 
     def presence(self) -> Presence:
@@ -160,7 +160,7 @@ class Averaging:
                 left.is_sent = True
             if before is not None:
                 before.fresh = None
-            self._sent[index] = _Sent(before, dtype, left)
+            self._sent[index] = _SentGradient(before, dtype, left)
             param.grad = left
 
     def _forget_dropped(self, indices: Sequence[int]) -> None:
@@ -175,7 +175,7 @@ class Averaging:
             for local in share.local_by_param[index]:
                 self.averages.pop(local.piece, None)
 
-    def _owned(self, piece: Piece) -> Owned:
+    def _owned(self, piece: OwnedSlice) -> Owned:
         param = self.means.share.params[piece.tensor]
         gradient = own_gradient(param)
         if gradient is None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.even import Box, boxes
-from shardwise.layout.owners import Piece
+from shardwise.layout.owners import OwnedSlice
 from shardwise.optim.checkpointed import Checkpoint, only_saved
 from shardwise.optim.forms import in_form, is_flat, options_of, unflattened
 from shardwise.optim.trial import states_after_zeros
@@ -153,7 +153,7 @@ def _inward(local: LocalPiece, _name: str, value: Any) -> Any:
     return value
 
 
-def _blank_state(local: LocalOptimizer) -> dict[Piece, StateOfParam]:
+def _blank_state(local: LocalOptimizer) -> dict[OwnedSlice, StateOfParam]:
     """Return state of the right names, shapes and dtypes for trainable pieces without any."""
     local.push_options()
     lacking = {

@@ -11,7 +11,7 @@ import torch
 from shardwise.comm.board import Board
 from shardwise.comm.owned import gather_objects, receive_tensor, send_tensor
 from shardwise.errors import ConfigError, LayoutError
-from shardwise.layout.owners import Piece
+from shardwise.layout.owners import OwnedSlice
 from shardwise.optim.forms import load_indexed
 from shardwise.optim.pieces import copied
 from shardwise.zero.checks import Partition
@@ -44,7 +44,7 @@ class Described:
 class PieceState:
     """State of one piece: per name a description of a tensor to come, or the value itself (scalars, objects)."""
 
-    piece: Piece
+    piece: OwnedSlice
     values: dict[str, Any]
 
 
@@ -132,13 +132,13 @@ def _check_groups(sizes: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> 
         )
 
 
-def _is_streamed(value: object, piece: Piece, kind: Partition) -> TypeGuard[torch.Tensor]:
+def _is_streamed(value: object, piece: OwnedSlice, kind: Partition) -> TypeGuard[torch.Tensor]:
     if type(value) is not torch.Tensor or value.dim() == 0:  # what has a form of its own travels as an object
         return False
     return kind == "whole" or tuple(value.shape) == (piece.numel,)
 
 
-def _describe(piece: Piece, state: Mapping[str, Any], kind: Partition) -> dict[str, Any]:
+def _describe(piece: OwnedSlice, state: Mapping[str, Any], kind: Partition) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in state.items():
         if _is_streamed(value, piece, kind):
@@ -173,7 +173,7 @@ def _share_of(local: LocalPiece, name: str, value: Any) -> Any:
     return elements_of(local.piece, local.param, value.detach()).clone()
 
 
-def _target(values: StateOfParam, name: str, value: Described, piece: Piece, share: Share) -> torch.Tensor:
+def _target(values: StateOfParam, name: str, value: Described, piece: OwnedSlice, share: Share) -> torch.Tensor:
     param = share.params[piece.tensor]
     device = torch.device("cpu") if value.on_cpu else param.device
     if share.partition == "whole":

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.comm.board import Board
 from shardwise.errors import StateError
-from shardwise.layout.owners import Piece
+from shardwise.layout.owners import OwnedSlice
 from shardwise.optim.clip import Limit
 from shardwise.optim.owned_gradient import GradientOwner, OwnedGradient, make_owned
 from shardwise.zero.averaging import Averaging, OwnerRef, Presence, is_whole
@@ -76,7 +76,7 @@ def mark_spent(share: Share, owner_ref: OwnerRef) -> None:
 
 
 @contextmanager
-def attached(share: Share, received: Mapping[Piece, torch.Tensor] | None = None) -> Generator[None, None, None]:
+def attached(share: Share, received: Mapping[OwnedSlice, torch.Tensor] | None = None) -> Generator[None, None, None]:
     """Give the tensors of the local optimizer plain gradients for a while.
 
     ``received``: from another rank, in place of this rank's.

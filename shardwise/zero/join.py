@@ -9,7 +9,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from shardwise.comm.board import Board
 from shardwise.comm.owned import ranks_that_are, receive_tensor, send_tensor
-from shardwise.layout.owners import Piece
+from shardwise.layout.owners import OwnedSlice
 from shardwise.zero.local_pieces import elements_of, flat_view
 from shardwise.zero.share import Share
 
@@ -32,7 +32,7 @@ class ZeroJoinHook(JoinHook):
         self._end()
 
 
-def share_gradients(share: Share, board: Board, is_active: bool, what: str) -> dict[Piece, torch.Tensor] | None:
+def share_gradients(share: Share, board: Board, is_active: bool, what: str) -> dict[OwnedSlice, torch.Tensor] | None:
     """Give ranks that have joined the gradients of their pieces, from the first active rank.  Collective.
 
     Returns what this rank has received; None on active ranks, which have gradients of their own.  DDP leaves a joined
@@ -42,7 +42,7 @@ def share_gradients(share: Share, board: Board, is_active: bool, what: str) -> d
     active = ranks_that_are(is_active, board, share.params[0].device, what)
     if not active:
         return None
-    received: dict[Piece, torch.Tensor] | None = None
+    received: dict[OwnedSlice, torch.Tensor] | None = None
     for rank in range(board.size):
         if rank in active:
             continue
@@ -67,8 +67,8 @@ def _send(share: Share, to: int, board: Board, what: str) -> None:
             send_tensor(elements.contiguous(), to, board, what)
 
 
-def _receive(share: Share, source: int, board: Board, what: str) -> dict[Piece, torch.Tensor]:
-    received: dict[Piece, torch.Tensor] = {}
+def _receive(share: Share, source: int, board: Board, what: str) -> dict[OwnedSlice, torch.Tensor]:
+    received: dict[OwnedSlice, torch.Tensor] = {}
     if not share.local_pieces:
         return received
     mask = torch.zeros(len(share.local_pieces), dtype=torch.uint8, device=share.params[0].device)

@@ -10,10 +10,10 @@ import torch
 
 from shardwise import torch_private
 from shardwise.comm.carve import are_neighbours, carve, is_own
-from shardwise.comm.owned import Owned, Place
+from shardwise.comm.owned import BufferOffset, Owned
 from shardwise.errors import LayoutError
 from shardwise.layout.even import even_pieces, runs_of
-from shardwise.layout.owners import Piece, add_loads, whole_pieces
+from shardwise.layout.owners import OwnedSlice, add_loads, whole_pieces
 from shardwise.zero.checks import Partition
 
 
@@ -25,7 +25,7 @@ class LocalPiece:
     "whole", else a 1-D leaf view of its memory (0-D for a 0-D parameter).
     """
 
-    piece: Piece
+    piece: OwnedSlice
     param: torch.Tensor
     tensor: torch.Tensor
 
@@ -37,24 +37,24 @@ class LocalPiece:
 
 def partition_groups(
     groups: Sequence[Mapping[str, Any]], kind: Partition, num_ranks: int
-) -> tuple[tuple[Piece, ...], ...]:
-    """Return the pieces of each group; ``Piece.tensor`` counts over all groups.
+) -> tuple[tuple[OwnedSlice, ...], ...]:
+    """Return the pieces of each group; ``OwnedSlice.tensor`` counts over all groups.
 
     Groups are dealt one after the other onto the loads of those before, so a group added later moves nothing.  What is
     cut evenly is cut run by run: all ranks have some of what travels at once, so that all of them send at all times.
     """
     loads: tuple[int, ...] = (0,) * num_ranks
     offset = 0
-    found: list[tuple[Piece, ...]] = []
+    found: list[tuple[OwnedSlice, ...]] = []
     for group in groups:
         numels = [tensor.numel() for tensor in group["params"]]
-        of_group: list[Piece] = []
+        of_group: list[OwnedSlice] = []
         for run in [range(len(numels))] if kind == "whole" else runs_of(numels, num_ranks):
             own = [numels[index] for index in run]
             pieces = (whole_pieces if kind == "whole" else even_pieces)(own, num_ranks, loads)
             loads = add_loads(loads, pieces)
             first = offset + run.start
-            of_group += [Piece(p.tensor + first, p.owner, p.start, p.stop) for p in pieces]
+            of_group += [OwnedSlice(p.tensor + first, p.owner, p.start, p.stop) for p in pieces]
         found.append(tuple(of_group))
         offset += len(numels)
     return tuple(found)
@@ -71,7 +71,7 @@ def runs_of_groups(groups: Sequence[Mapping[str, Any]], num_ranks: int) -> tuple
     return tuple(runs)
 
 
-def make_local(piece: Piece, param: torch.Tensor, kind: Partition) -> LocalPiece:
+def make_local(piece: OwnedSlice, param: torch.Tensor, kind: Partition) -> LocalPiece:
     """Return the piece with the tensor that the local optimizer updates."""
     if kind == "whole":
         return LocalPiece(piece, param, param)
@@ -80,7 +80,7 @@ def make_local(piece: Piece, param: torch.Tensor, kind: Partition) -> LocalPiece
     return LocalPiece(piece, param, view)
 
 
-def view_of(piece: Piece, param: torch.Tensor) -> torch.Tensor:
+def view_of(piece: OwnedSlice, param: torch.Tensor) -> torch.Tensor:
     """Return the elements of ``piece`` as a tensor on ``param``'s memory, 1-D (0-D for a 0-D parameter)."""
     if param.dim() == 0:
         return param.detach()
@@ -115,7 +115,7 @@ def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return tensor.permute(memory_order(param)).reshape(-1)
 
 
-def elements_of(piece: Piece, param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def elements_of(piece: OwnedSlice, param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of ``tensor`` (shape of ``param``) that belong to ``piece``, 1-D in the order of ``param``."""
     return flat_like(tensor, param)[piece.start : piece.stop]
 
@@ -128,9 +128,9 @@ def gradient_for(local: LocalPiece, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def owned_views(
-    pieces: Iterable[Piece],
+    pieces: Iterable[OwnedSlice],
     params: Sequence[torch.Tensor],
-    places: Mapping[int, Place] | None = None,
+    places: Mapping[int, BufferOffset] | None = None,
     moving: Sequence[bool] | None = None,
 ) -> list[Owned]:
     """Return 1-D views of the moving pieces (default: those that train), neighbours of one owner next to each other.
@@ -146,20 +146,20 @@ def owned_views(
     return sorted(found, key=lambda item: (item.owner, str(item.tensor.dtype), str(item.tensor.device)))
 
 
-def _place(piece: Piece, places: Mapping[int, Place] | None) -> Place | None:
+def _place(piece: OwnedSlice, places: Mapping[int, BufferOffset] | None) -> BufferOffset | None:
     if places is None:
         return None
-    place = places.get(piece.tensor, Place(-1 - piece.tensor, 0))  # not packed: next to nothing
-    return Place(place.buffer, place.offset + piece.start)
+    place = places.get(piece.tensor, BufferOffset(-1 - piece.tensor, 0))  # not packed: next to nothing
+    return BufferOffset(place.buffer, place.offset + piece.start)
 
 
 def pack_params(
-    pieces_of_groups: Sequence[Sequence[Piece]],
+    pieces_of_groups: Sequence[Sequence[OwnedSlice]],
     params: Sequence[torch.Tensor],
     kind: Partition,
     moving: Sequence[bool] | None = None,
     packed: Container[int] = (),
-) -> dict[int, Place]:
+) -> dict[int, BufferOffset]:
     """Lay parameters one after the other, so that a rank's pieces are neighbours; return where each is to lie.
 
     One buffer per owner (whole) or group (even), dtype and device.  A parameter whose memory somebody else may hold
@@ -180,11 +180,11 @@ def pack_params(
             members = buffers.setdefault(key, [])
             if piece.tensor not in members[-1:]:  # the pieces of one tensor come one after the other
                 members.append(piece.tensor)
-    places: dict[int, Place] = {}
+    places: dict[int, BufferOffset] = {}
     for number, members in enumerate(buffers.values()):
         offset = 0
         for index in members:
-            places[index] = Place(number, offset)
+            places[index] = BufferOffset(number, offset)
             offset += params[index].numel()
         _pack([params[index] for index in members])
     return places

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.owned import Broadcast, plan_broadcasts
-from shardwise.layout.owners import Piece
+from shardwise.layout.owners import OwnedSlice
 from shardwise.zero.checks import Partition, flatten_groups
 from shardwise.zero.local_pieces import (
     LocalPiece,
@@ -27,7 +27,7 @@ class Share:
     """The parameters of all ranks in pieces, and the pieces that are this rank's.
 
     Attributes:
-        params: in the order of the groups; ``Piece.tensor`` is an index into them.
+        params: in the order of the groups; ``OwnedSlice.tensor`` is an index into them.
         by_param: the pieces of each parameter.
         runs: the numbers of the parameters that travel together, in their order.
     """
@@ -36,18 +36,18 @@ class Share:
     partition: Partition
     num_ranks: int
     rank: int
-    pieces_of_groups: tuple[tuple[Piece, ...], ...]
+    pieces_of_groups: tuple[tuple[OwnedSlice, ...], ...]
     local_pieces: tuple[LocalPiece, ...]
-    by_param: tuple[tuple[Piece, ...], ...]
+    by_param: tuple[tuple[OwnedSlice, ...], ...]
     local_by_param: tuple[tuple[LocalPiece, ...], ...]
     runs: tuple[tuple[int, ...], ...]
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[OwnedSlice]:
         """All ranks' pieces, in the order of the groups."""
         return [piece for pieces in self.pieces_of_groups for piece in pieces]
 
-    def pieces_of(self, indices: Iterable[int]) -> list[Piece]:
+    def pieces_of(self, indices: Iterable[int]) -> list[OwnedSlice]:
         """Return all ranks' pieces of these parameters, in the order of :attr:`params`."""
         return [piece for index in sorted(indices) for piece in self.by_param[index]]
 
@@ -68,7 +68,7 @@ def make_share(
     params = flatten_groups(groups)
     pieces_of_groups = partition_groups(groups, partition, num_ranks)
     known = {local.piece: local for local in former.local_pieces} if former is not None else {}
-    by_param: list[list[Piece]] = [[] for _ in params]
+    by_param: list[list[OwnedSlice]] = [[] for _ in params]
     local_by_param: list[list[LocalPiece]] = [[] for _ in params]
     local_pieces: list[LocalPiece] = []
     for piece in (piece for pieces in pieces_of_groups for piece in pieces):
@@ -156,6 +156,6 @@ def make_layout(share: Share, packs: bool, packed: frozenset[int] = frozenset())
 
 
 def _plan(
-    share: Share, pieces: Iterable[Piece], moving: Sequence[bool], places: Mapping[int, Any]
+    share: Share, pieces: Iterable[OwnedSlice], moving: Sequence[bool], places: Mapping[int, Any]
 ) -> tuple[Broadcast, ...]:
     return plan_broadcasts(owned_views(pieces, share.params, places, moving))

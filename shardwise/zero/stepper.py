@@ -17,9 +17,9 @@ from shardwise.comm.buffers import BufferPool
 from shardwise.comm.matrices import sum_of
 from shardwise.comm.owned import PendingBroadcast, launch_broadcasts
 from shardwise.errors import DesyncError, StateError
-from shardwise.layout.owners import Piece
+from shardwise.layout.owners import OwnedSlice
 from shardwise.zero.arrivals import Arrivals
-from shardwise.zero.averaging import Averaging, EarlySends, Means
+from shardwise.zero.averaging import Averaging, AveragingContext, EarlySends
 from shardwise.zero.checks import describe_params
 from shardwise.zero.consolidate import Consolidated, consolidate
 from shardwise.zero.gradients import KnownGradients, attached
@@ -233,7 +233,7 @@ class ShareStepper:
         self,
         closure: Callable[[], float] | None,
         kwargs: Mapping[str, Any],
-        received: Mapping[Piece, torch.Tensor] | None,
+        received: Mapping[OwnedSlice, torch.Tensor] | None,
     ) -> Any:
         if closure is None:
             with attached(self.share, received):
@@ -277,7 +277,7 @@ class ShareStepper:
 
     def _open_averaging(self) -> Averaging:
         if self._averaging is None:
-            means = Means(self.share, self.board, self.staging, weakref.ref(self))
+            means = AveragingContext(self.share, self.board, self.staging, weakref.ref(self))
             self._averaging = Averaging(means, f"reduce_gradients() for step {self.num_steps + 1}")
         return self._averaging
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from shardwise import ConfigError
 from shardwise.recipes import loop, report
-from shardwise.recipes.checkpoints import Progress
+from shardwise.recipes.checkpoints import RunProgress
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Start
@@ -52,7 +52,7 @@ def _save_in_the_old_form(trainer: loop.Trainer, done: int) -> None:
     )
     state = {"model": model, "optimizer": optimizer, "random": {"cpu": torch.get_rng_state()}}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
-    progress = Progress(done, done * trainer.config.batch, trainer.config.model, trainer.num_parameters)
+    progress = RunProgress(done, done * trainer.config.batch, trainer.config.model, trainer.num_parameters)
     if dist.get_rank() == 0:
         (folder / "state.json").write_text(json.dumps({"format": 1, **dataclasses.asdict(progress)}))
 

@@ -28,7 +28,7 @@ from shardwise.units.backward import Stage
 from shardwise.units.flat_bucket import Allocator, FlatBucket, Memory
 from shardwise.units.gradients import Reduction
 from shardwise.units.param import Slot, UnitParam
-from shardwise.units.place import Place
+from shardwise.units.place import ParamStorage
 from shardwise.units.unit import Unit
 from shardwise.units.user_writes import UserWrites
 from shardwise.zero import checks, join, overlap, stepper
@@ -112,19 +112,19 @@ def _write_names_into_groups() -> None:
 
 
 def _send_nothing() -> None:
-    make, make_bucket = Reduction.__init__, Place.bucket
+    make, make_bucket = Reduction.__init__, ParamStorage.bucket
 
     def made(self: Reduction, *args: Any, **options: Any) -> None:
         make(self, *args, **options)
         self.has_elements = True
 
-    def bucket(self: Place, params: list[UnitParam], full_dtype: torch.dtype, is_collective: bool) -> FlatBucket:
+    def bucket(self: ParamStorage, params: list[UnitParam], full_dtype: torch.dtype, is_collective: bool) -> FlatBucket:
         found = make_bucket(self, params, full_dtype, is_collective)
         found.travels |= is_collective
         return found
 
     cast(Any, Reduction).__init__ = made
-    cast(Any, Place).bucket = bucket
+    cast(Any, ParamStorage).bucket = bucket
 
 
 def _take_what_nobody_averaged() -> None:

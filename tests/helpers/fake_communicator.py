@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.communicator import Contents, GatherEnds, Scale, ScatterEnds
+from shardwise.comm.communicator import GatherEnds, Scale, ScatterEnds, SectionContents
 
 
 class Launched:
@@ -55,6 +55,6 @@ class FakeCommunicator:
         section = self._sum([each.chunk(self.size)[self.rank] for each in self._from_all(packed)], scale)
         return Launched(lambda: pieces.deliver(section))
 
-    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: Contents | None = None) -> Launched:
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SectionContents | None = None) -> Launched:
         total = self._sum(self._from_all(tensor), scale)
         return Launched(lambda: tensor.copy_(total))

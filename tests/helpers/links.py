@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from shardwise.comm.links.host import HostLink
-from shardwise.comm.links.mates import Host
+from shardwise.comm.links.mates import HostGroup
 from shardwise.comm.links.segment import HEADER_BYTES, Segment
 
 SEGMENT_BYTES = HEADER_BYTES + 4096
@@ -24,5 +24,5 @@ def make_links(
     segments = tuple(Segment.create(SEGMENT_BYTES) for _ in found)
     ranks = range(len(found))
     named = tuple(members or ranks)
-    hosts = [Host(segments, found, rank, ranks, named, lambda rank, number: []) for rank in ranks]
+    hosts = [HostGroup(segments, found, rank, ranks, named, lambda rank, number: []) for rank in ranks]
     return [HostLink(host, HEADER_BYTES, 64, timeout_s, SUM_SLOT_BYTES) for host in hosts]

@@ -23,8 +23,8 @@ from shardwise.comm.links.host import HostLink, outbox_bytes
 from shardwise.comm.links.in_place_sums import sums_bytes
 from shardwise.comm.links.inboxes import NUM_INBOXES, Inboxes
 from shardwise.comm.links.link import Link
-from shardwise.comm.links.mates import Host
-from shardwise.comm.links.meet import Offer, meet, read_posts
+from shardwise.comm.links.mates import HostGroup
+from shardwise.comm.links.meet import TransportOffer, meet, read_posts
 from shardwise.comm.links.routes import RoutedCommunicator, Spans
 from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
 from shardwise.comm.links.send_recv import PeerLink
@@ -119,7 +119,7 @@ def _messages(way: Way) -> Link | None:
 
 def _shared_memory(way: Way, per_host: int | None = None) -> Link | None:
     with on_host(str(way.rank // (per_host or way.size))):
-        outcome = meet(way.group, Offer("auto", INBOXES + NUM_INBOXES * way.size * SLOT_BYTES, "contract"))
+        outcome = meet(way.group, TransportOffer("auto", INBOXES + NUM_INBOXES * way.size * SLOT_BYTES, "contract"))
     assert outcome.mates, "ranks of one host share memory"
     said: list[list[ArenaPlace]] = [[]]
 
@@ -130,7 +130,7 @@ def _shared_memory(way: Way, per_host: int | None = None) -> Link | None:
         return [ArenaPlace(Segment.open(SegmentAddress(*row[:4])), row[4]) for row in rows]
 
     mates = outcome.mates
-    host = Host(outcome.segments, outcome.pids, mates.index(way.rank), mates, outcome.posts.members, places_of)
+    host = HostGroup(outcome.segments, outcome.pids, mates.index(way.rank), mates, outcome.posts.members, places_of)
     link = HostLink(host, HEADER_BYTES, SLOT_BYTES, 20.0, SUM_SLOT_BYTES)
 
     def say_where(ends: Sequence[Ends]) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardwise import TransportError, black_box
 from shardwise.comm import device_watch
 from shardwise.comm.alive import announce, say_left
-from shardwise.comm.device_watch import DeviceWatch, Progress, raise_in
+from shardwise.comm.device_watch import DeviceWatch, StreamProgress, raise_in
 from shardwise.comm.last_words import put
 
 
@@ -111,7 +111,7 @@ class FakeStream:
 
 def test_a_stream_that_goes_on_is_not_stuck_however_much_it_is_given() -> None:
     stream = FakeStream()
-    stuck_s = Progress(cast(Any, stream))
+    stuck_s = StreamProgress(cast(Any, stream))
     for _ in range(6):
         stream.given += 2
         assert stuck_s() < 0.1

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.comm.marks import MOST_RANKS, Mark
+from shardwise.comm.marks import MOST_RANKS, ReductionChecksum
 
 
 def summed(numbers: list[int], scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return what an all-reduce gives of sections whose ranks have come to these numbers."""
     total = torch.zeros(4, dtype=dtype)
     for number in numbers:
-        total += Mark(torch.zeros(4, dtype=dtype), "blocks.0.weight", number).put()
+        total += ReductionChecksum(torch.zeros(4, dtype=dtype), "blocks.0.weight", number).put()
     return total * scale
 
 
@@ -21,7 +21,7 @@ def summed(numbers: list[int], scale: float, dtype: torch.dtype = torch.float32)
 def test_ranks_that_sum_the_same_are_heard_of_by_nobody(size: int, divisor: float) -> None:
     for number in range(40):
         whole = summed([number] * size, 1 / divisor)
-        Mark(whole, "blocks.0.weight", number).check(1 / divisor, range(size), 0)
+        ReductionChecksum(whole, "blocks.0.weight", number).check(1 / divisor, range(size), 0)
 
 
 @pytest.mark.parametrize("size", [2, 3, 7, MOST_RANKS])
@@ -31,11 +31,11 @@ def test_one_rank_that_is_a_sum_ahead_is_noticed_by_all(size: int) -> None:
         for rank in (0, size - 1):
             whole = summed(numbers, 1 / size)
             with pytest.raises(RuntimeError, match=f"rank {rank} sums gradients of blocks.0.weight with its replicas"):
-                Mark(whole, "blocks.0.weight", numbers[rank]).check(1 / size, range(size), rank)
+                ReductionChecksum(whole, "blocks.0.weight", numbers[rank]).check(1 / size, range(size), rank)
 
 
 def test_sums_of_other_parameters_are_noticed_and_the_replicas_named() -> None:
-    mine, other = (Mark(torch.zeros(3), label, 0) for label in ("a", "b"))
+    mine, other = (ReductionChecksum(torch.zeros(3), label, 0) for label in ("a", "b"))
     whole = mine.put() + other.put()
     with pytest.raises(RuntimeError, match="with its replicas, rank 6, as number 1"):
-        Mark(whole, "a", 0).check(1.0, (4, 6), 4)
+        ReductionChecksum(whole, "a", 0).check(1.0, (4, 6), 4)

@@ -16,7 +16,7 @@ from shardwise import ConfigError, fully_shard
 from shardwise.cli.main import main
 from shardwise.plan.visits import Edge
 from shardwise.planner.dry_run import dry_run
-from shardwise.planner.profile import Mark
+from shardwise.planner.profile import StepMark
 from shardwise.planner.setting import UNIT_DOORS, Setting
 from shardwise.recipes.config import PRESETS
 from shardwise.recipes.gpt import GPT
@@ -30,7 +30,7 @@ def blocks(width: int = 32) -> nn.Module:
 def test_what_is_kept_for_backward_is_what_autograd_keeps() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
     profile = dry_run(model, [torch.empty(100, 64)], lambda m, x: m(x).sum()).profile
-    end = next(each for each in profile.stretches if each.mark == Mark(Edge.EXIT_FORWARD))
+    end = next(each for each in profile.stretches if each.mark == StepMark(Edge.EXIT_FORWARD))
     hidden, output = 4 * 6400, 4 * 6400  # of ReLU and what is before it one tensor stays
     assert profile.stretches[profile.stretches.index(end) - 1].left_bytes == hidden + output
 

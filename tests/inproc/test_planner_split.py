@@ -21,7 +21,7 @@ from shardwise.planner.hardware import HARDWARE
 from shardwise.planner.paste import code_of
 from shardwise.planner.search import Choices, evaluate
 from shardwise.planner.setting import Setting
-from shardwise.planner.split import Split
+from shardwise.planner.split import TensorSplit
 from shardwise.testing.models import Block
 
 WIDTH, INNER, BATCH, COUNT = 32, 128, 16, 3
@@ -36,7 +36,7 @@ def blocks() -> nn.Module:
 
 def profile(ranks: int, **how: Any) -> Any:
     return dry_run(
-        blocks(), [torch.empty(BATCH, WIDTH)], split=Split(ranks, HALVES) if ranks > 1 else None, **how
+        blocks(), [torch.empty(BATCH, WIDTH)], split=TensorSplit(ranks, HALVES) if ranks > 1 else None, **how
     ).profile
 
 
@@ -129,7 +129,7 @@ def test_a_split_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="takes no tensors that are split"):
         Setting(door="gradients", ranks=2, tensor=2)
     with pytest.raises(ConfigError, match="tensor_plan names mlp.up, which 0 .Block. has not"):
-        dry_run(blocks(), [torch.empty(4, WIDTH)], split=Split(2, {"mlp.up": ColwiseParallel()}))
+        dry_run(blocks(), [torch.empty(4, WIDTH)], split=TensorSplit(2, {"mlp.up": ColwiseParallel()}))
 
 
 def test_what_fits_nowhere_may_fit_when_it_is_split() -> None:

@@ -20,7 +20,7 @@ from shardwise.comm.communicator import Scale
 from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.host import HostLink, outbox_bytes
 from shardwise.comm.links.inboxes import NUM_INBOXES, Inboxes
-from shardwise.comm.links.mates import Host
+from shardwise.comm.links.mates import HostGroup
 from shardwise.comm.links.segment import HEADER_BYTES, Segment
 from shardwise.comm.links.send_recv import PeerLink
 from shardwise.comm.links.tiers import TieredLink, column_of
@@ -57,7 +57,9 @@ def make_ranks(hosts: int, per_host: int) -> list[Rank]:
         place, first = rank % per_host, rank - rank % per_host
         mates = range(first, first + per_host)
         own = tuple(segments[mate] for mate in mates)
-        host = Host(own, (os.getpid(),) * per_host, place, mates, tuple(range(size)), lambda rank, number: places[rank])
+        host = HostGroup(
+            own, (os.getpid(),) * per_host, place, mates, tuple(range(size)), lambda rank, number: places[rank]
+        )
         pool: BufferPool = BufferPool(torch.device("cpu"))
         group: Any = FakeGroup(wires, rank, size)
         between = PeerLink(group, pool, column_of(rank, per_host, size), tuple(range(size)))

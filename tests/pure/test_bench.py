@@ -25,7 +25,7 @@ from shardwise.cli.bench_args import BenchRequest, read_bench_request
 from shardwise.cli.main import build_parser, main
 from shardwise.recipes.bench.chart import COLORS, draw_chart
 from shardwise.recipes.bench.contenders import CONTENDERS, choose_names
-from shardwise.recipes.bench.figures import LOSS_TOLERANCE, RankMemory, Row, find_wrong_losses, largest, make_rows
+from shardwise.recipes.bench.figures import LOSS_TOLERANCE, MeasuredMemory, Row, find_wrong_losses, largest, make_rows
 from shardwise.recipes.bench.fit import check_fit, held_bytes
 from shardwise.recipes.bench.probe import (
     PeakSampler,
@@ -159,7 +159,7 @@ class Named:
     transport: str = "auto"
 
 
-MEMORY = RankMemory(2 << 20, 1 << 20, 30 << 20, 20 << 20, 1 << 20, 7, 5 << 20)
+MEMORY = MeasuredMemory(2 << 20, 1 << 20, 30 << 20, 20 << 20, 1 << 20, 7, 5 << 20)
 
 
 def _rows(memory: bool = True, names: tuple[str, ...] = ("local", "FSDP2", "shardwise full")) -> list[Row]:
@@ -197,9 +197,9 @@ def test_the_median_lies_between_the_quartiles(seconds: list[float]) -> None:
 
 
 def test_a_figure_that_one_rank_lacks_is_none() -> None:
-    other = RankMemory(None, 9 << 20, None, None, None, 3, None)
+    other = MeasuredMemory(None, 9 << 20, None, None, None, 3, None)
     found = largest([MEMORY, other])
-    assert found == RankMemory(None, 9 << 20, None, None, None, 7, None)
+    assert found == MeasuredMemory(None, 9 << 20, None, None, None, 7, None)
 
 
 @pytest.mark.parametrize("loss", [4.5 + 2e-3, 4.5 - 2e-3, math.nan, math.inf])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.plan.buckets import LEAST_BYTES, Sharing, UnitBucket, bucket_bytes, form_buckets, split_unit
-from shardwise.plan.visits import Edge, Order, Visit
+from shardwise.plan.visits import Edge, ExecutionOrder, Visit
 
 LIMIT = 100
 UNITS = st.integers(1, 12)
@@ -16,26 +16,26 @@ SHARING = st.none() | st.builds(Sharing, st.sampled_from("ab"), st.integers(1, 2
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[Order, list[Sharing | None]]:
+def steps(draw: st.DrawFn) -> tuple[ExecutionOrder, list[Sharing | None]]:
     """A step that uses some units, some of them twice, and whose backward ends some of these in any order."""
     num = draw(UNITS)
     used = draw(st.lists(st.integers(0, num - 1), max_size=2 * num))
     ended = draw(st.permutations([unit for unit in dict.fromkeys(used) if draw(st.booleans())]))
     visits = [Visit(unit, Edge.ENTER_FORWARD) for unit in used] + [Visit(unit, Edge.EXIT_BACKWARD) for unit in ended]
-    return Order(tuple(visits)), draw(st.lists(SHARING, min_size=num, max_size=num))
+    return ExecutionOrder(tuple(visits)), draw(st.lists(SHARING, min_size=num, max_size=num))
 
 
 def units_of(buckets: Sequence[UnitBucket]) -> list[int]:
     return [unit for bucket in buckets for unit in bucket.units]
 
 
-def entered(order: Order) -> list[int]:
+def entered(order: ExecutionOrder) -> list[int]:
     return list(dict.fromkeys(visit.unit for visit in order.visits if visit.edge is Edge.ENTER_FORWARD))
 
 
 @given(steps())
 def test_every_unit_that_forward_uses_and_that_may_share_is_in_one_bucket(
-    step: tuple[Order, list[Sharing | None]],
+    step: tuple[ExecutionOrder, list[Sharing | None]],
 ) -> None:
     order, sharing = step
     expected = [unit for unit in entered(order) if sharing[unit] is not None]
@@ -44,7 +44,7 @@ def test_every_unit_that_forward_uses_and_that_may_share_is_in_one_bucket(
 
 @given(steps())
 def test_units_of_a_bucket_have_one_key_and_come_in_the_opposite_order_of_their_first_use(
-    step: tuple[Order, list[Sharing | None]],
+    step: tuple[ExecutionOrder, list[Sharing | None]],
 ) -> None:
     order, sharing = step
     place = {unit: at for at, unit in enumerate(entered(order))}
@@ -56,7 +56,7 @@ def test_units_of_a_bucket_have_one_key_and_come_in_the_opposite_order_of_their_
 
 @given(steps())
 def test_a_bucket_is_full_with_its_last_unit_and_not_before_and_one_of_a_key_is_not_full(
-    step: tuple[Order, list[Sharing | None]],
+    step: tuple[ExecutionOrder, list[Sharing | None]],
 ) -> None:
     order, sharing = step
     not_full: list[object] = []
@@ -70,16 +70,16 @@ def test_a_bucket_is_full_with_its_last_unit_and_not_before_and_one_of_a_key_is_
 
 
 @given(steps())
-def test_who_shares_with_whom_follows_from_the_forward_alone(step: tuple[Order, list[Sharing | None]]) -> None:
+def test_who_shares_with_whom_follows_from_the_forward_alone(step: tuple[ExecutionOrder, list[Sharing | None]]) -> None:
     order, sharing = step
-    found, first = (form_buckets(each, sharing) for each in (order, Order(order.forward)))
+    found, first = (form_buckets(each, sharing) for each in (order, ExecutionOrder(order.forward)))
     assert {bucket.units for bucket in found} == {bucket.units for bucket in first}
     assert all(bucket.awaited == bucket.units for bucket in first)
 
 
 @given(steps())
 def test_buckets_are_sent_as_backward_has_ended_them_and_wait_for_nothing_else(
-    step: tuple[Order, list[Sharing | None]],
+    step: tuple[ExecutionOrder, list[Sharing | None]],
 ) -> None:
     order, sharing = step
     ends = [visit.unit for visit in order.visits if visit.edge is Edge.EXIT_BACKWARD]

@@ -11,7 +11,7 @@ from helpers.fake_disk import FakeDisk
 from shardwise.checkpoint.dtypes import bytes_of
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import clean, keep_last, list_checkpoints
-from shardwise.checkpoint.order import Order
+from shardwise.checkpoint.order import LoadRequests
 from shardwise.checkpoint.plan import Held, Window, share_out
 from shardwise.checkpoint.reader import read_manifest, read_requests, verify
 from shardwise.checkpoint.writer import SaveId, make_manifest, write_manifest, write_part
@@ -52,7 +52,7 @@ def states(disk: Files) -> dict[int, float]:
     for checkpoint in list_checkpoints(disk, FOLDER):
         assert verify(disk, checkpoint.path) == []
         manifest = read_manifest(disk, checkpoint.path)
-        order = Order(manifest)
+        order = LoadRequests(manifest)
         tensor = order.whole("model/a")
         read_requests(disk, checkpoint.path, manifest, order.requests)
         assert torch.equal(tensor, torch.full((ROWS, 4), float(manifest.values["value"])))

@@ -11,7 +11,7 @@ from helpers.fake_disk import FakeDisk
 
 from shardwise.checkpoint.dtypes import bytes_of
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.order import Order
+from shardwise.checkpoint.order import LoadRequests
 from shardwise.checkpoint.plan import Held, Window, share_out
 from shardwise.checkpoint.reader import read_requests, verify
 from shardwise.checkpoint.writer import SaveId, make_manifest, write_manifest, write_part
@@ -69,7 +69,7 @@ def test_any_cut_is_read_from_any_other(shape: Shape, saved_dim: int, dim: int) 
         assert verify(disk, FOLDER / "step-00000003") == []
         for size in (1, 2, 5):
             for rank in range(size):
-                order = Order(manifest)
+                order = LoadRequests(manifest)
                 wanted = [(name, _shards(shape, dim, size)[rank]) for name in tensors]
                 targets = [order.windows(name, shape, [window]) for name, window in wanted]
                 read_requests(disk, FOLDER / "step-00000003", manifest, order.requests)
@@ -85,7 +85,7 @@ def test_a_rank_reads_the_blocks_of_its_rows_alone() -> None:
     manifest = _save(disk, tensors, 0, 2)
     for size in (1, 2, 4, 8):
         for rank in range(size):
-            order = Order(manifest)
+            order = LoadRequests(manifest)
             order.windows("t", (4096, 8), [_shards((4096, 8), 0, size)[rank]])
             count = read_requests(disk, FOLDER / "step-00000003", manifest, order.requests)
             files = 2 if size == 1 else 1
@@ -107,7 +107,7 @@ def test_no_byte_of_a_block_that_was_not_compared_is_handed_out() -> None:
         data = disk.inodes[inode].data
         place = chance.randrange(len(data))
         data[place] ^= 1 << chance.randrange(8)
-        order = Order(manifest)
+        order = LoadRequests(manifest)
         for tensor in tensors:
             order.windows(tensor, (60, 3), [Window((0, 0), (60, 3))])
         with pytest.raises(
@@ -133,7 +133,7 @@ def test_a_file_of_another_save_is_named_as_that() -> None:
         assert inode is not None
         data = disk.inodes[inode].data
         data[:] = data.replace(SAVE.save_id.encode(), b"cd" * 16)
-    order = Order(manifest)
+    order = LoadRequests(manifest)
     order.windows("t", (60, 3), [Window((0, 0), (60, 3))])
     with pytest.raises(DamagedCheckpointError, match=f"belongs to save {'cd' * 16}, expected {SAVE.save_id}"):
         read_requests(disk, path, manifest, order.requests)

@@ -12,7 +12,7 @@ import pytest
 
 import shardwise
 from shardwise.cli import host_facts
-from shardwise.cli.host_facts import HostFacts, Offer, look_at_host, why_no_shared_memory
+from shardwise.cli.host_facts import HostFacts, HostFeature, look_at_host, why_no_shared_memory
 from shardwise.cli.info import in_lines
 from shardwise.cli.main import main
 from shardwise.one_host import host_memory_bytes, usable_cores
@@ -54,8 +54,8 @@ def test_info_prints_every_fact_as_text_and_as_json(capsys: pytest.CaptureFixtur
 
 def test_what_cannot_be_used_says_why() -> None:
     facts = HostFacts(
-        software={"torch": "2"}, backends={"nccl": Offer("2.1", "torch finds no GPU"), "gloo": Offer()}, devices=(),
-        cores={"cores": "2"}, transports={"messages": Offer("CPU ranks")}, packages={"numpy": "2"}, environment={},
+        software={"torch": "2"}, backends={"nccl": HostFeature("2.1", "torch finds no GPU"), "gloo": HostFeature()}, devices=(),
+        cores={"cores": "2"}, transports={"messages": HostFeature("CPU ranks")}, packages={"numpy": "2"}, environment={},
     )  # fmt: skip
     lines = list(in_lines(facts))
     assert "  nccl  no (2.1): torch finds no GPU" in lines

@@ -11,10 +11,10 @@ import torch
 from shardwise import ConfigError
 from shardwise.recipes.config import NUM_BYTES, SHARDS, ModelShape, TrainConfig, check_ranks
 from shardwise.recipes.gpt import build_gpt, next_byte_loss
-from shardwise.recipes.least_bytes import LeastBytes, Room, check_room, count_gpt_parameters, least_bytes
+from shardwise.recipes.least_bytes import LeastBytes, MemoryLimit, check_room, count_gpt_parameters, least_bytes
 
 SHAPE = ModelShape(layers=3, width=32, heads=4, context=16)
-CPU = Room(1_000_000, None, "a rank has 1 MB")
+CPU = MemoryLimit(1_000_000, None, "a rank has 1 MB")
 
 
 @pytest.mark.parametrize("shape", [SHAPE, ModelShape(1, 8, 1, 5)])
@@ -63,7 +63,7 @@ def test_state_is_that_of_the_door() -> None:
     }  # fmt: skip
 
 
-def _advice(config: TrainConfig, num_ranks: int, room: Room) -> dict[str, int]:
+def _advice(config: TrainConfig, num_ranks: int, room: MemoryLimit) -> dict[str, int]:
     with pytest.raises(ConfigError) as caught:
         check_room(config, num_ranks, room)
     return {
@@ -89,11 +89,11 @@ def test_shards_that_are_offloaded_are_held_by_the_host() -> None:
     config = TrainConfig(model=SHAPE, batch=1, offload=True)
     state = least_bytes(config, 1).state
     least = least_bytes(config, 1).per_sequence
-    check_room(config, 1, Room(least, state, "a GPU"))
+    check_room(config, 1, MemoryLimit(least, state, "a GPU"))
     with pytest.raises(ConfigError, match="parameters with their gradients"):
-        check_room(config, 1, Room(10 * state, state - 1, "a GPU"))
+        check_room(config, 1, MemoryLimit(10 * state, state - 1, "a GPU"))
     with pytest.raises(ConfigError, match="Not even one fits"):
-        check_room(config, 1, Room(least - 1, state, "a GPU"))
+        check_room(config, 1, MemoryLimit(least - 1, state, "a GPU"))
 
 
 def test_a_model_over_more_tokens_needs_more() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise import ConfigError, ShardedOptimizer
 from shardwise.optim.elementwise import MANY_LAYOUTS, ElementwiseStep
-from shardwise.optim.flat import Found, can_merge, find_joins, in_memory_order, make_run, merge_states, split_state
+from shardwise.optim.flat import LiveSlice, can_merge, find_joins, in_memory_order, make_run, merge_states, split_state
 from shardwise.optim.forms import in_form, is_flat, unflattened
 from shardwise.optim.named_state import ByName, NamedGroup
 from shardwise.optim.pieces import pieces_of
@@ -20,9 +20,9 @@ def _windows(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[torch
     return list(torch.arange(float(sum(sizes))).to(dtype).split(sizes))
 
 
-def _found(locals_: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> list[Found]:
+def _found(locals_: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> list[LiveSlice]:
     return [
-        Found(pieces_of(str(i), local)[0], local, gradient)
+        LiveSlice(pieces_of(str(i), local)[0], local, gradient)
         for i, (local, gradient) in enumerate(zip(locals_, gradients, strict=True))
     ]
 

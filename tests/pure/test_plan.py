@@ -14,12 +14,12 @@ from shardwise import StateError
 from shardwise.events import Call, Op
 from shardwise.plan.memory import peak_bytes, unsharded_bytes
 from shardwise.plan.policy import UnitPolicy
-from shardwise.plan.prefetch import Room, UnitFacts, plan_step
-from shardwise.plan.visits import Edge, Order, Visit
-from shardwise.units.state import LEGAL_MOVES, Gathering, Sharded, Source, Subsharded, Unsharded, check_move
+from shardwise.plan.prefetch import PrefetchBudget, UnitFacts, plan_step
+from shardwise.plan.visits import Edge, ExecutionOrder, Visit
+from shardwise.units.state import LEGAL_MOVES, Gathering, GatherSource, Sharded, Subsharded, Unsharded, check_move
 
 
-def nested_order(num_blocks: int, with_backward: bool = True) -> Order:
+def nested_order(num_blocks: int, with_backward: bool = True) -> ExecutionOrder:
     """A root (number 0) around blocks 1..n, forward and backward."""
     visits = [Visit(0, Edge.ENTER_FORWARD)]
     for block in range(1, num_blocks + 1):
@@ -30,7 +30,7 @@ def nested_order(num_blocks: int, with_backward: bool = True) -> Order:
         for block in range(num_blocks, 0, -1):
             visits += [Visit(block, Edge.ENTER_BACKWARD), Visit(block, Edge.EXIT_BACKWARD)]
         visits.append(Visit(0, Edge.EXIT_BACKWARD))
-    return Order(tuple(visits))
+    return ExecutionOrder(tuple(visits))
 
 
 def facts(num_blocks: int, size: int = 10, **policy: object) -> list[UnitFacts]:
@@ -41,7 +41,7 @@ def facts(num_blocks: int, size: int = 10, **policy: object) -> list[UnitFacts]:
 
 @given(st.integers(1, 12), st.integers(0, 4))
 def test_counts_of_a_step(num_blocks: int, depth: int) -> None:
-    calls = plan_step(nested_order(num_blocks), facts(num_blocks), Room(depth)).calls
+    calls = plan_step(nested_order(num_blocks), facts(num_blocks), PrefetchBudget(depth)).calls
     counts = {op: sum(call.op is op for call in calls) for op in Op}
     assert counts[Op.UNSHARD] == (num_blocks + 1) + num_blocks  # the root is kept
     assert counts[Op.REDUCE] == counts[Op.COMMIT] == num_blocks + 1
@@ -52,7 +52,9 @@ def test_counts_of_a_step(num_blocks: int, depth: int) -> None:
 def test_every_wait_follows_its_unshard_and_nothing_is_left(
     num_blocks: int, depth: int, reshard: bool, sync: bool
 ) -> None:
-    plan = plan_step(nested_order(num_blocks), facts(num_blocks, reshard_after_forward=reshard, sync=sync), Room(depth))
+    plan = plan_step(
+        nested_order(num_blocks), facts(num_blocks, reshard_after_forward=reshard, sync=sync), PrefetchBudget(depth)
+    )
     state: dict[str, str] = {}
     for call in plan.calls:
         now = state.get(call.unit, "sharded")
@@ -71,13 +73,13 @@ def test_every_wait_follows_its_unshard_and_nothing_is_left(
 
 @given(st.integers(3, 10))
 def test_forward_peak_is_the_root_and_two_units(num_blocks: int) -> None:
-    calls = plan_step(nested_order(num_blocks, with_backward=False), facts(num_blocks), Room(1)).calls
+    calls = plan_step(nested_order(num_blocks, with_backward=False), facts(num_blocks), PrefetchBudget(1)).calls
     assert peak_bytes(calls) == 10 + 2 * 10
 
 
 @given(st.integers(2, 8), st.integers(1, 8))
 def test_prefetch_depth_counts_units(num_blocks: int, depth: int) -> None:
-    plan = plan_step(nested_order(num_blocks), facts(num_blocks), Room(depth))
+    plan = plan_step(nested_order(num_blocks), facts(num_blocks), PrefetchBudget(depth))
     assert len(plan.ahead[0]) == min(depth, num_blocks)
     assert plan.ahead[0] == tuple(range(1, min(depth, num_blocks) + 1))
 
@@ -99,8 +101,8 @@ def test_gathers_ahead_by_bytes_stay_within_them_and_go_at_least_one_unit_ahead(
     sizes: list[tuple[int, bool]], num_bytes: int, max_reductions: int, reshard: bool
 ) -> None:
     units, order = _uneven(sizes, reshard), nested_order(len(sizes))
-    today = plan_step(order, units, Room(max_reductions=max_reductions))
-    plan = plan_step(order, units, Room(num_bytes=num_bytes, max_reductions=max_reductions))
+    today = plan_step(order, units, PrefetchBudget(max_reductions=max_reductions))
+    plan = plan_step(order, units, PrefetchBudget(num_bytes=num_bytes, max_reductions=max_reductions))
     least = peak_bytes(today.calls, max_reductions)
     assert plan.ahead_bytes == max(num_bytes, least)
     assert peak_bytes(plan.calls, max_reductions) <= plan.ahead_bytes
@@ -119,18 +121,18 @@ def test_gathers_ahead_by_bytes_stay_within_them_and_go_at_least_one_unit_ahead(
 def test_room_for_more_gathers_all_and_room_for_nothing_gathers_as_ever() -> None:
     units = facts(6)
     today = plan_step(nested_order(6), units)
-    assert plan_step(nested_order(6), units, Room(num_bytes=10**9)).ahead[0] == (1, 2, 3, 4, 5, 6)
+    assert plan_step(nested_order(6), units, PrefetchBudget(num_bytes=10**9)).ahead[0] == (1, 2, 3, 4, 5, 6)
     assert today.ahead[0] == (1,)
     small = [replace(each, gather_bytes=1, full_bytes=1, reduce_bytes=1) for each in units[2:4]]
     uneven = [*units[:2], *small, *units[4:]]
-    plan = plan_step(nested_order(6), uneven, Room(num_bytes=0))
+    plan = plan_step(nested_order(6), uneven, PrefetchBudget(num_bytes=0))
     assert plan.ahead[0] == (1, 2, 3)  # two small ones take less than the next large one will
 
 
 def test_explicit_lists_replace_what_was_learned() -> None:
     units = facts(4)
     units[1] = replace(units[1], forward_prefetch=(3, 4), backward_prefetch=())
-    plan = plan_step(nested_order(4), units, Room(1))
+    plan = plan_step(nested_order(4), units, PrefetchBudget(1))
     position = plan.order.visits.index(Visit(1, Edge.ENTER_FORWARD))
     assert plan.ahead[position] == (3, 4)
     position = plan.order.visits.index(Visit(1, Edge.ENTER_BACKWARD))
@@ -158,13 +160,13 @@ def test_borrowed_units_stay_while_anyone_uses_them() -> None:
 
 
 def test_the_same_facts_give_the_same_calls() -> None:
-    plans = [plan_step(nested_order(3), facts(3), Room(depth)) for depth in (1, 1, 2)]
+    plans = [plan_step(nested_order(3), facts(3), PrefetchBudget(depth)) for depth in (1, 1, 2)]
     assert plans[0].calls == plans[1].calls != plans[2].calls
 
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product((Sharded, Gathering, Unsharded, Subsharded), repeat=2)))
 def test_only_the_moves_in_the_table_are_legal(old: type, new: type) -> None:
-    source = Source(0, None)
+    source = GatherSource(0, None)
     make = {Sharded: (), Gathering: (source, ()), Unsharded: (source,), Subsharded: (source,)}
     states = [kind(*make[kind]) for kind in (old, new)]
     if (old, new) in LEGAL_MOVES:

@@ -16,7 +16,7 @@ from shardwise.layout.shard import ChunkShard
 from shardwise.plan.grouping import Child
 from shardwise.plan.visits import Edge
 from shardwise.planner.hardware import HARDWARE, hardware_json, read_hardware
-from shardwise.planner.profile import Mark, ParamFacts, Profile, Stretch, Work
+from shardwise.planner.profile import ParamFacts, Profile, StepMark, Stretch, Work
 from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of, pooled
 from shardwise.planner.rank_time import time_of
 from shardwise.planner.rank_units import rank_units
@@ -36,19 +36,19 @@ def a_profile(num_blocks: int = 3, rows: int = 1000, width: int = 1024, recomput
         ParamFacts(f"blocks.{i}.weight", (rows, width), "float32", 4, True, True, i + 1) for i in range(num_blocks)
     ]
     work, kept = Work(1e12, 1e9, 10), 2 * MB if recompute else 8 * MB
-    steps = [(Mark(Edge.ENTER_FORWARD), 0)]
+    steps = [(StepMark(Edge.ENTER_FORWARD), 0)]
     for block in range(1, num_blocks + 1):
         steps += [
-            (Mark(Edge.ENTER_FORWARD, block), block * kept),
-            (Mark(Edge.EXIT_FORWARD, block), block * kept),
+            (StepMark(Edge.ENTER_FORWARD, block), block * kept),
+            (StepMark(Edge.EXIT_FORWARD, block), block * kept),
         ]
-    steps += [(Mark(Edge.EXIT_FORWARD), num_blocks * kept), (Mark(Edge.ENTER_BACKWARD), num_blocks * kept)]
+    steps += [(StepMark(Edge.EXIT_FORWARD), num_blocks * kept), (StepMark(Edge.ENTER_BACKWARD), num_blocks * kept)]
     for block in range(num_blocks, 0, -1):
         steps += [
-            (Mark(Edge.ENTER_BACKWARD, block), (block - 1) * kept),
-            (Mark(None, block, block), (block - 1) * kept),
+            (StepMark(Edge.ENTER_BACKWARD, block), (block - 1) * kept),
+            (StepMark(None, block, block), (block - 1) * kept),
         ]
-    steps.append((Mark(None, 0, 0), 0))
+    steps.append((StepMark(None, 0, 0), 0))
     stretches = tuple(Stretch(mark, left + MB, left, work) for mark, left in steps)
     paths = tuple(f"blocks.{i}" for i in range(num_blocks))
     family = tuple(Child(path, "block", num_bytes=4 * rows * width) for path in paths)

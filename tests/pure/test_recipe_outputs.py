@@ -25,7 +25,7 @@ from shardwise.recipes.loop import Trainer, _train_step
 from shardwise.recipes.progress import ProgressDisplay, memory_table
 from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.report import draw_report
-from shardwise.recipes.run_folder import Run
+from shardwise.recipes.run_folder import TrainRun
 from shardwise.recipes.run_log import RunJournal, TrainedStep
 from shardwise.recipes.step_memory import HeldMemory, StepMemory
 from shardwise.recipes.text import Baseline, TextFacts, Windows
@@ -221,7 +221,7 @@ def test_clip_0_scales_no_gradient(
     monkeypatch.setattr(optimizer, "zero_grad", lambda: seen.extend(param.grad for param in model.parameters()))
     door = replace(DOORS["none"], sync=lambda model, on: nullcontext())
     windows = Windows(np.arange(600, dtype=np.uint8), SHAPE.context)
-    run = Run(tmp_path, config, TextFacts("", 1, 1, 1, 1.0, ""), None, None)
+    run = TrainRun(tmp_path, config, TextFacts("", 1, 1, 1, 1.0, ""), None, None)
     ranks = RunRanks(0, 1, torch.device("cpu"))
     trainer = Trainer(run, ranks, door, model, optimizer, windows, windows, 1, unsharded_bytes(1), ())
     figures = _train_step(trainer, 0, measure=False).figures

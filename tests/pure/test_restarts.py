@@ -15,10 +15,10 @@ from helpers.runs import write_text
 from shardwise import ConfigError
 from shardwise.checkpoint import CheckpointError
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL
-from shardwise.cli.local_ranks import Ended, Failure
+from shardwise.cli.local_ranks import Ended, FailedRank
 from shardwise.cli.main import build_parser
 from shardwise.cli.rank import would_fail_again
-from shardwise.cli.restarts import Progress, Terms, ranks_for, why_not
+from shardwise.cli.restarts import RestartPolicy, RestartProgress, ranks_for, why_not
 from shardwise.cli.starts import name_start
 from shardwise.cli.train_args import read_train_request
 from shardwise.errors import TransportError
@@ -27,23 +27,23 @@ from shardwise.recipes.restart_log import Restart, StepFile, note_restart, read_
 from shardwise.recipes.run_folder import Start, prepare_run
 from shardwise.recipes.stop import DivergedError
 
-THREE = Terms(3, None)
+THREE = RestartPolicy(3, None)
 
 
 def _ended(*codes: int) -> Ended:
-    return Ended(Failure(0, codes[0]), codes)
+    return Ended(FailedRank(0, codes[0]), codes)
 
 
 @pytest.mark.parametrize("code", [EXIT_CONFIG, EXIT_FINAL])
 def test_what_would_end_alike_is_not_started_again(code: int) -> None:
-    assert why_not(_ended(-9, code), Progress(4), THREE, 0) == "a restart would end alike"
-    assert why_not(_ended(-9, EXIT_FAILED), Progress(4), THREE, 0) is None
+    assert why_not(_ended(-9, code), RestartProgress(4), THREE, 0) == "a restart would end alike"
+    assert why_not(_ended(-9, EXIT_FAILED), RestartProgress(4), THREE, 0) is None
 
 
 def test_restarts_end_with_their_number_or_after_two_without_progress() -> None:
-    assert why_not(_ended(-9), Progress(4), THREE, 2) is None
-    assert why_not(_ended(-9), Progress(4), THREE, 3) == "--max-restarts 3"
-    progress = Progress().after(7).after(5)
+    assert why_not(_ended(-9), RestartProgress(4), THREE, 2) is None
+    assert why_not(_ended(-9), RestartProgress(4), THREE, 3) == "--max-restarts 3"
+    progress = RestartProgress().after(7).after(5)
     assert why_not(_ended(-9), progress, THREE, 1) is None
     assert why_not(_ended(-9), progress.after(8), THREE, 2) is None
     assert "2 restarts in a row have come no further than step 7" in str(

@@ -179,7 +179,7 @@ class CodedSums:
             self._turn(each)
         coded.begin()
         self.open.append(coded)
-        return _Sent(self, coded)
+        return _CodedSum(self, coded)
 
     def go_on(self) -> None:
         """Let end what had turned, and let turn what had begun, before this was called the last time."""
@@ -216,7 +216,7 @@ class CodedSums:
                 each.turn()
 
 
-class _Sent:
+class _CodedSum:
     """A sum that was begun, for whoever waits for it."""
 
     __slots__ = ("_coded", "_sums")

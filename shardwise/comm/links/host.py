@@ -18,7 +18,7 @@ from shardwise.comm.communicator import BucketEnds, GatherEnds, Pending, Scale, 
 from shardwise.comm.links.arena import ArenaPlace
 from shardwise.comm.links.in_place_sums import NUM_SUM_WORDS, Sums, SumSlots
 from shardwise.comm.links.link import SpanKind
-from shardwise.comm.links.mates import CLOSED, FIRST_FREE, Host, Mates
+from shardwise.comm.links.mates import CLOSED, FIRST_FREE, HostGroup, Mates
 from shardwise.comm.links.parts import can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.comm.links.segment import NUM_WORDS
 from shardwise.errors import TransportError
@@ -74,7 +74,9 @@ class HostLink:
     name = "shared memory"
     compares_contents = True
 
-    def __init__(self, host: Host, outbox: int, slot_bytes: int, timeout_s: float, sum_slot_bytes: int = 0) -> None:
+    def __init__(
+        self, host: HostGroup, outbox: int, slot_bytes: int, timeout_s: float, sum_slot_bytes: int = 0
+    ) -> None:
         assert NEXT_FREE < NUM_WORDS
         self.mates = Mates(host, timeout_s, ((_READ, "all-gathers read"), (_POSTED, "reductions begun")))
         self.segments = host.segments
@@ -85,8 +87,8 @@ class HostLink:
         self._outbox = outbox
         self._slot_bytes = slot_bytes
         self._num_gathers = self._num_reductions = 0
-        self.gathers: list[_Gather] = []
-        self._scatters: deque[_Scatter] = deque()
+        self.gathers: list[_HostGather] = []
+        self._scatters: deque[_HostScatter] = deque()
         self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         behind = outbox + outbox_bytes(slot_bytes)
@@ -151,7 +153,7 @@ class HostLink:
         return 0, False
 
     def all_gather(self, pieces: GatherEnds) -> Pending:
-        gather = _Gather(self, pieces)
+        gather = _HostGather(self, pieces)
         self._num_gathers += 1
         self.gathers.append(gather)
         return gather
@@ -186,7 +188,7 @@ class HostLink:
         # Both sides of the slot must be free: this rank's own parts may still be in it, too.
         while self._scatters and self._scatters[0].posted.index <= self._num_reductions - NUM_SLOTS:
             self._scatters[0].wait()
-        scatter = _Scatter(self, pieces, scale, self.post(pieces))
+        scatter = _HostScatter(self, pieces, scale, self.post(pieces))
         self._scatters.append(scatter)
         return scatter
 
@@ -204,7 +206,7 @@ class HostLink:
         self.mates.say(_POSTED, self.mates.stamp(index))
         return Posted(index, own)
 
-    def forget_scatter(self, scatter: _Scatter) -> None:
+    def forget_scatter(self, scatter: _HostScatter) -> None:
         """Take note that ``scatter`` is delivered or cancelled."""
         if scatter in self._scatters:
             self._scatters.remove(scatter)
@@ -269,7 +271,7 @@ class HostLink:
         return view
 
 
-class _Gather:
+class _HostGather:
     """An all-gather that copies when it is waited for, at the latest when its span closes."""
 
     __slots__ = ("_link", "_pieces")
@@ -297,7 +299,7 @@ class _Gather:
         self._pieces = None
 
 
-class _Scatter:
+class _HostScatter:
     """A reduction whose parts are in the outbox; the others' are read when they are there.
 
     This rank's own parts are copied too, so that gradients are not held for late ranks.

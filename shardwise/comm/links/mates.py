@@ -46,7 +46,7 @@ def _stamp(epoch: int, span: int, call: int = 0) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostGroup:
     """The ranks of a group that are processes of one host: all of the group, or some.
 
     Attributes:
@@ -82,7 +82,7 @@ class Mates:
         blamed: the rank that the last error here was about.
     """
 
-    def __init__(self, host: Host, timeout_s: float, signs: Sequence[tuple[int, str]] = ()) -> None:
+    def __init__(self, host: HostGroup, timeout_s: float, signs: Sequence[tuple[int, str]] = ()) -> None:
         assert len(host.segments) == len(host.pids) == len(host.ranks)
         self.others = tuple(place for place in range(len(host.segments)) if place != host.place)
         self.kind: SpanKind = "forward"

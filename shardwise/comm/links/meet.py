@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class TransportOffer:
     """What a rank brings: the transport it wants, the bytes of its segment, and a digest of the sizes that must agree."""
 
     transport: Transport
@@ -81,7 +81,7 @@ def mates_of(rank: int, hosts: Sequence[str]) -> range:
     return range(start, start + size)
 
 
-def meet(group: dist.ProcessGroup, offer: Offer) -> Outcome:
+def meet(group: dist.ProcessGroup, offer: TransportOffer) -> Outcome:
     """Meet the other ranks of ``group``.  Collective.
 
     Raises: DesyncError on every rank if one does not come within its timeout or brings another digest;

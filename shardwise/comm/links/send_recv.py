@@ -141,10 +141,10 @@ class PeerLink:
         return (self.size - 1) * (layout.section_numel + layout.tail_numel) * itemsize
 
     def all_gather(self, pieces: GatherEnds) -> Pending:
-        return _Gather(self, pieces)
+        return _MessageGather(self, pieces)
 
     def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
-        return _Scatter(self, pieces, scale)
+        return _MessageScatter(self, pieces, scale)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Launch; ``tensor``: contiguous, unchanged until the message is received."""
@@ -167,7 +167,7 @@ class PeerLink:
         self._sends += works
 
 
-class _Gather:
+class _MessageGather:
     """Large parts are received where they belong, the small ones of each bucket as one message."""
 
     holds_input = True
@@ -264,7 +264,7 @@ class _GatherBucket:
         return leases
 
 
-class _Scatter:
+class _MessageScatter:
     """Large gradients are sent from where they are, the small ones for each peer as one message."""
 
     holds_input = True

@@ -56,9 +56,9 @@ class TieredLink:
     def __init__(self, inside: HostLink, between: PeerLink, inboxes: Inboxes) -> None:
         self.inside, self.between = inside, between
         self.inboxes = inboxes
-        self._gathers: list[_Gather] = []  # not waited for yet, in the order of their launches
-        self._scatters: list[_Scatter] = []
-        self._unsummed: deque[_Scatter] = deque()
+        self._gathers: list[_TierGather] = []  # not waited for yet, in the order of their launches
+        self._scatters: list[_TierScatter] = []
+        self._unsummed: deque[_TierScatter] = deque()
         self._num_gathers = self._num_scatters = 0
         # Receives into inboxes of spans that were left; whoever uses these next waits for them.
         self._strays: list[dist.Work] = []
@@ -127,7 +127,7 @@ class TieredLink:
         return 0, False
 
     def all_gather(self, pieces: GatherEnds) -> Pending:
-        gather = _Gather(self, pieces, self._num_gathers)
+        gather = _TierGather(self, pieces, self._num_gathers)
         self._num_gathers += 1
         self._gathers.append(gather)
         self.go_on()
@@ -142,7 +142,7 @@ class TieredLink:
     def _taken(self) -> int:
         return (self._gathers[0].index if self._gathers else self._num_gathers) - 1
 
-    def arrive(self, gather: _Gather) -> None:
+    def arrive(self, gather: _TierGather) -> None:
         """Wait until the sections of ``gather`` and of those before it are in this rank's inbox, and say so."""
         mates = self.inside.mates
         for each in list(self._gathers):
@@ -156,13 +156,13 @@ class TieredLink:
             each.has_arrived = True
             mates.say(_ARRIVED, mates.stamp(each.index))
 
-    def read_inboxes(self, gather: _Gather, pieces: GatherEnds) -> None:
+    def read_inboxes(self, gather: _TierGather, pieces: GatherEnds) -> None:
         """Copy what all ranks of this host have received for ``gather`` to the full parameters."""
         mates = self.inside.mates
         mates.wait_for_all(_ARRIVED, mates.stamp(gather.index), "parameters from another host")
         self.inboxes.copy_out(gather.index, pieces.buckets())
 
-    def take(self, gather: _Gather) -> None:
+    def take(self, gather: _TierGather) -> None:
         """Take note that this rank needs the inboxes of ``gather`` no more."""
         self._gathers.remove(gather)
         mates = self.inside.mates
@@ -179,7 +179,7 @@ class TieredLink:
     def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
         self.go_on()
         self.sum_until(self._num_scatters - NUM_SLOTS)  # this rank's own parts may still be in the slot
-        scatter = _Scatter(self, pieces, scale)
+        scatter = _TierScatter(self, pieces, scale)
         self._num_scatters += 1
         self._scatters.append(scatter)
         self._unsummed.append(scatter)
@@ -190,7 +190,7 @@ class TieredLink:
         while self._unsummed and self._unsummed[0].posted.index <= index:
             self._unsummed.popleft().sum_inside()
 
-    def forget_scatter(self, scatter: _Scatter) -> None:
+    def forget_scatter(self, scatter: _TierScatter) -> None:
         """Take note that ``scatter`` has come to its end."""
         self._scatters.remove(scatter)
 
@@ -200,7 +200,7 @@ def _keep(group: dist.ProcessGroup, strays: list[dist.Work], memory: Sequence[ob
         unfinished.keep(group, strays, memory)
 
 
-class _Gather:
+class _TierGather:
     """Sends this rank's sections to its column at once; the others' are received as soon as an inbox is free.
 
     Attributes:
@@ -288,7 +288,7 @@ class _Gather:
         self._sends = []
 
 
-class _Scatter:
+class _TierScatter:
     """Posts this rank's parts for its host; sums there when all have come, and between hosts when it is waited for.
 
     Attributes:

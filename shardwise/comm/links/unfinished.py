@@ -16,7 +16,7 @@ from shardwise.comm.watched import wait_all
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _KeptWorks:
     works: list[dist.Work] = field(default_factory=list[dist.Work])
     memory: list[object] = field(default_factory=list[object])
 
@@ -26,14 +26,14 @@ class _Kept:
         self.memory.clear()
 
 
-_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, _Kept] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, _KeptWorks] = weakref.WeakKeyDictionary()
 
 
 def keep(group: dist.ProcessGroup, works: Iterable[dist.Work], memory: Iterable[object] = ()) -> None:
     """Keep ``works`` of ``group``, and ``memory`` that they may still read or write, until ``group`` is gone."""
     kept = _kept.get(group)
     if kept is None:
-        kept = _kept[group] = _Kept()
+        kept = _kept[group] = _KeptWorks()
         weakref.finalize(group, kept.drop).atexit = False
     kept.works += works
     kept.memory += memory

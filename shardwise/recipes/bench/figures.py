@@ -13,7 +13,7 @@ LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class RankMemory:
+class MeasuredMemory:
     """What one rank held while it trained one contender alone in its process; None where the host cannot tell.
 
     Bytes are above those of the same process after imports and one step of a tiny plain model.
@@ -55,7 +55,7 @@ class Row:
     x_fsdp2: float | None
     tokens_per_s: float
     loss: float
-    memory: RankMemory | None
+    memory: MeasuredMemory | None
 
 
 class Identity(Protocol):
@@ -78,7 +78,7 @@ def make_rows(
     contenders: Sequence[Identity],
     seconds: Sequence[Mapping[str, Sequence[float]]],
     losses: Mapping[str, float],
-    memory: Mapping[str, Sequence[RankMemory]],
+    memory: Mapping[str, Sequence[MeasuredMemory]],
     tokens_per_step: int,
 ) -> list[Row]:
     """Return a row per contender.  ``seconds`` per rank; ``memory`` per contender and rank, empty if not measured."""
@@ -107,14 +107,14 @@ def make_rows(
     return rows
 
 
-def largest(ranks: Sequence[RankMemory]) -> RankMemory:
+def largest(ranks: Sequence[MeasuredMemory]) -> MeasuredMemory:
     """Return the largest figure of each kind; None where a rank has none."""
     found: dict[str, int | None] = {}
-    for field in dataclasses.fields(RankMemory):
+    for field in dataclasses.fields(MeasuredMemory):
         values: list[int | None] = [getattr(rank, field.name) for rank in ranks]
         known = [value for value in values if value is not None]
         found[field.name] = max(known) if len(known) == len(values) else None
-    return RankMemory(**found)
+    return MeasuredMemory(**found)
 
 
 def find_wrong_losses(

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.recipes.bench import torchs_own as peers
 from shardwise.recipes.bench.contenders import CONTENDERS, Trained, build_trained
-from shardwise.recipes.bench.figures import RankMemory
+from shardwise.recipes.bench.figures import MeasuredMemory
 from shardwise.recipes.bench.probe import (
     PeakSampler,
     Resident,
@@ -39,7 +39,7 @@ class _Base:
     cuda: int
 
 
-def measure_memory(config: BenchConfig, name: str) -> RankMemory:
+def measure_memory(config: BenchConfig, name: str) -> MeasuredMemory:
     """Train contender ``name`` for a few steps in this process, which must be a fresh one.  Collective."""
     setup = make_setup(config)
     peers.load()
@@ -99,7 +99,7 @@ def _count_faults_and_bytes(trained: Trained, setup: Setup) -> tuple[int, int | 
     return int(statistics.median(faults)), min(sent) if is_on_loopback else None
 
 
-def _describe(base: _Base, sampler: PeakSampler, setup: Setup, faults: int, wire: int | None) -> RankMemory:
+def _describe(base: _Base, sampler: PeakSampler, setup: Setup, faults: int, wire: int | None) -> MeasuredMemory:
     largest, before = sampler.largest, base.resident
     rss = anonymous = shared = live = peak_shared = None
     if largest is not None and before is not None:
@@ -112,4 +112,4 @@ def _describe(base: _Base, sampler: PeakSampler, setup: Setup, faults: int, wire
             live = sampler.live - base.live - before.shared - others_part_of_shared()
     if setup.device.type == "cuda":
         live = torch.cuda.max_memory_allocated(setup.device) - base.cuda
-    return RankMemory(live, peak_shared, rss, anonymous, shared, faults, wire)
+    return MeasuredMemory(live, peak_shared, rss, anonymous, shared, faults, wire)
