@@ -1,4 +1,4 @@
-"""Models that were made on the meta device: which of their tensors nobody has given values since these got memory."""
+"""Finds tensors of models from the meta device that have memory by now, but still no values."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shardwise.engine.attachment import Attachment
 from shardwise.errors import StateError
 from shardwise.units.param import UnitParam
 
-# What new memory is filled with, byte by byte: as a floating-point number NaN, else nothing that anybody would count with.
+# Bytes that new memory is filled with: NaN in floating-point tensors, an implausible number in others.
 _FILL_FLOATING, _FILL = 0xFF, 0xA5
-_NUM_FIRST = 8  # elements that tell random numbers of one seed: shards of other sizes have as many, too
+_NUM_FIRST = 8  # elements that are compared to detect random numbers of one seed; few, so that uneven shards have them
 _SHOWN = 8
 
 
 def materializing(
     convert: Callable[[torch.Tensor], torch.Tensor], attachment: Attachment | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return ``convert``, so that what it takes from meta to a device is known to have no values there.
+    """Return ``convert``, made to mark tensors that it moves from meta to a device as having no values.
 
-    ``attachment``: of the module whose tensors are converted.
+    ``attachment``: that of the module whose tensors are converted.
     """
 
     def convert_and_fill(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,12 +45,12 @@ def materializing(
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
-    """Return True if the memory that ``tensor`` got in place of meta holds what it was filled with, on this rank."""
+    """Return True if ``tensor`` came from meta and nothing has been written to it since, on this rank."""
     local = torch_private.local_of(tensor).detach()
     if local.is_meta or not local.numel() or type(local) not in (torch.Tensor, nn.Parameter):
         return False
     found = local.reshape(-1)
-    is_first = bool((found[:1].view(torch.uint8) == _fill_of(local)).all())  # most tensors end here
+    is_first = bool((found[:1].view(torch.uint8) == _fill_of(local)).all())  # enough for most tensors
     return is_first and bool((found.view(torch.uint8) == _fill_of(local)).all())
 
 
@@ -63,15 +63,13 @@ def unwritten_in(module: nn.Module, *, buffers_only: bool = False) -> list[str]:
 def check_values(
     root: nn.Module, attachments: Sequence[Attachment], bulletin: Bulletin | None, position: Position
 ) -> None:
-    """Before the first forward of a model that was materialized: have its tensors values, and other ones on every rank?
+    """Check before the first forward that a model from meta has values, and that shards differ between ranks.
 
-    Random numbers of one seed, drawn for shards, are the same on all ranks.  Collective, where ``bulletin`` is not None.
-    Raises: StateError on every rank.
+    Shards that each rank has initialized with the same seed hold the same random numbers.  Collective, if ``bulletin`` is not
+    None.  Raises: StateError on every rank.
     """
     if not any(each.is_materialized for each in attachments):
         return
-    for each in attachments:
-        each.is_materialized = False
     told = [json.dumps(["", name]) for name in unwritten_in(root)]
     for group in (group for each in attachments for group in each.unit.groups):
         starts_here = [(param.fqn, _start_of(param)) for param in group.params]
@@ -87,23 +85,27 @@ def check_values(
         raise StateError(
             f"{_shown(unwritten)} have no values: nothing has written to them since to_empty() gave them memory. Call "
             "shardwise.init_parameters(model, init_fn) with a function that gives values to all parameters and buffers, or "
-            "load them; buffers that are computed in __init__ can be made on a device, inside with torch.device('cpu')"
+            "load them; build buffers that are computed in __init__ under torch.device('cpu') instead of on meta"
         )
+    for each in attachments:
+        each.is_materialized = False
     # In the order of the modules: what is drawn first is alike, and shards of other sizes end that for what follows.
     several = [name for name, _ in root.named_parameters() if len(starts[name]) > 1]
     alike = [name for name in several if len(set(starts[name])) == 1]
     if alike and (alike[0] == several[0] or 2 * len(alike) > len(several)):
         raise StateError(
-            f"the shards of {_shown(alike)} begin with the same values on all ranks: their initialization has drawn the "
-            "shards, with one seed on every rank. Call shardwise.init_parameters(model) in place of to_empty() and "
-            "reset_parameters(): it gives the values that one process draws"
+            f"the shards of {_shown(alike)} begin with the same values on all ranks: every rank has initialized its "
+            "shard with the same seed. Call shardwise.init_parameters(model) instead of to_empty() and reset_parameters(): it "
+            "gives parameters the values that one process would. If the values are right (copies of one expert), call forward "
+            "again: this is checked only once"
         )
 
 
 def _start_of(param: UnitParam) -> int | None:
-    """Return a digest of the first values of a shard; None where these are all one number."""
+    """Return a digest of the first values of a shard; None if these are all the same number, or it is no shard."""
     local = torch_private.local_of(param.sharded).detach()
-    if param.shard.is_whole or not local.numel() or type(local) not in (torch.Tensor, nn.Parameter):
+    is_plain = type(local) in (torch.Tensor, nn.Parameter)
+    if param.shard.is_whole or not local.numel() or local.shape != param.shard_shape or not is_plain:
         return None
     first = local.reshape(-1)[:_NUM_FIRST]
     return None if bool((first == first[0]).all()) else digest_of(first)
