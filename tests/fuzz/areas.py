@@ -314,6 +314,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             depth=1,
             children=12,
             boxed=0.0,
+            touched=0.0,
             twice=0.0,
             unit=0.95,
             merge=0.0,

@@ -23,6 +23,7 @@ from fuzz.record import WRITTEN, Array, Part, Raised, Record, Tale
 
 Kind = Literal["equal", "refused", "excused", "as torch", "numbers", "raw error", "some ranks", "gone", "memory"]
 _PAST_THE_PARAMETER = ("change data_", "change detach", "change local", "change through")  # labels of writes to aliases
+_UNTRUE = "the module tree after its units were made"  # no program adds parameters to a sharded model
 _ANY_SIZE = 1e3  # a difference that a bound this wide does not take is of shape, or of a tensor that is missing
 _CHAOS = 1e3  # how much smaller the drift of a nudged process may be than a difference it excuses
 FAILURES: tuple[Kind, ...] = ("numbers", "raw error", "some ranks", "gone", "memory")
@@ -259,6 +260,8 @@ def judge(
     if reference_raised is not None and len(ours[0].records) >= len(reference[0].records):
         return Verdict("excused", f"one process raises {reference_raised.kind}, ours {first.kind}: {first.text}")
     rough = next((each for each in raised if each is not None and not each.is_named), None)
+    if rough is None and first.text.partition(_UNTRUE)[1]:
+        return Verdict("raw error", f"untrue: {first.text}", first.kind)
     if rough is None:
         return Verdict("refused", f"{first.kind}: {first.text}", first.kind)
     if _raises_as_torch(ours, torchs, is_engine):

@@ -120,6 +120,13 @@ def test_a_named_error_on_every_rank_is_a_refusal() -> None:
     assert judge(reference, [Tale([whole(3.0)], NAMED)] * 2, None, 0.0).kind == "numbers"  # too late
 
 
+def test_a_named_error_that_is_true_of_no_program_is_a_failure() -> None:
+    untrue = replace(NAMED, text="c0.weight was added to the module tree after its units were made and belongs to none")
+    verdict = judge(tales(whole(1.0)), [Tale([], untrue)] * 2, None, 0.0)
+    assert verdict.is_failure
+    assert verdict.text.startswith("untrue: c0.weight")
+
+
 def test_errors_without_words_or_of_the_interpreter_are_not_named() -> None:
     assert NAMED.is_named
     assert not ROUGH.is_named
