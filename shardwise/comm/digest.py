@@ -12,7 +12,7 @@ import torch
 CHUNK_NUMEL = 1 << 20
 SAMPLE_NUMEL = 1 << 16
 NUM_PROJECTIONS = 16
-_SKETCHED_NUMEL = CHUNK_NUMEL // NUM_PROJECTIONS
+_SKETCHED_NUMEL = 1 << 12
 _ODD = -7046029254386353131  # 2**64 / golden ratio, as a signed number: spreads consecutive integers over all bits
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -87,6 +87,8 @@ class Posts:
         Raises: TransportError if the store does not answer, or another user has connected; what :func:`alarm.look` raises.
         Cost: one or two questions per rank, then one per look.
         """
+        if self.notes is not None:
+            check_peers()  # before it waits, too: the rank that it waits for may have found another user, and stopped
         start = looked = time.monotonic()
         limit_s, pause_s = self.timeout_s if limit_s is None else limit_s, _LEAST_PAUSE_S
         found: dict[int, str] = {}

@@ -38,6 +38,7 @@ kernel_waits: list[
 ] = []  # seconds for which a kernel has not ended; appended to by comm/device_watch.py
 _RULE = "Every rank must make the same calls in the same order."
 _watches: weakref.WeakKeyDictionary[dist.Store, WaitWatch] = weakref.WeakKeyDictionary()
+_running: list[WaitWatch] = []  # the last one, set by watch_waits alone
 
 
 def set_wait_report(seconds: float) -> None:
@@ -63,14 +64,17 @@ def watch_waits(store: dist.Store) -> None:
     if store in _watches or world is None or world.size() == 1 or are_threads() or not _report_s[0]:
         return
     _stop_at_exit()
+    for earlier in _running:  # its process group is gone: a process has one job at a time
+        earlier.end()
     watch = _watches[store] = WaitWatch(store, dist.get_rank(), _report_s[0], timeout_s_of(world))
+    _running[:] = [watch]
     watch.start()
 
 
 @functools.cache
 def _stop_at_exit() -> None:
     """Stop the threads before the interpreter exits: one that waits for the GIL then may abort the process."""
-    atexit.register(lambda: [watch.stop() for watch in list(_watches.values())])
+    atexit.register(lambda: [watch.stop() for watch in _running])
 
 
 def status_in_words(members: Iterable[int], error: BaseException | None = None) -> str:
@@ -144,6 +148,10 @@ class WaitWatch:
             JobStore(store, BRIEF_S).set(_NAME, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
         self._recorder.open()
         self._thread.start()
+
+    def end(self) -> None:
+        """Let the thread end soon."""
+        self._stop.set()
 
     def stop(self) -> None:
         """Stop the thread."""

@@ -11,6 +11,7 @@ from shardwise.black_box import WAITS, Entry, groups_of, live_tracks
 from shardwise.doctor.user_code import innermost
 
 _DISTRIBUTED = "/torch/distributed/"
+_WRAPPERS = (" checked", " outside")  # functions around those that user code calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def look(rank: int, frames: Sequence[str], last: Entry | None, raised: str = "")
         if _DISTRIBUTED in frame and "c10d_logger" not in frame:
             call, waits_for = f"torch.distributed.{frame.rsplit(' ', 1)[-1]}()", "all ranks"
             break
-        if "/shardwise/" in frame:
+        if "/shardwise/" in frame and not frame.endswith(_WRAPPERS):
             call = f"{frame.rsplit(' ', 1)[-1]}()"
             break
     if call and last is not None and last[4].startswith(WAITS):

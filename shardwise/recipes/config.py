@@ -223,7 +223,9 @@ def typed(kind: type[T], values: Mapping[str, object], what: str) -> T:
     for name, value in values.items():
         allowed: tuple[type, ...] = get_args(hints.get(name)) or (hints.get(name, object),)
         found = float if type(value) is int and float in allowed else type(value)
-        if found not in allowed or (isinstance(value, int | float) and not -(2**63) < value < 2**63):
+        is_number = isinstance(value, int | float)
+        limit = 2**63 if isinstance(value, int) else math.inf
+        if found not in allowed or (is_number and not -limit < value < limit):
             expected = " or ".join(each.__name__ for each in allowed)
             raise ConfigError(f"{what}: {name} is {str(value)[:60]!r}, expected {expected}; the file was edited.")
     try:

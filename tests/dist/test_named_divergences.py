@@ -57,6 +57,7 @@ def test_a_rank_that_leaves_an_exchange_of_whole_matrices_is_named(num_ranks: in
 
 
 def raises_in_an_exchange_and_lives_on() -> str:
+    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
     fully_shard(model)
     optimizer = ShardedOptimizer(dict(model.named_parameters()), torch.optim.Muon)
@@ -85,6 +86,7 @@ def test_who_is_told_of_a_call_that_it_did_not_make_hears_which_rank_made_it(poo
 
 
 def one_consolidates_and_the_other_reduces() -> str:
+    torch.manual_seed(0)
     model = nn.Linear(8, 8)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
     for _ in range(2):
