@@ -44,6 +44,7 @@ class Board:
     name: int = field(init=False)
     num_agreements: int = field(default=0)
     num_renewals: int = field(default=0)
+    count_of_own_error: int = field(default=-1)  # of the track, when this rank last raised an error that it may catch
     track: Track = field(default_factory=lambda: Track(""))
 
     def __post_init__(self) -> None:
@@ -80,14 +81,21 @@ class Board:
         )
         self.num_agreements = 0
 
-    def report_failure(self, text: str) -> None:
-        """Tell ranks that wait for this one why it will not come; the first report stays."""
+    def report_failure(self, text: str, may_be_caught: bool = False) -> None:
+        """Tell ranks that wait for this one why it will not take part; the first report stays.
+
+        ``may_be_caught``: the program may go on after this error.  If it does on all ranks, the report means nothing in
+        what comes next, so this rank ignores reports of this call from now on.
+        """
         if self.has_peers and self.failure() is None:
-            self.posts.store.set(f"{self.posts.prefix}/failure", text)
+            self.posts.store.set(f"{self.posts.prefix}/failure", f"{self.track.count} {text}")
+        if may_be_caught:
+            self.count_of_own_error = self.track.count
 
     def failure(self) -> str | None:
         """Return the first reported failure, None if there is none; does not wait."""
-        return self.posts.store.peek(f"{self.posts.prefix}/failure")
+        count, _, text = (self.posts.store.peek(f"{self.posts.prefix}/failure") or "").partition(" ")
+        return text if count and int(count) > self.count_of_own_error else None
 
     def explain(self, what: str, error: BaseException) -> DesyncError:
         """Return the error to raise where a collective in ``what`` failed on this rank (timeout, closed connection)."""

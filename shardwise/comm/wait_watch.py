@@ -61,11 +61,14 @@ def set_wait_report(seconds: float) -> None:
 def watch_waits(store: dist.Store) -> None:
     """Start the thread that posts where this process is to ``store``, unless it runs already."""
     world = dist.group.WORLD
-    if store in _watches or world is None or world.size() == 1 or are_threads() or not _report_s[0]:
+    if store in _watches or world is None or world.size() == 1 or are_threads():
         return
-    _stop_at_exit()
     for earlier in _running:  # its process group is gone: a process has one job at a time
         earlier.end()
+    _running.clear()
+    if not _report_s[0]:
+        return
+    _stop_at_exit()
     watch = _watches[store] = WaitWatch(store, dist.get_rank(), _report_s[0], timeout_s_of(world))
     _running[:] = [watch]
     watch.start()
@@ -150,12 +153,14 @@ class WaitWatch:
         self._thread.start()
 
     def end(self) -> None:
-        """Let the thread end soon."""
+        """Let the thread end soon, and write no more records."""
         self._stop.set()
+        self._recorder.flush()
+        self._recorder.close()
 
     def stop(self) -> None:
         """Stop the thread."""
-        self._stop.set()
+        self.end()
         self._thread.join(2 * BRIEF_S)
 
     def _job(self) -> dist.Store | None:
@@ -169,9 +174,10 @@ class WaitWatch:
             ):  # the store does not answer, or a model or group is being built
                 store = self._job()
                 if store is None:
-                    self._recorder.close()
+                    self.end()
                     break
                 self.look(JobStore(store, BRIEF_S))
+            self._recorder.flush()
 
     def look(self, job: JobStore) -> None:
         """Post where the program is; report it if it has waited for too long."""

@@ -93,14 +93,17 @@ class Recorder:
             return None
         try:
             now_s = time.time()
-            self._learn_rank()
-            self._reasons = [*self._reasons, Reason(now_s, reason)][-_MOST_REASONS:]
-            self._stacks = [*self._stacks, *_stacks_of_all_threads(now_s, raised)][-_MOST_STACKS:]
+            self._add(now_s, reason, raised)
             return self._put(self._record(now_s))
         except Exception:  # a full disk, a folder that is gone, an interpreter on its way out: training goes on
             return None
         finally:
             self._lock.release()
+
+    def _add(self, now_s: float, reason: str, raised: tuple[str, ...]) -> None:
+        self._learn_rank()
+        self._reasons = [*self._reasons, Reason(now_s, reason)][-_MOST_REASONS:]
+        self._stacks = [*self._stacks, *_stacks_of_all_threads(now_s, raised)][-_MOST_STACKS:]
 
     # ---- what triggers it ----
 
@@ -183,7 +186,8 @@ class Recorder:
 class DefaultRecorder(Recorder):
     """Writes the record of a process that has not called :func:`record`, into the system's temporary folder.
 
-    It handles no signals.  Folders of this user's last jobs are kept; older ones are removed.
+    It handles no signals.  Folders of this user's last jobs are kept; older ones are removed.  A program may catch
+    thousands of errors, so an error that is not the program's end is written by :meth:`flush`.
 
     Args:
         name: returns the name of the job; None while it is not known.
@@ -192,6 +196,24 @@ class DefaultRecorder(Recorder):
     def __init__(self, name: Callable[[], str | None]) -> None:
         super().__init__(default_place(), None)
         self._name, self._job = name, ""
+        self._is_unwritten = False  # reasons and stacks since the last write
+
+    def flush(self) -> None:
+        """Write what errors have left since the last write; call it periodically, and before the process exits."""
+        if self._is_unwritten and not self.is_silent and self._lock.acquire(timeout=1.0):
+            try:
+                with contextlib.suppress(Exception):  # as in _write
+                    self._put(self._record(time.time()))
+            finally:
+                self._lock.release()
+
+    def _on_error(self, text: str) -> None:
+        if not text.startswith(_QUIET) and not self.is_silent and self._lock.acquire(timeout=1.0):
+            try:
+                self._add(time.time(), text, ())
+                self._is_unwritten = True
+            finally:
+                self._lock.release()
 
     def place(self) -> Path | None:
         """Return the folder of the job, once its name is known."""
@@ -210,6 +232,7 @@ class DefaultRecorder(Recorder):
         return super().is_silent or any(type(each) is Recorder for each in _open)
 
     def _put(self, record: Record) -> Path:
+        self._is_unwritten = False
         if self.place() is None:
             raise OSError("the job has no name yet")
         place = self.folder.parent
@@ -235,9 +258,9 @@ def place_of_records() -> Path | None:
 def record(folder: str | Path, *, stall_s: float | None = None) -> Recorder:
     """From here on write ``folder/rank-NNNNN.jsonl`` whenever something fails on this rank; ``shardwise diagnose`` reads it.
 
-    Without this call, records are written on errors and after long waits (:func:`set_wait_report`) from the first sharded
-    model or optimizer on, to one folder per job in the system's temporary folder (``shardwise-records-UID``).  Those of the
-    last four jobs are kept.
+    Without this call, records are written after errors and long waits (:func:`set_wait_report`) from the first sharded model
+    or optimizer on, a few seconds later or when the process exits, to one folder per job in the system's temporary folder
+    (``shardwise-records-UID``). Those of the last four jobs are kept.
 
     Written are the last few thousand events and the stack of every thread, when: an error of shardwise is raised that ranks
     meet in; an exception is not caught; the process gets SIGUSR1 (a handler of Python's that was there is called, too);

@@ -174,7 +174,8 @@ class ShareStepper:
             if closure is not None:
                 self.board.agree(f"the closure of {what}", error=error)
             elif error is not None:
-                self.board.report_failure(f"rank {self.board.name} raised {type(error).__name__} in {what}: {error}")
+                raised = f"rank {self.board.name} raised {type(error).__name__} in {what}: {error}"
+                self.board.report_failure(raised, may_be_caught=True)
                 raise error
         finally:
             del error

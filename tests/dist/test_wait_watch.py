@@ -165,10 +165,13 @@ def test_records_go_where_the_user_says_else_to_a_folder_of_the_job_and_old_jobs
         assert len(list(place.iterdir())) == 9
         dist.barrier()
         DesyncError("of no place")
+        while len(list(place.glob("*/*.jsonl"))) < 2:  # the watch writes them, every fifth second
+            time.sleep(0.1)
         dist.barrier()
         jobs = sorted(place.iterdir())
-        assert len(jobs) == 4
-        assert sorted(path.name for path in jobs[-1].iterdir()) == ["rank-00000.jsonl", "rank-00001.jsonl"]
+        assert len(jobs) == 4, [[path.name for path in job.iterdir()] for job in jobs]
+        found = sorted(path.name for path in jobs[-1].iterdir())
+        assert found == ["rank-00000.jsonl", "rank-00001.jsonl"], (jobs, found)
         assert main(["diagnose"]) == 0
         dist.barrier()
 

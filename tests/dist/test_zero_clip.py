@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import time
 import weakref
 from collections.abc import Callable
 from itertools import product
@@ -219,6 +220,21 @@ def test_backwards_after_averaging_add_up() -> None:
             zero.step()
         for a, b in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@on_ranks(2)
+def test_an_error_that_every_rank_caught_is_no_reason_to_leave_a_rank_that_is_slower() -> None:
+    """Rank 0 waits in reduce_gradients() for two seconds, while what rank 1 has reported is of the step before."""
+    model = mixed_model()
+    zero = zero_of(model, "even")
+    for microbatch in range(2):
+        loss_of_rank(model, microbatch).backward()
+        if microbatch == 1:
+            with pytest.raises(StateError, match=r"reduce_gradients\(\) again"):
+                zero.step()
+            time.sleep(2.5 * dist.get_rank())
+        zero.reduce_gradients()
+    zero.step()
 
 
 @on_ranks(2, 4)
