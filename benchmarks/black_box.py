@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import black_box, fully_shard
+from shardwise import fully_shard, observe
 
 NUMBER, REPEATS = 100_000, 7
 NOTE, TRACK = 'note("reduction", "blocks.3")', 'track.note("reduce", "blocks.3")'
@@ -20,7 +20,7 @@ NOTE, TRACK = 'note("reduction", "blocks.3")', 'track.note("reduce", "blocks.3")
 
 def cost_us(statement: str) -> float:
     """Return the median cost of ``statement`` in microseconds, without that of an empty one."""
-    names = {"note": black_box.note, "track": black_box.Track("benchmark")}
+    names = {"note": observe.note, "track": observe.Track("benchmark")}
     found = [
         statistics.median(timeit.repeat(each, globals=names, number=NUMBER, repeat=REPEATS))
         for each in (statement, "pass")
@@ -36,9 +36,9 @@ def events_per_step(num_blocks: int) -> int:
     fully_shard(model)
     before = 0
     for _ in range(3):
-        before = len(black_box.entries())
+        before = len(observe.entries())
         model(torch.ones(2, 8)).sum().backward()
-    return len(black_box.entries()) - before
+    return len(observe.entries()) - before
 
 
 def main() -> None:

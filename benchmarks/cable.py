@@ -40,12 +40,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW, Optimizer
 
 from shardwise import CompressionPolicy, ZeroRedundancyOptimizer, hook_with_zero_step, replicate, shard_model
-from shardwise.comm.alive import on_host
+from shardwise.consistency.liveness import on_host
 from shardwise.recipes.bench.contenders import CONTENDERS, Contender, Trained, build_trained
-from shardwise.recipes.bench.figures import find_wrong_losses
-from shardwise.recipes.bench.machine import describe_machine
-from shardwise.recipes.bench.request import SHAPES, BenchConfig
-from shardwise.recipes.bench.setup import LR, Setup, make_setup
+from shardwise.recipes.bench.figures import describe_machine, find_wrong_losses
+from shardwise.recipes.bench.setup import LR, SHAPES, BenchConfig, Setup, make_setup
 from shardwise.recipes.bench.timing import WARM_UP, take_step, wait_for_all
 from shardwise.recipes.gpt import GPT
 

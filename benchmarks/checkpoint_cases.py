@@ -32,8 +32,7 @@ from test_checkpoint_format import check_header_mutation, check_mutation  # noqa
 
 from shardwise import fully_shard  # noqa: E402
 from shardwise.checkpoint import CheckpointError, finish, load, save  # noqa: E402
-from shardwise.checkpoint.files import DiskFiles  # noqa: E402
-from shardwise.checkpoint.folder import list_checkpoints  # noqa: E402
+from shardwise.checkpoint.files import DiskFiles, list_checkpoints  # noqa: E402
 from shardwise.testing import WorkerPool  # noqa: E402
 
 

@@ -21,8 +21,8 @@ from torch import nn
 
 from shardwise import CompressionPolicy, set_default_transport, shard_model
 from shardwise.recipes.config import ModelShape
+from shardwise.recipes.data import find_sources, open_windows, split_sources, write_cache
 from shardwise.recipes.gpt import build_gpt, next_byte_loss
-from shardwise.recipes.text import find_sources, open_windows, split_sources, write_cache
 
 POLICIES = {
     "float32": None,

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
-from shardwise.comm import c10d
+from shardwise.collectives import c10d
 
 NUM_UNITS, NUM_PARAMS = 64, 8
 

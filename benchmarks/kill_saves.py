@@ -37,17 +37,15 @@ from unittest.mock import MagicMock
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.compare import compare_tensors, compare_values, names_in
-from shardwise.checkpoint.files import DiskFiles
-from shardwise.checkpoint.folder import list_checkpoints
-from shardwise.checkpoint.reader import read_manifest, verify
+from shardwise.checkpoint.convert import compare_tensors, compare_values, names_in
+from shardwise.checkpoint.files import DiskFiles, list_checkpoints, read_manifest, verify
 from shardwise.one_host import stay_on_loopback
 from shardwise.recipes.config import ModelShape, TrainConfig
-from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Start
+from shardwise.recipes.sharding import RunRanks
 from shardwise.recipes.train import train
 
-PRELOAD = ["torch", "shardwise.recipes.train", "shardwise.recipes.run_log"]
+PRELOAD = ["torch", "shardwise.recipes.train", "shardwise.recipes.report"]
 CONFIG = TrainConfig(
     model=ModelShape(layers=2, width=32, heads=2, context=16),
     steps=1_000_000, batch=4, warmup=10, lr=3e-3, log_every=1, eval_every=1_000_000, eval_windows=4, save_every=1, keep=2,

@@ -1,4 +1,4 @@
-"""What it costs that a thread waits for gloo's messages in place of the caller (``comm/watched.py``).
+"""What it costs that a thread waits for gloo's messages in place of the caller (``consistency/process_groups.py``).
 
 ``python benchmarks/message_waits.py [--rounds 400]``: two ranks exchange messages and wait for them by the thread and
 directly, in turns; medians of the seconds of one exchange, and of a training step over messages.
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.comm import watched
-from shardwise.comm.links import send_recv
+from shardwise.collectives.host import send_recv
+from shardwise.consistency import process_groups
 from shardwise.testing import WorkerPool
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)  # bytes
@@ -31,7 +31,7 @@ def wait_directly(works: list[dist.Work], _: dist.ProcessGroup) -> None:
         del works[0]
 
 
-WAYS: dict[str, _Wait] = {"direct": wait_directly, "thread": watched.wait_all}
+WAYS: dict[str, _Wait] = {"direct": wait_directly, "thread": process_groups.wait_all}
 
 
 def exchanges(rounds: int) -> dict[int, dict[str, float]]:

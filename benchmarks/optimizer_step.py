@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import init_device_mesh
 
 from shardwise import fully_shard
-from shardwise.api.sharded_optimizer import ShardedOptimizer
+from shardwise.optim.sharded_optimizer import ShardedOptimizer
 
 
 class Block(nn.Module):

@@ -1,8 +1,8 @@
 """Page faults and milliseconds of a warm step of one contender of ``shardwise bench`` alone in its processes.
 
 In ``shardwise bench`` contenders share a process, and the largest widens the heap for all.  Here each run is a process of
-its own per rank; runs with the end of the heap kept (``comm/heap_top.py``) and without take turns.  Medians over the steps
-of a run, then over the runs.
+its own per rank; runs with the end of the heap kept (``collectives/buffer_pool.py``) and without take turns.  Medians over
+the steps of a run, then over the runs.
 
 Run: python benchmarks/page_faults.py [--shape wide deep] [--only "shardwise full" ...] [--runs 3] [--steps 10]
 """
@@ -18,12 +18,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.heap_top import HeapTop
+from shardwise.collectives.buffer_pool import HeapTop
 from shardwise.recipes.bench.contenders import CONTENDERS, build_trained
-from shardwise.recipes.bench.probe import minor_faults
-from shardwise.recipes.bench.request import BenchConfig
-from shardwise.recipes.bench.setup import make_setup
-from shardwise.recipes.bench.timing import take_step, wait_for_all
+from shardwise.recipes.bench.setup import BenchConfig, make_setup
+from shardwise.recipes.bench.timing import minor_faults, take_step, wait_for_all
 
 RANKS, WARM_UP = 2, 6
 

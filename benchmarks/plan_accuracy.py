@@ -25,21 +25,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import ZeroRedundancyOptimizer, shard_model
-from shardwise.planner.dry_run import DryRun, dry_run
-from shardwise.planner.hardware import HARDWARE, Hardware
-from shardwise.planner.measure import measured, with_ranks
-from shardwise.planner.measure_shared import OnOneHost, measured_shared
+from shardwise.planner.advice import evaluate
+from shardwise.planner.dry_run import DryRun, TensorSplit, dry_run
+from shardwise.planner.measure import OnOneHost, measured, measured_shared, with_ranks
+from shardwise.planner.profile import ONE_UNIT, SEND_RECV, SHARED, UNIT_DOORS, Setting
 from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of
-from shardwise.planner.rank_units import rank_units
-from shardwise.planner.search import evaluate
-from shardwise.planner.setting import ONE_UNIT, SEND_RECV, SHARED, UNIT_DOORS, Setting
-from shardwise.planner.split import TensorSplit
-from shardwise.planner.step_order import steps_of
+from shardwise.planner.rank_time import HARDWARE, Hardware
+from shardwise.planner.rank_units import rank_units, steps_of
 from shardwise.recipes.config import ModelShape, TrainConfig
-from shardwise.recipes.doors import DOORS
 from shardwise.recipes.gpt import GPT
-from shardwise.recipes.live_bytes import LiveBytes
-from shardwise.recipes.parallel import HEADS, split_heads
+from shardwise.recipes.memory import LiveBytes
+from shardwise.recipes.sharding import DOORS, HEADS, split_heads
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import TiedModel
 

@@ -2,7 +2,7 @@
 
 ``python benchmarks/small_units.py [--ranks 2] [--rounds 14]``: a step of layers of one size whose tensors all go as
 messages, however small, in turns with the same step over collectives; medians, by bytes of a unit.
-``shardwise/comm/links/send_recv.py::LEAST_BYTES_ON_HOST`` is where the ratio passes one.
+``shardwise/collectives/host/send_recv.py::LEAST_BYTES_ON_HOST`` is where the ratio passes one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.comm.links import send_recv
-from shardwise.comm.links.link import Transport
+from shardwise.collectives.host import send_recv
+from shardwise.collectives.routes import Transport
 from shardwise.testing import WorkerPool
 
 LAYERS = {128: 12, 181: 12, 256: 12, 362: 12, 512: 12, 724: 8, 1024: 6}  # how many, by their width

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
-from shardwise.api.zero import ZeroRedundancyOptimizer
+from shardwise.zero.optimizer import ZeroRedundancyOptimizer
+from shardwise.zero.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 
 UNITS_PER_BYTE = {"allreduce_": 2, "broadcast_": 1, "reduce_": 1, "_reduce_scatter_base_": 1, "alltoall_base_": 1}
 

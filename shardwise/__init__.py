@@ -1,28 +1,10 @@
 """Sharded data parallelism for PyTorch, as a library you call from your own training loop."""
 
-from shardwise.api.compression_report import CodedTraffic, CompressionState, UnitCompression
-from shardwise.api.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
-from shardwise.api.describe import describe_units
-from shardwise.api.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
-from shardwise.api.handles import GradientReductionHandle, UnshardHandle
-from shardwise.api.init_parameters import init_parameters
-from shardwise.api.module import (
-    FSDPModule,
-    get_cls_to_fsdp_cls,
-)
-from shardwise.api.replicate import ReplicateModule, replicate
-from shardwise.api.shard_model import shard_model
-from shardwise.api.sharded_optimizer import ShardedOptimizer
-from shardwise.api.temporary import policy
-from shardwise.api.trace import Span, Trace, trace
-from shardwise.api.transaction import transaction
-from shardwise.api.use_in import use_in
-from shardwise.api.zero import ZeroRedundancyOptimizer
-from shardwise.codec.compression_policy import CompressionPolicy
-from shardwise.comm.cables import set_host_timeout
-from shardwise.comm.links.link import set_default_transport
-from shardwise.comm.wait_watch import set_wait_report
-from shardwise.doctor.recorder import record
+from shardwise.collectives.codec import CompressionPolicy
+from shardwise.collectives.routes import set_default_transport
+from shardwise.consistency.failure_report import set_wait_report
+from shardwise.consistency.liveness import set_host_timeout
+from shardwise.consistency.recorder import record
 from shardwise.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -37,14 +19,31 @@ from shardwise.errors import (
     TransportError,
     UsageError,
 )
-from shardwise.optim.clip import clip_grad_norm_
-from shardwise.plan.table import UnitRow, UnitTable
-from shardwise.planner.advice import Plan, plan
-from shardwise.planner.hardware import Hardware, Wire
-from shardwise.planner.search import Choices
-from shardwise.units.axes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-from shardwise.units.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.fsdp.api import (
+    ReplicateModule,
+    describe_units,
+    fully_shard,
+    register_fsdp_forward_method,
+    replicate,
+    share_comm_ctx,
+    use_in,
+)
+from shardwise.fsdp.clip import clip_grad_norm_
+from shardwise.fsdp.compression_report import CodedTraffic, CompressionState, UnitCompression
+from shardwise.fsdp.init_parameters import init_parameters
+from shardwise.fsdp.mesh import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from shardwise.fsdp.module import FSDPModule, GradientReductionHandle, UnshardHandle, get_cls_to_fsdp_cls, policy
+from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.fsdp.shard_model import shard_model
+from shardwise.fsdp.trace import Span, Trace, trace
+from shardwise.optim.sharded_optimizer import ShardedOptimizer
+from shardwise.plan.grouping import UnitRow, UnitTable
+from shardwise.planner.advice import Choices, Plan, plan
+from shardwise.planner.rank_time import Hardware, Wire
+from shardwise.transaction.transaction import transaction
 from shardwise.version import __version__ as __version__
+from shardwise.zero.optimizer import ZeroRedundancyOptimizer
+from shardwise.zero.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [
     "ArgumentTypeError",

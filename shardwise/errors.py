@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from shardwise import black_box
+from shardwise import observe
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -28,7 +28,7 @@ class ShardwiseError(Exception):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        black_box.note_error(f"{type(self).__name__}: {args[0] if args else ''}")
+        observe.note_error(f"{type(self).__name__}: {args[0] if args else ''}")
 
 
 class ConfigError(ShardwiseError, ValueError):

@@ -758,7 +758,7 @@ def skip_frames(function: Callable[..., Any], why: str) -> None:
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
-# --- torch's own tools (api/torch_tools.py) ---
+# --- torch's own tools (fsdp/module.py) ---
 
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fully_shard"
@@ -796,7 +796,7 @@ def enter_composable_api(module: nn.Module, name: str) -> None:
         module.__dict__.setdefault(key, {})[name] = sys.modules["torch.distributed._composable.contract"].RegistryItem()
 
 
-# --- ZeroRedundancyOptimizer (comm/board.py) ---
+# --- ZeroRedundancyOptimizer (consistency/agreement.py) ---
 
 
 def process_group_store(group: dist.ProcessGroup) -> dist.Store:
@@ -855,7 +855,7 @@ def norms_of(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) 
     return list(torch._foreach_norm(list(tensors), order, dtype))
 
 
-# --- ShardedOptimizer (optim/, api/sharded_optimizer.py) ---
+# --- ShardedOptimizer (optim/, optim/sharded_optimizer.py) ---
 
 
 def chunks_of(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -932,7 +932,7 @@ def group_name_of(process_group: torch.ScriptObject) -> str:
     return dist.ProcessGroup.unbox(process_group).group_name
 
 
-# --- transactions (comm/mending.py, transaction/) ---
+# --- transactions (consistency/process_groups.py, transaction/) ---
 
 
 def all_groups() -> list[dist.ProcessGroup]:

@@ -9,9 +9,9 @@ Example:
     100
 """
 
-from shardwise.checkpoint.carriers import PerRank, RandomState
 from shardwise.checkpoint.load import Loaded, load
 from shardwise.checkpoint.save import finish, save
+from shardwise.checkpoint.state import PerRank, RandomState
 from shardwise.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = ["CheckpointError", "DamagedCheckpointError", "Loaded", "PerRank", "RandomState", "finish", "load", "save"]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -14,11 +18,255 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardwise import torch_private
-from shardwise.checkpoint.dtypes import dtype_name
-from shardwise.checkpoint.plan import Held, Window
-from shardwise.errors import ConfigError
+from shardwise.checkpoint.format import (
+    Held,
+    Manifest,
+    TensorRecord,
+    Window,
+    bytes_of,
+    dtype_name,
+    dtype_of,
+    join,
+    split,
+    whole,
+)
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.optim.pieces import local_of, pieces_of
-from shardwise.zero.checkpoint import StateSlice
+from shardwise.zero.state_dict import StateSlice
+
+# ---- State that is no tensor, as JSON: exactly the types that JSON and a few marks can carry, never a pickle.
+
+_MARK = "$"
+_MOST_DEEP = 64
+_MOST_BITS = 4096  # of a whole number: Python refuses to read numbers of thousands of digits
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+SMALL_NUMEL = 16  # a tensor among the options of a param group is a number or two
+
+Take = Callable[[str, torch.Tensor], None]
+Give = Callable[[str], torch.Tensor]
+
+
+def encode(value: Any, name: str, take: Take | None = None, depth: int = 0) -> Any:
+    """Return ``value`` as JSON; ``name`` is its place, for errors and for the tensors within.
+
+    ``take``: is given each tensor with its name.  Without it, tensors of a few elements are written as values.
+    Raises: ConfigError naming the place of what cannot be carried.
+    """
+    if depth > _MOST_DEEP:
+        raise ConfigError(f"{name}: nested more than {_MOST_DEEP} deep, or within itself; save a flatter state dict")
+    if value is None or type(value) in (bool, str):
+        return value
+    if isinstance(value, torch.Tensor):
+        return _tensor(value, name, take)
+    if isinstance(value, np.generic):
+        value = cast(Any, value).item()
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_MARK: "float", "v": str(float(value))}
+    if type(value) is int and value.bit_length() <= _MOST_BITS:
+        return value
+    if isinstance(value, (bytes, bytearray)):
+        return {_MARK: "bytes", "v": base64.b64encode(value).decode()}
+    if isinstance(value, Mapping):
+        return _mapping(cast(Mapping[Any, Any], value), name, take, depth)
+    if isinstance(value, (list, tuple)):
+        items = [encode(item, f"{name}/{i}", take, depth + 1) for i, item in enumerate(cast(list[Any], value))]
+        return items if isinstance(value, list) else {_MARK: "tuple", "v": items}
+    raise ConfigError(
+        f"{name}: a value of type {type(value).__name__} cannot be saved; state dicts may hold tensors, numbers, strings, "
+        "bytes, None, and lists, tuples and dicts of these. Leave it out of the state dict or turn it into one of them"
+    )
+
+
+def _mapping(value: Mapping[Any, Any], name: str, take: Take | None, depth: int) -> Any:
+    if all(type(key) is str for key in value) and _MARK not in value and not isinstance(value, Counter):
+        return {key: encode(item, join_to(name, key), take, depth + 1) for key, item in value.items()}
+    kind = "counter" if isinstance(value, Counter) else "dict"
+    pairs = [
+        [encode(key, name, None, depth + 1), encode(item, join_to(name, str(key)), take, depth + 1)]
+        for key, item in value.items()
+    ]
+    return {_MARK: kind, "v": pairs}
+
+
+def _tensor(value: torch.Tensor, name: str, take: Take | None) -> Any:
+    if take is not None:
+        take(name, value)
+        return {_MARK: "tensor", "v": name}
+    if type(value) is not torch.Tensor or value.numel() > SMALL_NUMEL:
+        raise ConfigError(f"{name}: a {type(value).__name__} of {tuple(value.shape)} where a number was expected")
+    data = value.detach().cpu().contiguous()
+    return {
+        _MARK: "number",
+        "dtype": dtype_name(data.dtype, name),
+        "shape": list(data.shape),
+        "v": base64.b64encode(bytes(bytes_of(data))).decode(),
+    }
+
+
+def join_to(name: str, key: str) -> str:
+    """Return ``name`` with one more part."""
+    return f"{name}/{join(key)}"
+
+
+def decode(value: Any, name: str, give: Give | None = None, depth: int = 0) -> Any:
+    """Return what :func:`encode` was given; ``give`` returns the tensor of a name.
+
+    Raises: CheckpointError naming the place of what is no encoded value.
+    """
+    if depth > _MOST_DEEP:
+        raise CheckpointError(f"{name[:80]}: nested deeper than any value that is saved")
+    if isinstance(value, list):
+        return [decode(item, f"{name}/{i}", give, depth + 1) for i, item in enumerate(cast(list[Any], value))]
+    if not isinstance(value, dict):
+        return value
+    fields = cast(dict[str, Any], value)
+    if _MARK not in fields:
+        return {key: decode(item, join_to(name, key), give, depth + 1) for key, item in fields.items()}
+    try:
+        return _marked(fields, name, give, depth)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{name}: {str(fields)[:80]} is no value of this format ({error!r})") from error
+
+
+def groups_of(value: Any, name: str) -> list[dict[str, Any]]:
+    """Return the param groups of an optimizer that ``value`` is.  Raises: CheckpointError if it is something else."""
+    groups = cast(list[Any], value) if isinstance(value, list) else [value]
+    for group in groups:
+        fields = cast(dict[str, Any], group) if isinstance(group, dict) else {}
+        if not isinstance(fields.get("options"), dict) or not isinstance(fields.get("params"), list):
+            raise CheckpointError(f"{name}: expected groups with params and options, found {str(group)[:60]}")
+    return groups
+
+
+def _marked(fields: dict[str, Any], name: str, give: Give | None, depth: int) -> Any:
+    kind, inner = fields[_MARK], fields["v"]
+    if kind == "float":
+        return _FLOATS[inner]
+    if kind == "tuple" and isinstance(inner, list):
+        return tuple(decode(inner, name, give, depth))
+    if kind == "bytes":
+        return base64.b64decode(inner, validate=True)
+    if kind in ("dict", "counter"):
+        found = {
+            decode(key, name, None, depth + 1): decode(item, join_to(name, str(key)[:80]), give, depth + 1)
+            for key, item in inner
+        }
+        return Counter(found) if kind == "counter" else found
+    if kind == "tensor" and give is not None and isinstance(inner, str):
+        return give(inner)
+    if kind == "number":
+        shape = [int(size) for size in fields["shape"]]
+        data = base64.b64decode(inner, validate=True)
+        found = torch.frombuffer(bytearray(data), dtype=dtype_of(fields["dtype"], name))
+        if found.numel() > SMALL_NUMEL:
+            raise ValueError(f"{found.numel()} numbers")
+        return found.view(shape)
+    raise ValueError(f"kind {kind!r}")
+
+
+# ---- What a load needs of a checkpoint: windows of tensors, to be read into new memory, and values.
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A window of a tensor and the new memory that it is read into."""
+
+    name: str
+    record: TensorRecord
+    window: Window
+    target: torch.Tensor
+
+
+class LoadRequests:
+    """Collects the requests of one load; memory is taken when something is asked for, and filled later.
+
+    Attributes:
+        missing: requested names that the checkpoint does not have.
+        unlike: requested tensors that have another shape in the checkpoint.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.requests: list[Request] = []
+        self.missing: list[str] = []
+        self.unlike: list[str] = []
+        self._used: set[str] = set()
+        self._by_prefix: dict[str, list[str]] | None = None
+
+    def windows(self, name: str, shape: Sequence[int], windows: Sequence[Window]) -> list[torch.Tensor] | None:
+        """Return new memory for windows of a tensor; None if the checkpoint has none of that name and shape."""
+        record = self.manifest.record_of(name)
+        if record is None:
+            self.missing.append(name)
+            return None
+        self._used |= {name, self.manifest.ties.get(name, name)}
+        if record.shape != tuple(shape):
+            self.unlike.append(f"{name} is {list(record.shape)} in the checkpoint and {list(shape)} in the state")
+            return None
+        dtype = dtype_of(record.dtype, name)
+        targets = [torch.empty(window.sizes, dtype=dtype, device="cpu") for window in windows]
+        self.into(name, record, windows, targets)
+        return targets
+
+    def into(self, name: str, record: TensorRecord, windows: Sequence[Window], targets: Sequence[torch.Tensor]) -> None:
+        """Ask for windows of a tensor that is there, to be read into ``targets``."""
+        self._used |= {name}
+        self.requests += [
+            Request(name, record, window, target) for window, target in zip(windows, targets, strict=True)
+        ]
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return new memory for a whole tensor that is there."""
+        record = self.manifest.record_of(name)
+        if record is None:
+            raise CheckpointError(f"{name}: a value refers to this tensor, and the checkpoint has none of that name")
+        found = self.windows(name, record.shape, [whole(record.shape)])
+        assert found is not None
+        return found[0]
+
+    def value(self, name: str, give: Give | None = None) -> Any:
+        """Return a value that is there; ``give`` returns new memory for tensors in it (default: whole)."""
+        self._used.add(name)
+        return decode(self.manifest.values[name], name, give or self.whole)
+
+    def has_value(self, name: str) -> bool:
+        """Return True if there is a value of that name."""
+        return name in self.manifest.values
+
+    def entries(self) -> list[str]:
+        """Return the names of the entries of the state that was saved."""
+        parts = [split(name) for name in (*self.manifest.tensors, *self.manifest.values, *self.manifest.ties)]
+        return sorted({each[2] if each[0] == "rank" and len(each) > 2 else each[0] for each in parts})
+
+    def names_under(self, prefix: str) -> list[str]:
+        """Return the names of tensors and values that are ``prefix``, a slash and one more part."""
+        if self._by_prefix is None:
+            self._by_prefix = {}
+            for name in (*self.manifest.tensors, *self.manifest.values):
+                self._by_prefix.setdefault(name.rpartition("/")[0], []).append(name)
+        return self._by_prefix.get(prefix, [])
+
+    def unexpected(self, prefixes: Sequence[str]) -> list[str]:
+        """Return what the checkpoint has under ``prefixes`` and nobody asked for."""
+        found = (*self.manifest.tensors, *self.manifest.ties, *self.manifest.values)
+        starts = tuple(f"{prefix}/" for prefix in prefixes)
+        return [n for n in found if (n in prefixes or n.startswith(starts)) and n not in self._used]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every tensor was asked for, but for state that is each rank's own."""
+        return all(name in self._used or name.startswith("rank/") for name in self.manifest.tensors)
+
+    def leave(self, prefix: str) -> None:
+        """Count all under ``prefix`` as asked for: it is known and not wanted."""
+        every = (*self.manifest.tensors, *self.manifest.values)
+        self._used |= {name for name in every if name == prefix or name.startswith(f"{prefix}/")}
+
+    def use(self, name: str) -> None:
+        """Count a name as asked for, without reading it on this rank."""
+        self._used.add(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +377,7 @@ class Contents:
     _windows: Windows = field(default_factory=Windows)
 
     def add_tensor(self, name: str, tensor: torch.Tensor, is_lowest: bool = False) -> None:
-        """Take a tensor under a new name; ``is_lowest``: see :class:`~shardwise.checkpoint.plan.Held`."""
+        """Take a tensor under a new name; ``is_lowest``: see :class:`~shardwise.checkpoint.format.Held`."""
         self._check_new(name)
         known = self.known.get(name)
         if known is not None and known.is_like(tensor):

@@ -2,32 +2,344 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from shardwise.checkpoint import lock
+from shardwise.checkpoint import files as lock
+from shardwise.checkpoint.contents import Request, decode, encode, groups_of
 from shardwise.checkpoint.dcp import TorchDcpReader
-from shardwise.checkpoint.dtypes import bytes_of, dtype_name, dtype_of
-from shardwise.checkpoint.files import DiskFiles
-from shardwise.checkpoint.folder import clean
-from shardwise.checkpoint.foreign import find_foreign, foreign_manifest
-from shardwise.checkpoint.names import join, part_file
-from shardwise.checkpoint.order import Request
-from shardwise.checkpoint.plan import Write, whole
-from shardwise.checkpoint.reader import read_requests
-from shardwise.checkpoint.values import encode
-from shardwise.checkpoint.writer import SaveId, make_manifest, write_manifest, write_part
+from shardwise.checkpoint.files import DiskFiles, Files, clean, list_checkpoints, read_manifest, read_requests
+from shardwise.checkpoint.format import (
+    MANIFEST,
+    Manifest,
+    TensorRecord,
+    Write,
+    bytes_of,
+    dtype_name,
+    dtype_of,
+    join,
+    make_header,
+    part_file,
+    split,
+    whole,
+)
+from shardwise.checkpoint.load import INDEX, MOST_NUMEL, SINGLE, find_foreign, foreign_manifest, stream
+from shardwise.checkpoint.save import SaveId, make_manifest, write_manifest, write_part
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.safe_files import create_file, replace_file
+
+# ---- Two checkpoints beside each other: which tensors and values differ, and by how much.
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """A tensor that is not the same to the bit in both.
+
+    Attributes:
+        num_different: elements with other bits (with other values where dtypes differ); None where shapes differ.
+        most: largest absolute difference; nan if one of the two is nan.  largest: largest absolute value in the first.
+    """
+
+    name: str
+    first: str
+    second: str
+    num_different: int | None
+    most: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """A value that is no tensor; None where it is missing."""
+
+    name: str
+    first: object | None
+    second: object | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """How many elements differ, by how much at most, and the largest absolute value of the first."""
+
+    number: int = 0
+    most: float = 0.0
+    largest: float = 0.0
+
+    def widened(self, other: _Gap) -> _Gap:
+        return _Gap(self.number + other.number, _higher(self.most, other.most), _higher(self.largest, other.largest))
+
+
+def names_in(manifest: Manifest) -> set[str]:
+    """Return the names of all tensors, those that share another one's memory too."""
+    return {*manifest.tensors, *manifest.ties}
+
+
+def compare_tensors(
+    files: Files, first: tuple[Path, Manifest], second: tuple[Path, Manifest], seen: Callable[[int], None]
+) -> Iterator[TensorDifference]:
+    """Compare the tensors that are in both, in the order of their names.
+
+    ``seen`` is told the bytes of the first one that were compared.  Memory: a few windows of
+    :func:`~shardwise.checkpoint.load.stream`.  Raises: DamagedCheckpointError.
+    """
+    common = sorted(names_in(first[1]) & names_in(second[1]))
+    same_shape: list[str] = []
+    for name in common:
+        mine, theirs = (_described(manifest, name) for _, manifest in (first, second))
+        if mine[1] == theirs[1]:
+            same_shape.append(name)
+        else:
+            yield TensorDifference(name, _text(mine), _text(theirs), None, 0.0, 0.0)
+    left, right = (stream(files, path, manifest, same_shape, MOST_NUMEL) for path, manifest in (first, second))
+    gap = _Gap()
+    for mine, theirs in zip(left, right, strict=True):
+        seen(mine.tensor.numel() * mine.tensor.element_size())
+        gap = gap.widened(_measure(mine.tensor, theirs.tensor))
+        if not mine.is_last:
+            continue
+        described = [_described(manifest, mine.name) for _, manifest in (first, second)]
+        if gap.number or described[0] != described[1]:
+            yield TensorDifference(
+                mine.name, _text(described[0]), _text(described[1]), gap.number, gap.most, gap.largest
+            )
+        gap = _Gap()
+
+
+def compare_values(first: Manifest, second: Manifest) -> list[ValueDifference]:
+    """Return the values that differ, each by its path."""
+    mine, theirs = (dict(_leaves(each.values, "")) for each in (first, second))
+    return [
+        ValueDifference(name, mine.get(name), theirs.get(name))
+        for name in sorted({*mine, *theirs})
+        if name not in mine or name not in theirs or mine[name] != theirs[name]
+    ]
+
+
+def _described(manifest: Manifest, name: str) -> tuple[str, tuple[int, ...]]:
+    record = manifest.record_of(name)
+    assert record is not None, name
+    return record.dtype, record.shape
+
+
+def _text(described: tuple[str, tuple[int, ...]]) -> str:
+    return f"{described[0]} {list(described[1])}"
+
+
+def _measure(mine: torch.Tensor, theirs: torch.Tensor) -> _Gap:
+    if not mine.numel():
+        return _Gap()
+    if mine.is_complex():
+        mine, theirs = torch.view_as_real(mine), torch.view_as_real(theirs.to(mine.dtype))
+    left, right = mine.double(), theirs.double()
+    if mine.dtype == theirs.dtype:
+        width = mine.element_size()
+        bits = [each.contiguous().view(-1).view(torch.uint8).view(-1, width) for each in (mine, theirs)]
+        number = int((bits[0] != bits[1]).any(1).sum())
+    else:
+        number = int((left != right).sum())
+    if not number:
+        return _Gap(largest=float(left.abs().max()))
+    gap = torch.where(left == right, 0.0, (left - right).abs())  # two infinities of one sign are no gap
+    return _Gap(number, float(gap.max()), float(left.abs().max()))
+
+
+def _higher(left: float, right: float) -> float:
+    return max(left, right) if left == left and right == right else float("nan")
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        fields = cast(Mapping[str, Any], value)
+        for key in fields:
+            yield from _leaves(fields[key], f"{path}/{key}" if path else key)
+    elif isinstance(value, list):
+        for index, item in enumerate(cast(list[Any], value)):
+            yield from _leaves(item, f"{path}/{index}")
+    else:
+        yield path, value
+
+
+# ---- Checkpoints for other tools: Hugging Face's layout, and one file of ``torch.save``; a tensor at a time.
+
+Progress = Callable[[int], None]  # is told bytes as they are written
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSource:
+    """A checkpoint to be read tensor by tensor."""
+
+    files: Files
+    path: Path
+    manifest: Manifest
+
+    def read(self, name: str, record: TensorRecord, target: torch.Tensor) -> None:
+        """Fill ``target`` with a whole tensor, verified."""
+        read_requests(self.files, self.path, self.manifest, [Request(name, record, whole(record.shape), target)])
+
+
+def open_source(folder: str | Path, step: int | None = None) -> CheckpointSource:
+    """Return the checkpoint at ``folder``, or the newest one in it (or that of ``step``).
+
+    Raises: CheckpointError if there is none, DamagedCheckpointError if its manifest is not the one that was written.
+    """
+    files, path = DiskFiles(), Path(folder).absolute()
+    if MANIFEST not in files.names(path):
+        found = [each for each in list_checkpoints(files, path) if step in (None, each.step)]
+        if not found:
+            raise CheckpointError(f"{path}: no checkpoint{'' if step is None else f' of step {step}'} is there")
+        path = found[-1].path
+    return CheckpointSource(files, path, read_manifest(files, path))
+
+
+def export_model(
+    folder: str | Path,
+    to: str | Path,
+    *,
+    step: int | None = None,
+    key: str = "model",
+    most_bytes: int = 5 * 10**9,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Write the model called ``key`` of a checkpoint as Hugging Face has models; return the files, the index last.
+
+    Files hold up to ``most_bytes``: ``model.safetensors``, or ``model-0000n-of-0000m.safetensors`` and an index.  Tied
+    weights are written once, under their first name.  Memory: the largest tensor.  Not collective.
+    Raises: CheckpointError, DamagedCheckpointError; FileExistsError for a file that is there.
+
+    Example:
+        >>> export_model("run", "exported")  # doctest: +SKIP
+    """
+    source, target = open_source(folder, step), Path(to)
+    if target.is_file():
+        raise ConfigError(f"{target} is a file; name a folder to export into")
+    tensors = {split(name)[1]: (name, t) for name, t in source.manifest.tensors.items() if split(name)[0] == key}
+    if not tensors:
+        there = sorted({split(name)[0] for name in source.manifest.tensors})
+        raise ConfigError(f"{source.path} has no tensors of {key!r}; it has those of {', '.join(there) or 'nothing'}")
+    source.files.make_folder(target)
+    batches = _batches({plain: record.num_bytes for plain, (_, record) in tensors.items()}, most_bytes)
+    paths: list[Path] = []
+    where: dict[str, str] = {}
+    for number, batch in enumerate(batches, 1):
+        one = SINGLE if len(batches) == 1 else f"model-{number:05d}-of-{len(batches):05d}.safetensors"
+        _write_file(source, target / one, [(plain, *tensors[plain]) for plain in batch], progress)
+        where |= dict.fromkeys(batch, one)
+        paths.append(target / one)
+    if len(batches) > 1:
+        total = sum(record.num_bytes for _, record in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        replace_file(target, INDEX, json.dumps(index, indent=2) + "\n")
+        paths.append(target / INDEX)
+    return paths
+
+
+def _batches(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:
+    batches: list[list[str]] = []
+    room = -1
+    for name, num_bytes in sizes.items():
+        if num_bytes > room or not batches:
+            batches.append([])
+            room = most_bytes
+        batches[-1].append(name)
+        room -= num_bytes
+    return batches
+
+
+def _write_file(
+    source: CheckpointSource, path: Path, tensors: Sequence[tuple[str, str, TensorRecord]], progress: Progress | None
+) -> None:
+    writes = [Write(plain, record.dtype, record.shape, whole(record.shape), 0) for plain, _, record in tensors]
+    header, _ = make_header(writes, {"format": "pt"})
+    file = source.files.create(path)
+    try:
+        file.write(header)
+        for _, name, record in tensors:
+            tensor = torch.empty(record.shape, dtype=dtype_of(record.dtype, name), device="cpu")
+            source.read(name, record, tensor)
+            file.write(bytes_of(tensor))
+            if progress is not None:
+                progress(record.num_bytes)
+        file.sync()
+    finally:
+        file.close()
+
+
+def export_torch(
+    folder: str | Path, to: str | Path, *, step: int | None = None, progress: Progress | None = None
+) -> Path:
+    """Write a whole checkpoint as one file of ``torch.save``: a dict with the state dicts of plain objects by name.
+
+    Optimizers are in the form of ``torch.optim``, parameters by their numbers.  Tensors lie in a temporary file beside
+    ``to`` until they are written, so memory does not grow with them.  Not collective.
+    Raises: CheckpointError, DamagedCheckpointError.
+
+    Example:
+        >>> path = export_torch("run", "all.pt")  # doctest: +SKIP
+        >>> model.load_state_dict(torch.load(path, weights_only=True)["model"])  # doctest: +SKIP
+    """
+    source, target = open_source(folder, step), Path(to)
+    manifest = source.manifest
+    with tempfile.TemporaryDirectory(dir=target.absolute().parent) as place:
+        loaded: dict[str, torch.Tensor] = {}
+        for number, (name, record) in enumerate(manifest.tensors.items()):
+            loaded[name] = _record_on_disk(Path(place) / str(number), record)
+            source.read(name, record, loaded[name])
+            if progress is not None:
+                progress(record.num_bytes)
+        found: dict[str, Any] = {}
+        for name, tensor in (*loaded.items(), *((tie, loaded[first]) for tie, first in manifest.ties.items())):
+            parts = split(name)
+            if len(parts) == 2:
+                found.setdefault(parts[0], {})[parts[1]] = tensor
+        for name, value in manifest.values.items():
+            parts = split(name)
+            if len(parts) == 1:
+                found[name] = decode(value, name, loaded.__getitem__)
+            elif parts[1:] == ["groups"]:
+                found[parts[0]] = _plain_optimizer(parts[0], groups_of(decode(value, name), name), manifest, loaded)
+        with create_file(target.absolute().parent, target.name) as file:
+            torch.save(found, file)
+        found.clear()
+        loaded.clear()
+    return target
+
+
+def _record_on_disk(path: Path, record: TensorRecord) -> torch.Tensor:
+    dtype = dtype_of(record.dtype, str(path))
+    if not record.num_bytes:
+        return torch.empty(record.shape, dtype=dtype, device="cpu")
+    flat = torch.from_file(str(path), shared=True, size=record.num_bytes, dtype=torch.uint8)
+    return flat.view(dtype).view(record.shape)
+
+
+def _plain_optimizer(
+    key: str, groups: Sequence[Mapping[str, Any]], manifest: Manifest, loaded: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    names = [str(name) for group in groups for name in group["params"]]
+    number = {name: index for index, name in enumerate(names)}
+    state: dict[int, dict[str, Any]] = {}
+    for full in (*manifest.tensors, *manifest.values):
+        parts = split(full)
+        if parts[:2] == [key, "state"] and len(parts) == 4 and parts[2] in number:
+            value = loaded[full] if full in loaded else decode(manifest.values[full], full, loaded.__getitem__)
+            state.setdefault(number[parts[2]], {})[parts[3]] = value
+    packed = [
+        {**cast(dict[str, Any], group["options"]), "params": [number[str(name)] for name in group["params"]]}
+        for group in groups
+    ]
+    return {"state": state, "param_groups": packed}
+
 
 _MOST_BYTES = 5 * 10**9  # in one file
 

@@ -2,15 +2,133 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import shutil
-from collections.abc import Generator
-from contextlib import contextmanager
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shardwise.errors import DamagedCheckpointError, UnsafeFileError
-from shardwise.safe_files import opened
+import torch
+
+from shardwise.checkpoint.contents import Request
+from shardwise.checkpoint.format import (
+    DTYPE_BYTES,
+    LENGTH_BYTES,
+    LOCK,
+    MANIFEST,
+    REMOVING,
+    REPLACED,
+    SAVE_KEY,
+    SAVING,
+    VERIFIED,
+    ByteRange,
+    FileRecord,
+    Header,
+    Manifest,
+    PartRecord,
+    Window,
+    bytes_of,
+    from_bytes,
+    header_bytes,
+    parse_header,
+    runs_of,
+    step_of,
+    sum_of,
+)
+from shardwise.consistency.liveness import host_id
+from shardwise.errors import CheckpointError, DamagedCheckpointError, UnsafeFileError
+from shardwise.safe_files import create_file, opened, parse_object, read_text
+
+# ---- One job per folder: a lock file that names the job, and can be taken over when its process has ended.
+
+
+def take(folder: Path) -> None:
+    """Take the lock of ``folder`` for this process; it may hold it already.
+
+    Raises: CheckpointError naming the job that holds it.  A process of this host that has ended holds nothing; of one on
+    another host that cannot be known.
+    """
+    path = folder / LOCK
+    mine = note_of(os.getpid())
+    fresh = folder / f"{LOCK}-{uuid.uuid4().hex}"
+    note = {**mine, "name": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    with create_file(folder, fresh.name) as file:
+        file.write(json.dumps(note).encode())
+    try:
+        for _ in range(8):
+            try:
+                os.link(fresh, path)  # made whole: nobody reads half a note
+                return
+            except FileExistsError:
+                pass
+            text, found = _read(path)
+            if found.get("host") == mine["host"] and found.get("pid") == mine["pid"] and found == {**found, **mine}:
+                return
+            if found and not _is_stale(found):
+                raise CheckpointError(
+                    f"{folder} is being written by another job: process {found.get('pid')} on {found.get('name')}, since "
+                    f"{found.get('since')}. Save into another folder, or end that job; if it has ended on another host, "
+                    f"remove {path}"
+                )
+            _set_aside(path, text)
+    finally:
+        fresh.unlink(missing_ok=True)
+    raise CheckpointError(f"{path}: other jobs take the lock again and again")
+
+
+def give_back(folder: Path) -> None:
+    """Give the lock back if this process holds it."""
+    _, found = _read(folder / LOCK)
+    if found and found == {**found, **note_of(os.getpid())}:
+        with suppress(OSError):
+            (folder / LOCK).unlink(missing_ok=True)
+
+
+def _read(path: Path) -> tuple[str, dict[str, object]]:
+    text = ""
+    try:
+        text = read_text(path.parent, path.name, 4096)
+        return text, parse_object(text, str(path))
+    except OSError:  # it is gone, or is no note of a job
+        return text, {}
+
+
+def _set_aside(path: Path, text: str) -> None:
+    """Remove a stale lock, unless somebody was faster and it is theirs now."""
+    aside = path.with_name(f"{LOCK}-{uuid.uuid4().hex}")
+    with suppress(OSError):
+        os.rename(path, aside)
+        try:
+            if _read(aside)[0] != text:
+                os.link(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def note_of(pid: int) -> dict[str, object]:
+    """Return what tells a process of this host from all others, also later ones of its number."""
+    return {"host": host_id(), "pid": pid, "started": _start_of(pid)}
+
+
+def _is_stale(found: dict[str, object]) -> bool:
+    pid = found.get("pid")
+    return found.get("host") == host_id() and isinstance(pid, int) and _start_of(pid) != found.get("started")
+
+
+def _start_of(pid: int) -> str | None:
+    """Return when a process of this host began, None if there is none or it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
 
 _MOST_HOLLOW = 1024  # times: file systems that compress leave fewer blocks than bytes, but not so few
 Buffer = bytes | bytearray | memoryview
@@ -207,3 +325,330 @@ def write_all(files: Files, path: Path, data: Buffer) -> None:
         file.sync()
     finally:
         file.close()
+
+
+# ---- Reading: exactly the blocks that hold what is asked for, each compared with its sum before anybody sees its
+# bytes.
+
+
+def read_manifest(files: Files, checkpoint: Path) -> Manifest:
+    """Return the manifest of a checkpoint.  Raises: DamagedCheckpointError if it is not the one that was written."""
+    path = checkpoint / MANIFEST
+    return from_bytes(read_all(files, path), str(path))
+
+
+class VerifiedFile:
+    """A file of which every byte that is handed out lies in a block that was compared with its sum.
+
+    Raises: DamagedCheckpointError naming the file, the block and what was being read.
+    """
+
+    def __init__(self, files: Files, path: Path, record: FileRecord) -> None:
+        self._path, self._record = path, record
+        self._file = files.open(path)
+        self.num_bytes_read = 0
+        self._scratch, self._held = bytearray(0), -1
+        if self._file.num_bytes != record.num_bytes:
+            found = self._file.num_bytes
+            self.close()
+            raise DamagedCheckpointError(f"{path}: has {found} bytes, {record.num_bytes} were written")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def read_into(self, begin: int, out: memoryview, what: str) -> None:
+        """Fill ``out`` with the bytes from ``begin`` on; whole blocks go straight to their place."""
+        size = self._record.block_bytes
+        done = 0
+        while done < len(out):
+            number, start = divmod(begin + done, size)
+            length = min(size, self._record.num_bytes - number * size)
+            if not start and len(out) - done >= length:
+                self._read(number, out[done : done + length], what)
+                done += length
+                continue
+            self._hold(number, length, what)
+            count = min(length - start, len(out) - done)
+            out[done : done + count] = memoryview(self._scratch)[start : start + count]
+            done += count
+
+    def check(self, number: int, what: str) -> None:
+        """Compare one block with its sum."""
+        size = self._record.block_bytes
+        self._hold(number, min(size, self._record.num_bytes - number * size), what)
+
+    def header(self, save_id: str) -> Header:
+        """Return the header.  Raises: DamagedCheckpointError too if the file belongs to another save."""
+        record = self._record
+        if record.num_bytes < LENGTH_BYTES:
+            raise DamagedCheckpointError(f"{self._path}: {record.num_bytes} bytes are no header")
+        self._check_save(save_id)
+        start = bytearray(LENGTH_BYTES)
+        self.read_into(0, memoryview(start), "the header")
+        data = bytearray(header_bytes(bytes(start), record.num_bytes, str(self._path)))
+        self.read_into(0, memoryview(data), "the header")
+        return parse_header(bytes(data), record.num_bytes, str(self._path))
+
+    def _check_save(self, save_id: str) -> None:
+        """Name a file of another save as that: its sums would only say that it is another."""
+        start = bytearray(LENGTH_BYTES)
+        self._file.read_into(0, memoryview(start))
+        try:
+            data = bytearray(header_bytes(bytes(start), self._record.num_bytes, str(self._path)))
+            self._file.read_into(0, memoryview(data))
+            found = parse_header(bytes(data), self._record.num_bytes, str(self._path)).metadata.get(SAVE_KEY)
+        except DamagedCheckpointError:
+            return  # the sums will say where
+        if found is not None and found != save_id:
+            raise DamagedCheckpointError(
+                f"{self._path}: belongs to save {found[:40]}, expected {save_id}: files of two saves mix"
+            )
+
+    def _hold(self, number: int, length: int, what: str) -> None:
+        if self._held != number:
+            self._held = -1
+            if len(self._scratch) != length:
+                self._scratch = bytearray(length)
+            self._read(number, memoryview(self._scratch), what)
+            self._held = number
+
+    def _read(self, number: int, out: memoryview, what: str) -> None:
+        self._file.read_into(number * self._record.block_bytes, out)
+        self.num_bytes_read += len(out)
+        if self._record.sums and sum_of(out) != self._record.sums[number]:
+            begin = number * self._record.block_bytes
+            raise DamagedCheckpointError(
+                f"{self._path}: block {number} (bytes {begin} to {begin + len(out)}) is not what was written; found when "
+                f"reading {what}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadStep:
+    """Bytes of one part, for one request."""
+
+    begin: int
+    run: ByteRange
+    request: Request
+
+
+def read_requests(files: Files, checkpoint: Path, manifest: Manifest, requests: Iterable[Request]) -> int:
+    """Fill the targets of ``requests``; return how many bytes were read.
+
+    Memory: one block beside the targets, and rows up to a block where targets are not contiguous.
+    Raises: DamagedCheckpointError naming file, block and tensor.
+    """
+    by_file: dict[int, list[_ReadStep]] = {}
+    for request in requests:
+        for part in request.record.parts:
+            for step in _steps(part, request, manifest.files[part.file].block_bytes):
+                by_file.setdefault(part.file, []).append(step)
+    total = 0
+    for number, steps in sorted(by_file.items()):
+        record = manifest.files[number]
+        file = VerifiedFile(files, checkpoint / record.name, record)
+        try:
+            if record.sums:
+                file.header(manifest.save_id)
+            for step in sorted(steps, key=lambda each: each.begin):
+                _carry_out(step, file)
+            total += file.num_bytes_read
+        finally:
+            file.close()
+    return total
+
+
+def _steps(part: PartRecord, request: Request, block_bytes: int) -> list[_ReadStep]:
+    common = part.window.meet(request.window) if part.window.sizes else part.window
+    if common is None or not common.numel:
+        return []
+    itemsize = DTYPE_BYTES[request.record.dtype]
+    most = max(block_bytes, itemsize)
+    return [_ReadStep(part.begin + run.begin, run, request) for run in runs_of(part.window, common, itemsize, most)]
+
+
+def _carry_out(step: _ReadStep, file: VerifiedFile) -> None:
+    run, request = step.run, step.request
+    place = _cut(request.target, run.wanted, request.window)
+    if run.is_exact and place.is_contiguous():
+        file.read_into(step.begin, bytes_of(place), request.name)
+        return
+    rows = torch.empty(run.hull.sizes, dtype=request.target.dtype, device="cpu")
+    file.read_into(step.begin, bytes_of(rows), request.name)
+    place.copy_(_cut(rows, run.wanted, run.hull))
+
+
+def _cut(tensor: torch.Tensor, window: Window, of: Window) -> torch.Tensor:
+    """Return the view of ``tensor``, which holds the window ``of``, that is ``window``."""
+    for dim, (start, size, first) in enumerate(zip(window.offsets, window.sizes, of.offsets, strict=True)):
+        if size != tensor.size(dim):
+            tensor = tensor.narrow(dim, start - first, size)
+    return tensor
+
+
+def verify(
+    files: Files, checkpoint: Path, share: tuple[int, int] = (0, 1), progress: Callable[[int], None] | None = None
+) -> list[str]:
+    """Compare every block of every file with its sum, and the headers with the manifest; return what is wrong.
+
+    ``share``: (rank, size) to verify every size-th file alone, beginning with number rank.
+    ``progress``: is told bytes as they are compared.
+    """
+    try:
+        manifest = read_manifest(files, checkpoint)
+    except DamagedCheckpointError as error:
+        return [str(error)]
+    found: list[str] = []
+    for number in range(share[0], len(manifest.files), share[1]):
+        record = manifest.files[number]
+        try:
+            file = VerifiedFile(files, checkpoint / record.name, record)
+        except DamagedCheckpointError as error:
+            found.append(str(error))
+            continue
+        try:
+            found += _verify_file(file, manifest, number, progress)
+        finally:
+            file.close()
+    return found
+
+
+def _verify_file(
+    file: VerifiedFile, manifest: Manifest, number: int, progress: Callable[[int], None] | None
+) -> list[str]:
+    record, found = manifest.files[number], list[str]()
+    ranges = sorted((p.begin, p.end, n) for n, t in manifest.tensors.items() for p in t.parts if p.file == number)
+    for block in range(len(record.sums)):
+        begin = block * record.block_bytes
+        inside = [name for start, end, name in ranges if start < begin + record.block_bytes and end > begin]
+        try:
+            file.check(block, ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "") or "the header")
+        except DamagedCheckpointError as error:
+            found.append(str(error))
+        if progress is not None:
+            progress(min(record.block_bytes, record.num_bytes - begin))
+    if found:
+        return found
+    try:
+        entries = file.header(manifest.save_id).entries
+    except DamagedCheckpointError as error:
+        return [str(error)]
+    parts = [(name, part) for name, tensor in manifest.tensors.items() for part in tensor.parts if part.file == number]
+    for name, part in parts:
+        entry = entries.get(part.key)
+        if entry is None or (entry.begin, entry.end) != (part.begin, part.end):
+            found.append(f"{record.name}: {part.key} is not where the manifest says that {name} is")
+    return found
+
+
+# ---- A folder of checkpoints: which there are, which is newest, and which may go.
+
+_DCP = ".metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint."""
+
+    path: Path
+    step: int
+
+
+def list_checkpoints(files: Files, folder: Path) -> list[Checkpoint]:
+    """Return the committed checkpoints of ``folder``, oldest first, damaged ones too; what is half written is none."""
+    by_step: dict[int, Checkpoint] = {}
+    for name in files.names(folder):  # sorted: a name that begins with a dot comes first, and gives way
+        step = step_of(name)
+        if step is None:
+            continue
+        inside = files.names(folder / name)
+        # Folders get such a name when they are whole: without its manifest one is damaged.  Those of DCP have .metadata.
+        if MANIFEST in inside or (not name.startswith(REPLACED) and _DCP not in inside):
+            by_step[step] = Checkpoint(folder / name, step)
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def clean(files: Files, folder: Path) -> None:
+    """Remove what saves that died left behind.  Only for who holds the folder's lock."""
+    there = files.names(folder)
+    for name in there:
+        final = name.removeprefix(REPLACED)
+        if final != name and final not in there:
+            files.rename(folder / name, folder / final)
+            files.sync_folder(folder)
+        elif name.startswith((SAVING, REMOVING, REPLACED)):
+            files.remove(folder / name)
+
+
+def commit(files: Files, pending: Path, final: Path) -> Path:
+    """Give a folder that is written and synced the name ``final``, and return it; one of that name is replaced."""
+    folder = final.parent
+    aside = folder / f"{REPLACED}{final.name}"
+    is_there = final.name in files.names(folder)
+    if is_there:
+        files.remove(aside)
+        files.rename(final, aside)
+    files.rename(pending, final)
+    files.sync_folder(folder)
+    if is_there:
+        files.remove(aside)
+    return final
+
+
+def keep_last(files: Files, folder: Path, keep: int) -> None:
+    """Remove all but the last ``keep`` checkpoints and the last one that was verified."""
+    verified = verified_checkpoint(files, folder)
+    for checkpoint in list_checkpoints(files, folder)[:-keep]:
+        if checkpoint != verified:
+            aside = folder / f"{REMOVING}{checkpoint.path.name}"
+            files.rename(checkpoint.path, aside)
+            files.sync_folder(folder)  # whoever finds half of it finds it under this name
+            files.remove(aside)
+
+
+def verified_checkpoint(files: Files, folder: Path) -> Checkpoint | None:
+    """Return the checkpoint that was verified last, None if none is known.
+
+    Another save of its step, put there by whomever, is not the one that was verified.
+    """
+    noted = _noted(files, folder)
+    if noted is None:
+        return None
+    found = next((each for each in list_checkpoints(files, folder) if each.step == noted.step), None)
+    if found is None:
+        return None
+    try:
+        return found if read_manifest(files, found.path).save_id == noted.save_id else None
+    except DamagedCheckpointError:
+        return None
+
+
+def note_verified(files: Files, checkpoint: Path, save_id: str) -> None:
+    """Remember that all of a save was as it was written; folders that cannot be written are left alone."""
+    step, folder = step_of(checkpoint.name), checkpoint.parent
+    if step is None or _noted(files, folder) == _Noted(step, save_id):
+        return
+    fresh = folder / f"{VERIFIED}-new"
+    try:
+        files.remove(fresh)
+        write_all(files, fresh, json.dumps({"step": step, "save": save_id}).encode())
+        files.rename(fresh, folder / VERIFIED)
+    except OSError:
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    step: int
+    save_id: str
+
+
+def _noted(files: Files, folder: Path) -> _Noted | None:
+    if VERIFIED not in files.names(folder):
+        return None
+    try:
+        found = json.loads(read_all(files, folder / VERIFIED, 4096))
+        return _Noted(int(found["step"]), str(found["save"]))
+    except (DamagedCheckpointError, ValueError, KeyError, TypeError):
+        return None

@@ -3,28 +3,183 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.api.arguments import explains_arguments
-from shardwise.black_box import note
-from shardwise.checkpoint.carriers import Apply
-from shardwise.checkpoint.files import DiskFiles, Files
-from shardwise.checkpoint.folder import list_checkpoints, note_verified
-from shardwise.checkpoint.foreign import find_foreign, foreign_manifest
-from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.meeting import together
-from shardwise.checkpoint.names import MANIFEST, join, step_of
-from shardwise.checkpoint.order import LoadRequests
-from shardwise.checkpoint.reader import read_manifest, read_requests
-from shardwise.checkpoint.state import carriers_of
-from shardwise.comm.roll_call import RollCall, open_roll_call
+from shardwise.arguments import explains_arguments
+from shardwise.checkpoint.contents import LoadRequests
+from shardwise.checkpoint.files import (
+    DiskFiles,
+    Files,
+    list_checkpoints,
+    note_verified,
+    read_all,
+    read_manifest,
+    read_requests,
+    reading,
+)
+from shardwise.checkpoint.format import (
+    BLOCK_BYTES,
+    LENGTH_BYTES,
+    MANIFEST,
+    FileRecord,
+    Header,
+    Manifest,
+    PartRecord,
+    TensorRecord,
+    Window,
+    as_table,
+    as_text,
+    header_bytes,
+    join,
+    parse_header,
+    parse_json,
+    step_of,
+    whole,
+)
+from shardwise.checkpoint.state import Apply, carriers_of, together
+from shardwise.consistency.agreement import RollCall, open_roll_call
 from shardwise.errors import CheckpointError, DamagedCheckpointError, did_you_mean
+from shardwise.observe import note
+
+# ---- Files of other tools as a checkpoint: safetensors files with the tensors of one model, as Hugging Face has
+# them.
+
+_BLOBS = "blobs"  # where Hugging Face's cache has the files that its snapshots link to
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def find_foreign(files: Files, path: Path) -> tuple[Path, list[str]] | None:
+    """Return the folder and names of the safetensors files that ``path`` stands for; None if it is something else.
+
+    ``path``: a file, or a folder with ``model.safetensors`` or its index.
+    Raises: DamagedCheckpointError for an index that leads out of its folder.
+    """
+    path = path.resolve()  # what the user names may be a link
+    if path.suffix == ".safetensors" or (path.is_file() and path.parent.name == _BLOBS):
+        return path.parent, [path.name]
+    names = files.names(path)
+    if INDEX in names:
+        what = str(path / INDEX)
+        fields = parse_json(read_all(files, path / _real_name(path, INDEX), 2**30), what)
+        table = as_table(fields.get("weight_map"), f"{what}: weight_map")
+        found = sorted({as_text(name, f"{what}: weight_map") for name in table.values()})
+        outside = [name for name in found if "/" in name or "\\" in name or not name.endswith(".safetensors")]
+        if outside:
+            raise DamagedCheckpointError(f"{what}: weight_map: {outside[0][:80]!r} is no file of this folder")
+        return path, [_real_name(path, name) for name in found]
+    return (path, [_real_name(path, SINGLE)]) if SINGLE in names else None
+
+
+def _real_name(folder: Path, name: str) -> str:
+    """Return the file that ``name`` stands for: in a snapshot of Hugging Face's cache it is a link into ``blobs``."""
+    place = folder / name
+    target = os.path.normpath(folder / os.readlink(place)) if place.is_symlink() else ""
+    places = [folder.parent / _BLOBS, folder.parent.parent / _BLOBS]
+    is_own = Path(target).parent in places and not Path(target).parent.is_symlink()
+    return os.path.relpath(target, folder) if is_own else name
+
+
+def foreign_manifest(files: Files, folder: Path, names: list[str], prefix: str) -> Manifest:
+    """Return what is in these files, as tensors of the model called ``prefix``; there are no sums to verify them by.
+
+    Raises: DamagedCheckpointError for what is no safetensors file; CheckpointError for a tensor in two of them.
+    """
+    records: list[FileRecord] = []
+    tensors: dict[str, TensorRecord] = {}
+    for number, name in enumerate(names):
+        header, num_bytes = read_header(files, folder / name)
+        records.append(FileRecord(name, num_bytes, BLOCK_BYTES, ()))
+        for key, entry in header.entries.items():
+            full = join(prefix, key)
+            if full in tensors:
+                raise CheckpointError(f"{folder / name}: {key!r} is in another file too")
+            part = PartRecord(number, key, whole(entry.shape), entry.begin, entry.end)
+            tensors[full] = TensorRecord(entry.dtype, entry.shape, (part,))
+    return Manifest("0" * 32, 0, 1, tuple(records), tensors)
+
+
+def read_header(files: Files, path: Path) -> tuple[Header, int]:
+    """Return the header of a safetensors file and the file's size.  Raises: DamagedCheckpointError."""
+    with reading(files, path) as file:
+        start = bytearray(LENGTH_BYTES)
+        file.read_into(0, memoryview(start))
+        data = bytearray(header_bytes(bytes(start), file.num_bytes, str(path)))
+        file.read_into(0, memoryview(data))
+        return parse_header(bytes(data), file.num_bytes, str(path)), file.num_bytes
+
+
+# ---- A checkpoint read from beginning to end by one process: verified, in order, in windows of bounded memory.
+
+MOST_NUMEL = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class WindowOfTensor:
+    """Some rows of the tensor called ``name``, on the CPU; ``is_last``: the tensor ends with it."""
+
+    name: str
+    tensor: torch.Tensor
+    is_last: bool
+
+
+def windows_of(record: TensorRecord, most_numel: int = MOST_NUMEL) -> list[Window]:
+    """Cut a tensor into windows of whole rows: one after the other they are its bytes in order.
+
+    Each has at most ``most_numel`` elements, or one row.
+    """
+    if not record.shape or not prod(record.shape):
+        return [whole(record.shape)]
+    rest = record.shape[1:]
+    step = max(1, most_numel // max(1, prod(rest)))
+    starts = range(0, max(1, record.shape[0]), step)
+    return [Window((start, *(0 for _ in rest)), (min(step, record.shape[0] - start), *rest)) for start in starts]
+
+
+def stream(
+    files: Files, checkpoint: Path, manifest: Manifest, names: Iterable[str], most_numel: int = MOST_NUMEL
+) -> Iterator[WindowOfTensor]:
+    """Read the tensors called ``names``, in this order.
+
+    Memory: twice ``most_numel`` elements, or one row.  Neighbours are read together: blocks hold many small tensors.
+    Raises: DamagedCheckpointError naming file, block and tensor.
+    """
+    pending: list[tuple[str, Window, bool]] = []
+    numel = 0
+    for name in names:
+        record = manifest.record_of(name)
+        assert record is not None, name
+        windows = windows_of(record, most_numel)
+        for window in windows:
+            if numel + window.numel > most_numel and pending:
+                yield from _read(files, checkpoint, manifest, pending)
+                pending, numel = [], 0
+            pending.append((name, window, window is windows[-1]))
+            numel += window.numel
+    yield from _read(files, checkpoint, manifest, pending)
+
+
+def _read(
+    files: Files, checkpoint: Path, manifest: Manifest, wanted: list[tuple[str, Window, bool]]
+) -> Iterator[WindowOfTensor]:
+    order = LoadRequests(manifest)
+    found: list[WindowOfTensor] = []
+    for name, window, is_last in wanted:
+        record = manifest.record_of(name)
+        tensors = order.windows(name, record.shape if record else (), [window])
+        assert tensors is not None, name
+        found.append(WindowOfTensor(name, tensors[0], is_last))
+    read_requests(files, checkpoint, manifest, order.requests)
+    yield from found
+
 
 logger = logging.getLogger(__name__)
 

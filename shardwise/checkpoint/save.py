@@ -2,23 +2,458 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import secrets
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
-from shardwise.api.arguments import explains_arguments
-from shardwise.checkpoint.buffer_choice import Buffers, check_choice
-from shardwise.checkpoint.contents import Contents, Known
-from shardwise.checkpoint.saving import Saver
-from shardwise.checkpoint.state import contents_of
-from shardwise.comm.roll_call import open_roll_call
-from shardwise.errors import ConfigError
+from shardwise.arguments import explains_arguments
+from shardwise.checkpoint.contents import Contents, Known, merged
+from shardwise.checkpoint.files import Buffer, DiskFiles, Files, clean, commit, give_back, keep_last, take, write_all
+from shardwise.checkpoint.format import (
+    BLOCK_BYTES,
+    MANIFEST,
+    SAVE_KEY,
+    SAVING,
+    STEP_KEY,
+    BlockSums,
+    FileRecord,
+    Held,
+    Manifest,
+    PartRecord,
+    TensorRecord,
+    Write,
+    bytes_of,
+    dtype_of,
+    held_from_text,
+    held_to_text,
+    make_header,
+    part_file,
+    share_out,
+    step_folder,
+    sum_of,
+    to_bytes,
+)
+from shardwise.checkpoint.state import BufferCheck, Buffers, check_choice, contents_of, together
+from shardwise.consistency.agreement import RollCall, open_roll_call
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.observe import note
+
+# ---- What a save writes: the file of one rank, and the manifest that makes all of them a checkpoint.
+
+
+@dataclass(frozen=True, slots=True)
+class SaveId:
+    """Which save it is, and of which step."""
+
+    save_id: str
+    step: int
+
+    @property
+    def pending(self) -> str:
+        """The folder while it is being written."""
+        return f"{SAVING}{self.save_id}"
+
+    def metadata(self) -> dict[str, str]:
+        """Return what every file of the save says of itself."""
+        return {"format": "pt", SAVE_KEY: self.save_id, STEP_KEY: str(self.step)}
+
+
+def write_part(
+    files: Files,
+    path: Path,
+    writes: Sequence[Write],
+    data: Sequence[Buffer],
+    save: SaveId,
+    block_bytes: int = BLOCK_BYTES,
+) -> FileRecord:
+    """Write and sync the file with ``writes``, whose bytes are ``data``; return its record."""
+    header, _ = make_header(writes, save.metadata())
+    sums, num_bytes = BlockSums(block_bytes), 0
+    file = files.create(path)
+    try:
+        for chunk in (header, *data):
+            view = memoryview(chunk).cast("B")
+            for start in range(0, len(view), block_bytes):
+                block = view[start : start + block_bytes]
+                sums.update(block)  # while it is in the caches
+                file.write(block)
+            num_bytes += len(view)
+        file.sync()
+    finally:
+        file.close()
+    files.sync_folder(path.parent)  # the name, made by this host: on a shared disk rank 0 may know less
+    return FileRecord(path.name, num_bytes, block_bytes, tuple(sums.finish()))
+
+
+def make_manifest(
+    save: SaveId,
+    writes: Sequence[Write],
+    records: Mapping[int, FileRecord],
+    num_ranks: int,
+    extra: tuple[Mapping[str, str], Mapping[str, Any]],
+) -> Manifest:
+    """Return the manifest of a save; ``records``: the file of each rank that wrote one; ``extra``: ties and values."""
+    ranks = sorted(records)
+    begins: dict[int, list[int]] = {
+        rank: make_header([write for write in writes if write.rank == rank], save.metadata())[1] for rank in ranks
+    }
+    tensors: dict[str, tuple[Write, list[PartRecord]]] = {}
+    for write in writes:
+        begin = begins[write.rank].pop(0)
+        part = PartRecord(ranks.index(write.rank), write.key, write.window, begin, begin + write.num_bytes)
+        tensors.setdefault(write.name, (write, []))[1].append(part)
+    table = {name: TensorRecord(w.dtype, w.shape, tuple(parts)) for name, (w, parts) in sorted(tensors.items())}
+    ties, values = extra
+    return Manifest(save.save_id, save.step, num_ranks, tuple(records[r] for r in ranks), table, ties, values)
+
+
+def write_manifest(files: Files, folder: Path, manifest: Manifest) -> Path:
+    """Commit the save that is in its pending folder, by its manifest and one rename; return where it is then."""
+    save = SaveId(manifest.save_id, manifest.step)
+    pending = folder / save.pending
+    write_all(files, pending / MANIFEST, to_bytes(manifest))
+    files.sync_folder(pending)
+    return commit(files, pending, folder / step_folder(manifest.step))
+
+
+# ---- Host memory that takes the bytes of one save, and is kept for the next one.
+
+_ALIGNMENT = 64  # bytes between tensors
+
+
+class HostCopy:
+    """One buffer, pinned if tensors are on a GPU, and where in it each write lies: found once, while writes are the same.
+
+    Attributes:
+        buffer: None before the first copy.  Its size is that of all writes of a rank, and never shrinks.
+    """
+
+    def __init__(self) -> None:
+        self.buffer: torch.Tensor | None = None
+        self._writes: tuple[Write, ...] | None = None
+        self._places: list[torch.Tensor] = []
+        self._bytes: list[memoryview] = []
+
+    def take(self, writes: tuple[Write, ...], contents: Contents) -> Sequence[memoryview]:
+        """Copy what ``writes`` name; return the bytes of each, on the buffer.
+
+        What lay there before is lost: nobody may be writing it any more.  Raises: MemoryError, RuntimeError (no memory).
+        """
+        tensors = [contents.tensor_at(write.name, write.window) for write in writes]
+        is_pinned = any(tensor.device.type == "cuda" for tensor in tensors)
+        if self._writes is not writes:
+            self._lay_out(writes, is_pinned)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            place.copy_(tensor, non_blocking=is_pinned)
+        if is_pinned:
+            torch.cuda.synchronize()
+        return self._bytes
+
+    def _lay_out(self, writes: tuple[Write, ...], is_pinned: bool) -> None:
+        sizes = [-(-write.num_bytes // _ALIGNMENT) * _ALIGNMENT for write in writes]
+        buffer, self._writes, self._places, self._bytes = self.buffer, None, [], []
+        if buffer is None or buffer.numel() < sum(sizes):
+            self.buffer = buffer = None  # never two
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
+            self.buffer = buffer
+        offset = 0
+        for write, size in zip(writes, sizes, strict=True):
+            place = buffer[offset : offset + write.num_bytes]
+            dtype = dtype_of(write.dtype, write.name)
+            # Of no bytes at all, a view of another dtype may not begin where the buffer ends.
+            sized = place.view(dtype) if write.num_bytes else torch.empty(0, dtype=dtype, device="cpu")
+            self._places.append(sized.view(write.window.sizes))
+            self._bytes.append(bytes_of(place))
+            offset += size
+        self._writes = writes
+
+
+# ---- What one process keeps of a folder that it saves into: the plan, host memory, and the save that is on its way.
+
+logger = logging.getLogger(__name__)
+
+Collect = Callable[[Known], Contents]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What this rank has to say of a save that nobody has agreed on: ``contents`` as ``text``, or why it has none."""
+
+    contents: Contents
+    text: str
+    digest: str
+    step: int
+    keep: int | None
+    buffers: BufferCheck | None = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What this rank said of itself when it saved last."""
+
+    held: Mapping[str, Held]
+    text: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Who writes what, as long as every rank holds what it held when it said ``digests``; ``mine``: what this one writes."""
+
+    digests: tuple[str, ...]
+    writes: tuple[Write, ...]
+    mine: tuple[Write, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One save as this rank carries it out."""
+
+    save: SaveId
+    plan: SavePlan
+    contents: Contents
+    keep: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """What the thread of a save and its caller tell each other: the save as agreed; the bytes, once copied."""
+
+    agreed: Future[Job]
+    copied: Future[Sequence[memoryview]]
+
+
+class Saver:
+    """Saves into one folder.  Every rank makes the same calls."""
+
+    def __init__(self, folder: Path, roll: RollCall, files: Files | None = None) -> None:
+        self.folder = folder
+        self._roll = roll
+        self.rank, self.size = roll.rank, roll.size
+        self._files: Files = files or DiskFiles()
+        self._plan: SavePlan | None = None
+        self._known: Known = {}
+        self._said = _Said({}, "", "")
+        self.host = HostCopy()
+        self._number = 0
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._is_exit_known = False
+
+    # ---- what is called ----
+
+    def save(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None = None) -> Path:
+        """Write from the live tensors, while the caller waits; return the checkpoint's folder."""
+        job = self._agree(self._draft(collect, step, keep, buffers), self._roll)
+        copies = [_on_host(job.contents.tensor_at(write.name, write.window)) for write in job.plan.mine]
+        return self._write(job, lambda: [bytes_of(each) for each in copies], self._roll)
+
+    def start(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None = None) -> None:
+        """Return when the ranks have agreed and this one's bytes are copied; a thread writes them.
+
+        Ranks meet while the bytes are copied: into the places that the last save had, which is of use if the plan stays.
+        Raises: CheckpointError on every rank if they do not agree.  A copy that fails does so in the thread, on all ranks.
+        """
+        draft = self._draft(collect, step, keep, buffers)
+        self._number += 1
+        flight, roll = _Flight(Future(), Future()), self._roll.branch(str(self._number))
+        thread = threading.Thread(target=self._fly, args=(draft, flight, roll), name=f"shardwise-save-{step}")
+        self._thread = thread
+        thread.start()
+        try:
+            self._copy(draft, flight)
+        except BaseException as error:
+            if not flight.copied.done():
+                flight.copied.set_exception(CheckpointError(f"interrupted by {type(error).__name__}"))
+            raise
+
+    def settle(self) -> None:
+        """Return when no save is on its way, whatever became of it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def wait(self) -> None:
+        """Return when no save is on its way.  Raises: what the last one in the background failed of, once."""
+        self.settle()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self, keeps_lock: bool = False) -> None:
+        """Give the host memory back, and the lock if no other group of this process saves into the folder."""
+        self.host = HostCopy()
+        if self.rank == 0 and not keeps_lock:
+            give_back(self.folder)
+
+    def retire(self) -> None:
+        """Keep what :meth:`wait` and :meth:`close` need alone: the group is gone, no save can follow."""
+        if self._thread is not None and self._thread.is_alive():
+            return  # its peers may be gone, too: not waited for before somebody asks
+        self.host, self._plan, self._known, self._roll = HostCopy(), None, {}, RollCall(None)
+
+    # ---- phases ----
+
+    def _draft(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None) -> Draft:
+        try:
+            contents = collect(self._known)
+            check = BufferCheck(contents, buffers, self.rank)
+            if self._said.held != contents.held or not self._said.digest:
+                text = held_to_text(contents.held.values())
+                self._said = _Said(contents.held, text, sum_of(text.encode()))
+        except BaseException as error:  # the others hear of it when ranks meet
+            return Draft(Contents(), "", "", step, keep, error=error)
+        return Draft(contents, self._said.text, self._said.digest, step, keep, check)
+
+    def _agree(self, draft: Draft, roll: RollCall) -> Job:
+        """Agree on the save and on who writes what; the folder to write into is there then."""
+        opened: list[SaveId] = []
+        try:
+            return self._meet(draft, roll, opened)
+        except BaseException:
+            for save in opened:
+                self._files.remove(self.folder / save.pending)
+            raise
+
+    def _meet(self, draft: Draft, roll: RollCall, opened: list[SaveId]) -> Job:
+        what = f"{self.folder}: the save of step {draft.step} did not start"
+
+        def begin() -> list[Any]:
+            if draft.error is not None:
+                raise draft.error
+            assert draft.buffers is not None
+            opens = self._open(draft.step, opened) if roll.rank == 0 else ""
+            return [opens, draft.digest, draft.buffers.mark, draft.step]
+
+        said = together(roll, what, begin)
+        _check_steps([step for *_, step in said], what)
+        save, digests = SaveId(said[0][0], draft.step), tuple(str(digest) for _, digest, *_ in said)
+        assert draft.buffers is not None
+        if len({mark for _, _, mark, _ in said}) > 1 and draft.buffers.settle(
+            what, lambda do: together(roll, what, do)
+        ):
+            self._plan = None  # what was copied by it has other values
+        if self._plan is None or self._plan.digests != digests:
+            self._plan = None
+            texts = together(roll, what, lambda: draft.text)
+            together(roll, what, lambda: self._make_plan(digests, texts))
+        assert self._plan is not None
+        return Job(save, self._plan, draft.contents, draft.keep)
+
+    def _copy(self, draft: Draft, flight: _Flight) -> None:
+        """Copy this rank's bytes, as the ranks agree or have agreed before, and hand them to the thread."""
+        guess, data = self._plan, None
+        try:
+            if guess is not None and guess.digests[self.rank] == draft.digest:
+                data = self.host.take(guess.mine, draft.contents)
+        except (MemoryError, RuntimeError):
+            data = None  # again below, where all ranks hear of it
+        plan = flight.agreed.result().plan
+        try:
+            if data is None or plan is not guess:
+                data = self.host.take(plan.mine, draft.contents)
+        except (MemoryError, RuntimeError) as error:
+            flight.copied.set_exception(error)
+            return
+        draft.contents.parts.clear()  # what was gathered for the copy need not outlive it
+        flight.copied.set_result(data)
+
+    def _fly(self, draft: Draft, flight: _Flight, roll: RollCall) -> None:
+        try:
+            job = self._agree(draft, roll)
+        except BaseException as error:
+            flight.agreed.set_exception(error)
+            return
+        flight.agreed.set_result(job)
+        try:
+            self._write(job, flight.copied.result, roll)
+        except BaseException as error:
+            self._failure = error
+
+    def _write(self, job: Job, data: Callable[[], Sequence[memoryview]], roll: RollCall) -> Path:
+        """Write this rank's file, of ``data()``, and commit with all others; return the folder of the checkpoint.
+
+        Raises: CheckpointError on every rank if one could not write; nothing of the save is left.
+        """
+        pending = self.folder / job.save.pending
+        note("checkpoint save", f"step {job.save.step}")
+        what = f"{self.folder}: step {job.save.step} was not saved, earlier checkpoints stand"
+
+        def write() -> Any:
+            values, ties, mine = job.contents.values, job.contents.ties, job.plan.mine
+            chunks = data()
+            if not mine:
+                return [None, values, ties]
+            record = write_part(self._files, pending / part_file(roll.rank), mine, chunks, job.save)
+            return [[record.name, record.num_bytes, record.block_bytes, list(record.sums)], values, ties]
+
+        try:
+            said = together(roll, what, write)
+            return Path(together(roll, what, lambda: self._commit(job, said) if roll.rank == 0 else "")[0])
+        except BaseException:
+            if roll.rank == 0:
+                self._files.remove(pending)
+            raise
+
+    # ---- inside ----
+
+    def _open(self, step: int, opened: list[SaveId]) -> str:
+        self._files.make_folder(self.folder)
+        take(self.folder)
+        if not self._is_exit_known:
+            self._is_exit_known = True
+            atexit.register(give_back, self.folder)
+        clean(self._files, self.folder)
+        save = SaveId(secrets.token_hex(16), step)
+        opened.append(save)
+        self._files.make_folder(self.folder / save.pending)
+        return save.save_id
+
+    def _make_plan(self, digests: tuple[str, ...], texts: Sequence[str]) -> None:
+        writes = share_out([held_from_text(text) for text in texts])
+        self._plan = SavePlan(digests, writes, tuple(write for write in writes if write.rank == self.rank))
+
+    def _commit(self, job: Job, said: Sequence[Any]) -> str:
+        records = {
+            rank: FileRecord(file[0], file[1], file[2], tuple(file[3]))
+            for rank, (file, _, _) in enumerate(said)
+            if file is not None
+        }
+        ties: dict[str, str] = {}
+        for _, _, found in said:
+            ties |= found
+        values: list[Mapping[str, Any]] = [found for _, found, _ in said]
+        manifest = make_manifest(job.save, job.plan.writes, records, len(said), (ties, merged(values)))
+        path = write_manifest(self._files, self.folder, manifest)
+        try:
+            if job.keep is not None:
+                keep_last(self._files, self.folder, job.keep)
+        except OSError as error:  # what was to be saved is saved
+            logger.warning("%s: older checkpoints could not be removed: %s", self.folder, error)
+        return str(path)
+
+
+def _check_steps(steps: Sequence[int], what: str) -> None:
+    """Refuse ranks that save different steps, as threads of a rank may in another order.  Raises: CheckpointError."""
+    other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
+    if other is not None:
+        raise CheckpointError(f"{what}: rank 0 saves step {steps[0]}, rank {other} step {steps[other]}")
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous()
 
 
 @dataclass(frozen=True, slots=True)

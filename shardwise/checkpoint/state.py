@@ -2,19 +2,745 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
-from collections.abc import Mapping
-from typing import Any
+import random
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any, Literal, Protocol, cast, get_args
 
+import numpy as np
+import torch
+import xxhash
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.carriers import Carrier, ObjectCarrier, PerRank, PerRankCarrier, RandomState, own_state
-from shardwise.checkpoint.contents import Contents, Known
-from shardwise.checkpoint.modules import ModuleCarrier
-from shardwise.checkpoint.names import join
-from shardwise.checkpoint.optimizers import OptimizerCarrier
-from shardwise.errors import ArgumentTypeError, ConfigError
+from shardwise import torch_private
+from shardwise.checkpoint.contents import (
+    Contents,
+    Known,
+    LoadRequests,
+    LocalPart,
+    device_of,
+    encode,
+    groups_of,
+    like,
+    parts_of,
+    windows_of,
+)
+from shardwise.checkpoint.format import bytes_of, dtype_of, join, plain, split, sum_of
+from shardwise.consistency.agreement import RollCall
+from shardwise.consistency.store import digest_of
+from shardwise.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    ShardwiseError,
+    TransportError,
+)
+from shardwise.fsdp.roots import SHARES_BUFFERS, unwritten_in
+from shardwise.optim.pieces import in_order_of
+from shardwise.optim.sharded_optimizer import ShardedOptimizer, room_for_state, whole_state_names
+from shardwise.optim.state_dict import options_of
+from shardwise.zero.optimizer import ZeroRedundancyOptimizer, share_stepper
+from shardwise.zero.state_dict import StateSlice
+
+# ---- Phases that end alike on all ranks: with what every rank has said, or with one error that names who failed and
+# why.
+
+
+def together(roll: RollCall, what: str, do: Callable[[], Any]) -> list[Any]:
+    """Run ``do`` and return what it returned on every rank, in rank order; its values are JSON.
+
+    Raises: the same CheckpointError on every rank if one raised anything, a DamagedCheckpointError if damage is all that
+    was found; what is no error (an interrupt) goes on as it is on its own rank.
+    """
+    found: Any = None
+    error: BaseException | None = None
+    try:
+        found = do()
+    except BaseException as raised:
+        error = raised
+    report = [found, None if error is None else [type(error).__name__, _text(error), _is_damage(error), _is_own(error)]]
+    try:
+        said = [json.loads(text) for text in roll.call(json.dumps(report))]
+    except TransportError as gone:
+        rest = "" if "nothing has changed" in what else "; nothing has changed"
+        raise CheckpointError(f"{what}: {gone}{rest}") from (error or gone)
+    failures = [(rank, failure) for rank, (_, failure) in enumerate(said) if failure is not None]
+    if not failures:
+        return [value for value, _ in said]
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    texts: dict[str, list[int]] = {}
+    for rank, (kind, text, _, is_own) in failures:
+        texts.setdefault(text if is_own else f"{kind}: {text}", []).append(rank)
+    causes = "; ".join(f"{_ranks(ranks)}{text}" if roll.size > 1 else text for text, ranks in texts.items())
+    is_damage = all(damage for _, (_, _, damage, _) in failures)
+    raise (DamagedCheckpointError if is_damage else CheckpointError)(f"{what}: {causes}") from error
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error)
+
+
+def _is_damage(error: BaseException) -> bool:
+    return isinstance(error, DamagedCheckpointError)
+
+
+def _is_own(error: BaseException) -> bool:
+    return isinstance(error, ShardwiseError)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}: "
+
+
+# ---- Buffers of modules: ranks compare them before a save, because a checkpoint holds one value for all ranks.
+
+Buffers = Literal["rank0", "mean", "per_rank"]
+
+_MOST_LISTED = 8
+
+
+def check_choice(choice: object) -> None:
+    """Raise ConfigError unless ``choice`` is one of :data:`Buffers` or None."""
+    if choice is not None and choice not in get_args(Buffers):
+        raise ConfigError(f"buffers is {choice!r}, expected {', '.join(map(repr, get_args(Buffers)))} or None")
+
+
+def own_name(rank: int, name: str) -> str:
+    """Return the name under which the buffer ``name`` of one rank is saved.
+
+    Example:
+        >>> own_name(1, "model/0.running_mean")
+        'rank/1/model/0.running_mean'
+    """
+    return f"{join('rank', str(rank))}/{name}"
+
+
+class BufferCheck:
+    """The buffers of one rank, and what to save if they differ between ranks.
+
+    Attributes:
+        mark: equal on ranks whose buffers are equal and that have made the same choice.
+    """
+
+    def __init__(self, contents: Contents, choice: Buffers | None, rank: int) -> None:
+        self._contents, self._choice = contents, choice
+        self._digests: dict[str, str] = {}
+        if choice == "per_rank":
+            for name in list(contents.buffers):
+                contents.add_tensor(own_name(rank, name), contents.parts[name][0].tensor)
+        elif choice != "rank0":
+            self._digests = {name: f"{digest_of(contents.parts[name][0].tensor):x}" for name in contents.buffers}
+        self.mark = sum_of(json.dumps([choice, self._digests]).encode())
+
+    def settle(self, what: str, exchange: Callable[[Callable[[], Any]], list[Any]]) -> bool:
+        """Compare buffers with ranks whose marks differ; return True if buffers have been averaged.
+
+        ``exchange``: calls its argument and returns what that returned on every rank.
+        ``what`` begins the error.
+        Raises: CheckpointError on every rank if buffers differ and ``buffers`` is None, or differs between ranks.
+        """
+        said = exchange(lambda: [self._choice, self._digests])
+        choices = [choice for choice, _ in said]
+        if any(choice != choices[0] for choice in choices):
+            each = ", ".join(map(repr, choices))
+            raise CheckpointError(f"{what}: buffers is {each} on ranks 0 to {len(said) - 1}, expected one for all")
+        unlike = _unlike([digests for _, digests in said])
+        if unlike and self._choice is None:
+            raise CheckpointError(f"{what}: {_refusal(unlike)}")
+        if unlike:
+            self._average(
+                exchange(lambda: {name: self._text(name) for name in unlike if name in self._digests}), unlike
+            )
+        return bool(unlike)
+
+    def _text(self, name: str) -> str:
+        return base64.b64encode(bytes_of(self._contents.parts[name][0].tensor.cpu().contiguous())).decode()
+
+    def _average(self, said: Sequence[Mapping[str, str]], names: Mapping[str, Any]) -> None:
+        for name in (name for name in names if name in self._digests):
+            (part,) = self._contents.parts[name]
+            if not part.tensor.dtype.is_floating_point and not part.tensor.dtype.is_complex:
+                continue  # counters and indices have no mean: the lowest rank's are saved
+            values = [base64.b64decode(texts[name]) for texts in said if name in texts]
+            tensors = [torch.frombuffer(bytearray(value), dtype=part.tensor.dtype) for value in values]
+            wide = torch.promote_types(part.tensor.dtype, torch.float64)
+            mean = torch.stack([tensor.to(wide) for tensor in tensors]).mean(0).to(part.tensor.dtype)
+            self._contents.parts[name] = [LocalPart(part.window, mean.view(part.window.sizes))]
+
+
+def _unlike(digests_of_ranks: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+    """Return the buffers that differ, each with two ranks whose values are not the same."""
+    first: dict[str, tuple[int, str]] = {}
+    found: dict[str, list[int]] = {}
+    for rank, digests in enumerate(digests_of_ranks):
+        for name, digest in digests.items():
+            other, known = first.setdefault(name, (rank, digest))
+            if digest != known:
+                found.setdefault(name, [other, rank])
+    return found
+
+
+def _refusal(unlike: Mapping[str, list[int]]) -> str:
+    names = list(unlike)
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    one, other = unlike[names[0]]
+    return (
+        f"buffers differ between ranks: {', '.join(names[:_MOST_LISTED])}{more}; rank {one} and rank {other} have different "
+        "values, and a checkpoint holds one. Call save(..., buffers='rank0') to save those of the lowest rank, 'mean' for the "
+        "mean over ranks, or 'per_rank' for those of every rank, which load at the same number of ranks; or keep buffers equal "
+        "during training (SyncBatchNorm)"
+    )
+
+
+# ---- What a carrier is: one entry of the state a user saves, which knows its names and how to take state back.
+
+Apply = Callable[[], None]
+
+
+class Carrier(Protocol):
+    """One entry of the state."""
+
+    prefix: str  # of its names
+
+    def put(self, contents: Contents) -> None:
+        """Say what this rank holds; may be collective."""
+        ...
+
+    def ask(self, order: LoadRequests) -> Apply:
+        """Ask for what this rank needs; return what puts it into place, once all of it is read and verified."""
+        ...
+
+
+class PerRank:
+    """Marks state that is each rank's own: ``PerRank(loader)``.  It loads at the same number of ranks alone.
+
+    Example:
+        >>> state = {"loader": PerRank(loader)}  # doctest: +SKIP
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+
+class RandomState:
+    """The state of the random generators of Python, numpy and torch on this rank, for the state to be saved.
+
+    At another number of ranks there is none to go back to: each rank gets a seed that follows from the save and its rank.
+
+    Example:
+        >>> state = {"random": RandomState()}
+        >>> sorted(state["random"].state_dict())
+        ['cuda', 'numpy', 'python', 'torch']
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all generators."""
+        kind, keys, *rest = cast(Any, np.random.get_state())
+        cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+        numpy = (str(kind), np.asarray(keys).tobytes(), *[float(x) if isinstance(x, float) else int(x) for x in rest])
+        return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go back to that state."""
+        random.setstate(state_dict["python"])
+        kind, keys, *rest = state_dict["numpy"]
+        np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+        torch.set_rng_state(state_dict["torch"])
+        if state_dict["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state_dict["cuda"][0])
+
+
+def own_state(marked: PerRank | RandomState) -> Any:
+    """Return what differs between ranks: what ``PerRank`` marks, or the generators."""
+    return marked._inner if isinstance(marked, PerRank) else marked  # pyright: ignore[reportPrivateUsage]
+
+
+def _seed_from(save_id: str, rank: int) -> None:
+    """Seed all generators from what every rank knows and its own number."""
+    seed = xxhash.xxh3_64_intdigest(f"{save_id}/{rank}".encode())
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)
+
+
+class ObjectCarrier:
+    """Anything with ``state_dict`` and ``load_state_dict``, and dicts; equal on all ranks."""
+
+    def __init__(self, prefix: str, thing: Any) -> None:
+        self.prefix, self._thing = prefix, thing
+        if isinstance(thing, MutableMapping):
+            return
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise ConfigError(
+                f"{prefix}: a {type(thing).__name__} has no state_dict() and load_state_dict(); give an object that has, or "
+                "put the value into a dict"
+            )
+
+    def put(self, contents: Contents) -> None:
+        """See :class:`Carrier`."""
+        contents.add_value(self.prefix, encode(self._state(), self.prefix, contents.add_tensor))
+
+    def ask(self, order: LoadRequests) -> Apply:
+        """See :class:`Carrier`."""
+        if not order.has_value(self.prefix):
+            order.missing.append(self.prefix)
+            return lambda: None
+        own: dict[str, torch.Tensor] = {}
+        encode(self._state(), self.prefix, own.__setitem__)
+        staged: dict[str, list[torch.Tensor]] = {}
+
+        def stage(name: str) -> torch.Tensor:
+            mine, record = own.get(name), order.manifest.record_of(name)
+            if mine is None or record is None or type(mine) is torch.Tensor or tuple(mine.shape) != record.shape:
+                staged[name] = [order.whole(name)]
+                own.pop(name, None)
+            else:
+                staged[name] = order.windows(name, record.shape, [part.window for part in parts_of(name, mine)]) or []
+            return staged[name][0]
+
+        def place(name: str) -> torch.Tensor:
+            mine, found = own.get(name), staged[name]
+            return found[0] if mine is None else like(mine, [x.to(device_of(mine)) for x in found], found[0].dtype)
+
+        order.value(self.prefix, give=stage)
+        # Decoded once more when all is read: what is moved to a device before that has not got its values yet.
+        return lambda: self._load(order.value(self.prefix, give=place))
+
+    def _state(self) -> Any:
+        if isinstance(self._thing, MutableMapping):
+            return dict(cast(MutableMapping[str, Any], self._thing))
+        return self._thing.state_dict()
+
+    def _load(self, found: Any) -> None:
+        if isinstance(self._thing, MutableMapping):
+            self._thing.clear()
+            self._thing.update(found)
+        else:
+            self._thing.load_state_dict(found)
+
+
+class PerRankCarrier:
+    """State of one rank, under the rank's number."""
+
+    def __init__(self, key: str, thing: Any, rank: int, size: int, warn: Callable[[str], None]) -> None:
+        self.prefix = join("rank", str(rank), key)
+        self._key, self._thing, self._rank, self._size, self._warn = key, thing, rank, size, warn
+
+    def put(self, contents: Contents) -> None:
+        """See :class:`Carrier`."""
+        ObjectCarrier(self.prefix, self._thing).put(contents)
+
+    def ask(self, order: LoadRequests) -> Apply:
+        """See :class:`Carrier`."""
+        saved_by, save_id = order.manifest.num_ranks, order.manifest.save_id
+        if saved_by == self._size:
+            return ObjectCarrier(self.prefix, self._thing).ask(order)
+        order.leave(self.prefix)
+        is_random = isinstance(self._thing, RandomState)
+        what = "each rank's is derived from the save" if is_random else "it stays as it is"
+        if self._rank == 0:
+            self._warn(f"{self._key}: {saved_by} ranks have saved theirs, {self._size} load it: {what}")
+        return (lambda: _seed_from(save_id, self._rank)) if is_random else (lambda: None)
+
+
+# ---- Optimizers of any door as carriers: state and options under the names of parameters.
+
+State = dict[str, dict[str, Any]]  # parameter name -> state key -> value
+# The same to be made once all is read: what is moved to a device before that has not got its values yet.
+Later = dict[str, dict[str, Callable[[], Any]]]
+
+
+class OptimizerCarrier:
+    """One optimizer; ``names``: of parameters, by ``id``, from the modules that are saved with it."""
+
+    def __init__(self, prefix: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self.prefix, self._optimizer = prefix, optimizer
+        self._params: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self._names = _names_of(prefix, optimizer, self._params, names)
+        self._by_name = dict(zip(self._names, self._params, strict=True))
+
+    def put(self, contents: Contents) -> None:
+        """See :class:`Carrier`."""
+        for name, values in self._state().items():
+            place = join(self.prefix, "state", name)
+            for key, value in values.items():
+                full = f"{place}/{join(str(key))}"
+                if isinstance(value, torch.Tensor):
+                    contents.add_tensor(full, value)
+                else:
+                    contents.add_value(full, encode(value, full, contents.add_tensor))
+        groups = join(self.prefix, "groups")
+        contents.add_value(groups, [encode(group, f"{groups}/{i}") for i, group in enumerate(self._groups())])
+
+    def ask(self, order: LoadRequests) -> Apply:
+        """See :class:`Carrier`."""
+        groups = self._ask_groups(order)
+        later = self._ask_all(order)
+        return lambda: self._load(later, groups)
+
+    # ---- what there is ----
+
+    def _state(self) -> State:
+        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
+            found = self._optimizer.sharded(dict(zip(self._names, self._params, strict=True))).state_dict()["state"]
+            return found
+        packed = self._optimizer.state_dict()["state"]
+        if isinstance(self._optimizer, ShardedOptimizer):
+            own = dict(zip(_own_names(self._optimizer), self._names, strict=True))
+        else:
+            own = dict(enumerate(self._names))
+        unknown = [key for key in packed if key not in own]
+        if unknown:
+            raise ConfigError(f"{self.prefix}: state of {unknown[0]!r} belongs to no parameter; it cannot be named")
+        return {own[key]: values for key, values in packed.items()}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        names = iter(self._names)
+        return [
+            {"params": [next(names) for _ in group["params"]], "options": options_of(group)}
+            for group in self._optimizer.param_groups
+        ]
+
+    # ---- what there will be ----
+
+    def _ask_groups(self, order: LoadRequests) -> list[dict[str, Any]]:
+        """Return the options of the own groups, from those that the checkpoint has for their parameters."""
+        full = join(self.prefix, "groups")
+        if not order.has_value(full):
+            order.missing.append(full)
+            return [options_of(group) for group in self._optimizer.param_groups]
+        options: dict[str, Any] = {}
+        for group in groups_of(order.value(full), full):
+            options |= {str(name): group["options"] for name in group["params"]}
+        order.missing += [join(full, name) for name in self._names if name not in options]
+        order.missing += [f"{join(full, name)}: in no group here" for name in options if name not in self._by_name]
+        names, found = iter(self._names), []
+        for own in self._optimizer.param_groups:
+            members = [name for name in (next(names) for _ in own["params"]) if name in options]
+            other = next((name for name in members if not _same(options[name], options[members[0]])), None)
+            if other is not None:
+                raise CheckpointError(
+                    f"{full}: {members[0]} and {other} have other options there, and are in one param group here; make groups "
+                    "as those of the checkpoint"
+                )
+            mine, theirs = options_of(own), options[members[0]] if members else {}
+            odd = next((key for key in theirs if not _fits(mine.get(key), theirs[key])), None)
+            if odd is not None:
+                raise CheckpointError(
+                    f"{full}: the option {odd!r} is {str(theirs[odd])[:60]!r}, expected a value like {str(mine[odd])[:60]!r}"
+                )
+            found.append({**mine, **theirs})
+        return found
+
+    def _ask_all(self, order: LoadRequests) -> Later:
+        optimizer = self._optimizer
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            return self._ask_zero(optimizer, order)
+        rooms: Mapping[str, Sequence[torch.Tensor]] = {}
+        if isinstance(optimizer, ShardedOptimizer):
+            whole = whole_state_names(optimizer)
+            if whole is not None:
+                return self._ask_whole([own in whole for own in _own_names(optimizer)], order)
+            rooms = self._rooms(optimizer, order)
+        found = {name: self._ask_state(name, param, rooms, order) for name, param in self._by_name.items()}
+        return {name: values for name, values in found.items() if values}
+
+    def _ask_whole(self, is_held: Sequence[bool], order: LoadRequests) -> Later:
+        """Ask for all state of the matrices of this rank; entries of those of others are empty."""
+        found: Later = {}
+        for (name, param), is_own in zip(self._by_name.items(), is_held, strict=True):
+            for full in order.names_under(join(self.prefix, "state", name)):
+                values = found.setdefault(name, {})
+                if not is_own:
+                    order.use(full)
+                elif order.manifest.record_of(full) is None:
+                    values[split(full)[-1]] = partial(_as_it_is, order.value(full))
+                else:
+                    values[split(full)[-1]] = partial(_on_device, order.whole(full), device_of(param))
+        return found
+
+    def _rooms(self, optimizer: ShardedOptimizer, order: LoadRequests) -> dict[str, Sequence[torch.Tensor]]:
+        """Return new memory for state as it will lie in the optimizer, by its name in the file; on the CPU alone."""
+        if any(device_of(param).type != "cpu" for param in self._params):
+            return {}
+        dtypes: dict[str, dict[str, torch.dtype]] = {}
+        places: dict[tuple[str, str], str] = {}
+        for own, (name, param) in zip(_own_names(optimizer), self._by_name.items(), strict=True):
+            for full in order.names_under(join(self.prefix, "state", name)):
+                key, record = split(full)[-1], order.manifest.record_of(full)
+                if record is not None and param.dim() and record.shape == tuple(param.shape):
+                    dtypes.setdefault(own, {})[key] = dtype_of(record.dtype, full)
+                    places[own, key] = full
+        rooms = room_for_state(optimizer, dtypes)
+        return {full: rooms[own][key] for (own, key), full in places.items()}
+
+    def _ask_state(
+        self, name: str, param: torch.Tensor, rooms: Mapping[str, Sequence[torch.Tensor]], order: LoadRequests
+    ) -> dict[str, Callable[[], Any]]:
+        found: dict[str, Callable[[], Any]] = {}
+        for full in order.names_under(join(self.prefix, "state", name)):
+            key, record = split(full)[-1], order.manifest.record_of(full)
+            if record is None:
+                found[key] = partial(_as_it_is, order.value(full))
+            elif param.dim() and record.shape == tuple(param.shape):
+                windows = windows_of(full, param)
+                staged = rooms.get(full)
+                if staged is None:
+                    staged = order.windows(full, record.shape, windows) or []
+                else:
+                    order.into(full, record, windows, staged)
+                found[key] = partial(_placed, param, staged)
+            else:
+                found[key] = partial(_beside, param, order.whole(full))
+        return found
+
+    def _ask_zero(self, zero: ZeroRedundancyOptimizer, order: LoadRequests) -> Later:
+        state: Later = {}
+        for name in self._names:
+            for full in order.names_under(join(self.prefix, "state", name)):
+                order.use(full)
+        for own in share_stepper(zero).share.local_pieces:
+            param, name = own.param, self._names[own.piece.tensor]
+            values: dict[str, Callable[[], Any]] = {}
+            for full in order.names_under(join(self.prefix, "state", name)):
+                key, record = split(full)[-1], order.manifest.record_of(full)
+                if record is None:
+                    values[key] = partial(_as_it_is, order.value(full))
+                elif own.is_param or not record.shape or not param.dim():
+                    values[key] = partial(_beside, param, order.whole(full))
+                elif record.shape != tuple(param.shape):
+                    raise CheckpointError(
+                        f"{full}: has shape {list(record.shape)}, the parameter {list(param.shape)}: partition='even' needs "
+                        "state with a number per element; use partition='whole'"
+                    )
+                else:
+                    values[key] = partial(
+                        _as_it_is, self._ask_slice(full, own.tensor.numel(), (param, own.piece.start), order)
+                    )
+            if values:
+                state[name] = values
+        return state
+
+    def _ask_slice(self, full: str, numel: int, place: tuple[torch.Tensor, int], order: LoadRequests) -> StateSlice:
+        param, start = place
+        record = order.manifest.record_of(full)
+        assert record is not None
+        found = StateSlice.make(torch.empty(numel, dtype=dtype_of(record.dtype, full), device="cpu"), param, start)
+        parts = parts_of(full, found)
+        order.into(full, record, [part.window for part in parts], [part.tensor for part in parts])
+        return found
+
+    def _load(self, later: Later, groups: Sequence[Mapping[str, Any]]) -> None:
+        optimizer = self._optimizer
+        state: State = {name: {key: make() for key, make in values.items()} for name, values in later.items()}
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            sharded = optimizer.sharded(self._by_name)
+            sharded.load_state_dict({"state": state, "param_groups": self._named(groups, self._names)})
+        elif isinstance(optimizer, ShardedOptimizer):
+            own = _own_names(optimizer)
+            back = dict(zip(self._names, own, strict=True))
+            entries = {back[name]: values for name, values in state.items()}
+            optimizer.load_state_dict({"state": entries, "param_groups": self._named(groups, own)}, adopt=True)
+        else:
+            number = {name: index for index, name in enumerate(self._names)}
+            entries = {number[name]: values for name, values in state.items()}
+            packed = self._named(groups, list(range(len(self._names))))
+            for group, own in zip(packed, optimizer.param_groups, strict=True):
+                if "param_names" in own:
+                    group["param_names"] = own["param_names"]
+            optimizer.load_state_dict({"state": entries, "param_groups": packed})
+
+    def _named(self, groups: Sequence[Mapping[str, Any]], names: Sequence[Any]) -> list[dict[str, Any]]:
+        rest = iter(names)
+        return [
+            {**options, "params": [next(rest) for _ in own["params"]]}
+            for options, own in zip(groups, self._optimizer.param_groups, strict=True)
+        ]
+
+
+def _names_of(prefix: str, optimizer: Optimizer, params: Sequence[torch.Tensor], names: Mapping[int, str]) -> list[str]:
+    given = [
+        name for group in optimizer.param_groups for name in group.get("param_names") or [None] * len(group["params"])
+    ]
+    found = [names.get(id(param), name) for param, name in zip(params, given, strict=True)]
+    unknown = [index for index, name in enumerate(found) if name is None]
+    if unknown:
+        raise ConfigError(
+            f"{prefix}: parameter {unknown[0]} of shape {tuple(params[unknown[0]].shape)} has no name; give the module that it "
+            "belongs to in the same state, or make the optimizer from model.named_parameters()"
+        )
+    fine = [name for name in found if name is not None]
+    if len(set(fine)) != len(fine):
+        again = next(name for name in fine if fine.count(name) > 1)
+        raise ConfigError(f"{prefix}: two parameters have the name {again!r}")
+    return fine
+
+
+def _own_names(optimizer: ShardedOptimizer) -> list[str]:
+    return [name for group in optimizer.param_groups for name in group["param_names"]]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _on_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return value.to(device) if value.dim() else value
+
+
+def _placed(param: torch.Tensor, staged: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return state that is sharded like its parameter."""
+    device = device_of(param)
+    return in_order_of(param, like(param, [each.to(device) for each in staged], staged[0].dtype))
+
+
+def _beside(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return state of another shape than its parameter, of the parameter's kind: DTensors do not mix with plain ones."""
+    if not isinstance(param, DTensor) or not value.dim():
+        return _on_device(value, device_of(param))
+    mesh = param.device_mesh
+    spec = torch_private.make_spec(mesh, [Replicate()] * mesh.ndim, value.shape, value.stride(), value.dtype)
+    return torch_private.dtensor_from_local(value.to(device_of(param)), spec)
+
+
+def _fits(own: Any, found: Any) -> bool:
+    """Return True if an option of a checkpoint may stand where the optimizer has ``own``: numbers for numbers."""
+    if isinstance(own, int | float | torch.Tensor):
+        return found is None or isinstance(found, int | float | torch.Tensor)
+    if isinstance(own, tuple | list):
+        mine, theirs = cast(Sequence[Any], own), cast(Sequence[Any], found)
+        if not isinstance(found, tuple | list) or len(theirs) != len(mine):
+            return False
+        return all(_fits(*pair) for pair in zip(mine, theirs, strict=True))
+    return own is None or found is None or isinstance(found, str) == isinstance(own, str)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and torch.equal(left, right)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    return type(left) is type(right) and (left == right or (left != left and right != right))
+
+
+# ---- Modules of any door as carriers.
+
+
+def _shares_buffers(module: nn.Module) -> bool:
+    """Return True if every forward of ``module`` broadcasts the buffers of one rank, which are the ones to save."""
+    is_ddp = isinstance(module, DistributedDataParallel) and module.broadcast_buffers
+    return is_ddp or SHARES_BUFFERS in module.__dict__
+
+
+class ModuleCarrier:
+    """Parameters and buffers of a module, under the names that they have in the model without wrappers.
+
+    Attributes:
+        names: of each parameter, by ``id``: what optimizers call them.
+    """
+
+    def __init__(self, prefix: str, module: nn.Module, rank: int, size: int) -> None:
+        self.prefix, self._rank, self._size = prefix, rank, size
+        self._given = module
+        self._module = module.module if isinstance(module, DistributedDataParallel) else module
+        # With the live tensors: two names of one tensor are one tensor.  Sharded modules are resharded by asking.
+        self._state: dict[str, Any] = self._module.state_dict(keep_vars=True)
+        self._keys: dict[str, str] = {}
+        for key in self._state:
+            if self._keys.setdefault(plain(key), key) != key:
+                raise ConfigError(f"{prefix}: {key!r} and {self._keys[plain(key)]!r} have one name without wrappers")
+        self.names: dict[int, str] = {}
+        for name, key in self._keys.items():
+            if isinstance(self._state[key], torch.Tensor):
+                self.names.setdefault(id(self._state[key]), name)
+
+    def put(self, contents: Contents) -> None:
+        """See :class:`Carrier`."""
+        shared = {id(each) for module in self._given.modules() if _shares_buffers(module) for each in module.buffers()}
+        buffers = {id(each) for each in self._module.buffers()}
+        for name, key in self._keys.items():
+            value, full = self._state[key], join(self.prefix, name)
+            if not isinstance(value, torch.Tensor):
+                contents.add_value(full, encode(value, full, contents.add_tensor))
+            elif self.names[id(value)] != name:
+                contents.ties[full] = join(self.prefix, self.names[id(value)])
+            else:
+                is_buffer = id(value) in buffers and type(value) is torch.Tensor
+                contents.add_tensor(full, value, is_lowest=is_buffer)
+                if is_buffer and id(value) not in shared:
+                    contents.buffers.append(full)
+
+    def ask(self, order: LoadRequests) -> Apply:
+        """See :class:`Carrier`."""
+        live = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        others: dict[str, Any] = {}
+        placed: list[tuple[str, torch.Tensor, list[torch.Tensor]]] = []
+        same_as: dict[int, list[str]] = {}
+        for name, key in self._keys.items():
+            same_as.setdefault(id(self._state[key]), []).append(name)
+        for name, key in self._keys.items():
+            value, full = self._state[key], join(self.prefix, name)
+            if not isinstance(value, torch.Tensor):
+                if order.has_value(full):
+                    others[key] = order.value(full)
+                else:
+                    order.missing.append(full)
+                continue
+            if self.names[id(value)] != name:
+                order.use(full)
+                continue
+            ties = [join(self.prefix, other) for other in same_as[id(value)]]
+            found = next((tie for tie in ties if order.manifest.record_of(tie) is not None), full)
+            found = self._own(found, order)
+            parts = parts_of(full, value)
+            staged = order.windows(found, value.shape, [part.window for part in parts])
+            if staged is None:
+                continue
+            if id(value) in live:
+                copies += [(part.tensor, new) for part, new in zip(parts, staged, strict=True)]
+            else:
+                placed.append((key, value, staged))
+
+        for name in unwritten_in(self._module, buffers_only=True):
+            if name not in self._state:
+                order.missing.append(
+                    f"{join(self.prefix, plain(name))} (a non-persistent buffer without values since to_empty(): call "
+                    "shardwise.init_parameters(model, init_fn) instead of to_empty(), or compute the buffer)"
+                )
+
+        def apply() -> None:
+            for key, value, staged in placed:  # not before they are read: on a GPU this copies
+                others[key] = like(value, [each.to(device_of(value)) for each in staged], staged[0].dtype)
+            self._apply(copies, others)
+
+        return apply
+
+    def _own(self, name: str, order: LoadRequests) -> str:
+        """Return the name of this rank's own copy of buffer ``name`` if each rank has saved its own; else ``name``."""
+        own = own_name(self._rank, name)
+        if order.manifest.num_ranks != self._size or order.manifest.record_of(own) is None:
+            return name
+        order.use(name)
+        return own
+
+    @torch.no_grad()
+    def _apply(self, copies: list[tuple[torch.Tensor, torch.Tensor]], others: dict[str, Any]) -> None:
+        for target, source in copies:
+            target.copy_(source)
+        if others:
+            self._module.load_state_dict(others, strict=False)
+
 
 logger = logging.getLogger(__name__)
 

@@ -2,27 +2,99 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from shardwise.cli.bench_args import BenchRequest
-from shardwise.cli.exits import EXIT_FAILED
-from shardwise.cli.extras import check_extras
+from shardwise.cli.exits import EXIT_FAILED, check_extras
+from shardwise.errors import ConfigError
 from shardwise.one_host import usable_cores
-from shardwise.recipes.bench.contenders import CONTENDERS
-from shardwise.recipes.bench.figures import MeasuredMemory, make_rows
-from shardwise.recipes.bench.fit import check_fit
-from shardwise.recipes.bench.machine import describe_machine
-from shardwise.recipes.bench.peaks import measure_memory
-from shardwise.recipes.bench.probe import available_bytes
-from shardwise.recipes.bench.request import SHAPES, BenchConfig
-from shardwise.recipes.bench.setup import count_parameters
-from shardwise.recipes.bench.tables import format_table, title_of, write_json
-from shardwise.recipes.bench.timing import RankTimes, time_steps
+from shardwise.recipes.bench.contenders import CONTENDERS, check_fit, choose_names
+from shardwise.recipes.bench.figures import (
+    MeasuredMemory,
+    describe_machine,
+    format_table,
+    make_rows,
+    title_of,
+    write_json,
+)
+from shardwise.recipes.bench.setup import BACKENDS, SHAPES, BenchConfig, count_parameters, settle_ranks
+from shardwise.recipes.bench.timing import RankTimes, available_bytes, measure_memory, time_steps
 from shardwise.testing import RankFailure, WorkerPool
+
+# ---- The options of ``shardwise bench``, read into a frozen request.
+
+_COUNTS = (
+    ("batch", 2, "sequences per rank and step"),
+    ("rounds", 15, "timed rounds; each steps every contender once"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """What was asked for.  ``out`` None: print only; ``with_memory`` False: leave the second phase out."""
+
+    config: BenchConfig
+    out: Path | None
+    with_memory: bool
+
+
+def add_bench_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add ``bench``."""
+    parser = commands.add_parser(
+        "bench",
+        help="time ours beside DDP, torch's ZeRO and FSDP2, on this host",
+        description="Step a GPT in turns: without communication, with DDP, torch's ZeRO and FSDP2, and with every door "
+        "of ours; then measure the memory of each alone. Prints a table; --out writes JSON and a chart too.",
+        epilog=f"contenders: {', '.join(CONTENDERS)}",
+    )
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="wide", help="the model (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, metavar="W", help="ranks (default: every GPU, or the CPU cores up to 2)")
+    for name, default, meaning in _COUNTS:
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)"
+        )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, tokens and order (default: 0)")
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default="auto", help="gloo = CPU, nccl = one GPU per rank (default: by host)"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="contenders, * and ? allowed; local is always one (default: all that fit)",
+    )
+    parser.add_argument("--no-memory", action="store_true", help="leave out memory, page faults and bytes on the wire")
+    parser.add_argument("--out", metavar="DIR", help="folder for bench_SHAPE_wW_BACKEND.json and .png")
+
+
+def read_bench_request(arguments: argparse.Namespace, num_gpus: int, num_cores: int) -> BenchRequest:
+    """Turn parsed options into a checked request for a host with so many GPUs and usable cores.  Raises: ConfigError."""
+    ranks: int | None = arguments.ranks
+    for name in ("ranks", "batch", "rounds"):
+        value: int | None = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}, expected at least 1.")
+    backend, settled = settle_ranks(arguments.backend, ranks, num_gpus, num_cores)
+    out = None if arguments.out is None else Path(arguments.out)
+    if out is not None and out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file, expected a folder or a name for a new one.")
+    config = BenchConfig(
+        shape=arguments.shape,
+        ranks=settled,
+        batch=arguments.batch,
+        rounds=arguments.rounds,
+        backend=backend,
+        seed=arguments.seed,
+        names=choose_names(arguments.only, settled, backend),
+    )
+    return BenchRequest(config, out, not arguments.no_memory)
+
 
 TIMING_LIMIT_S, MEMORY_LIMIT_S, COLLECTIVE_LIMIT_S = 4 * 3600.0, 1200.0, 600.0
 _BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
@@ -103,7 +175,7 @@ def _report(
     print(f"{title}\n\n{format_table(rows)}")
     if request.out is None:
         return
-    from shardwise.recipes.bench.chart import draw_chart  # matplotlib, which printing does without
+    from shardwise.recipes.bench.figures import draw_chart
 
     stem = request.out / config.label
     machine = describe_machine(times[0].num_threads)

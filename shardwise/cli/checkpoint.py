@@ -3,34 +3,241 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import xxhash
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
 
-from shardwise.checkpoint.compare import TensorDifference, compare_tensors, compare_values, names_in
-from shardwise.checkpoint.convert import convert
-from shardwise.checkpoint.dtypes import bytes_of
-from shardwise.checkpoint.export import export_model, export_torch
-from shardwise.checkpoint.files import DiskFiles
-from shardwise.checkpoint.folder import list_checkpoints
-from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.names import MANIFEST, step_of
-from shardwise.checkpoint.reader import read_manifest, verify
-from shardwise.checkpoint.stream import stream
-from shardwise.cli import checkpoint_tables as tables
+from shardwise.checkpoint.convert import (
+    TensorDifference,
+    ValueDifference,
+    compare_tensors,
+    compare_values,
+    convert,
+    export_model,
+    export_torch,
+    names_in,
+)
+from shardwise.checkpoint.files import DiskFiles, list_checkpoints, read_manifest, verify
+from shardwise.checkpoint.format import MANIFEST, Manifest, bytes_of, step_of, sum_of
+from shardwise.checkpoint.load import stream
 from shardwise.cli.exits import EXIT_FAILED
+from shardwise.cli.train import read_num_bytes
 from shardwise.errors import ConfigError, DamagedCheckpointError
-from shardwise.recipes.checkpoints import read_progress
-from shardwise.recipes.old_checkpoints import is_old
-from shardwise.recipes.plain_console import PlainConsole
 from shardwise.recipes.plain_text import plain
+from shardwise.recipes.report import PlainConsole
+from shardwise.recipes.run_folder import is_old, read_progress
+
+# ---- The tables that ``shardwise checkpoint`` prints.
+
+_MOST_TEXT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Names of tensors that only one of two checkpoints has."""
+
+    first: Sequence[str]
+    second: Sequence[str]
+
+
+def format_size(num_bytes: int) -> str:
+    """Return bytes in powers of 1024, as files are measured.
+
+    Example:
+        >>> format_size(1536)
+        '1.5 KiB'
+    """
+    size, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{num_bytes} B" if unit == "B" else f"{size:.4g} {unit}"
+
+
+def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(title=escape(title), title_justify="left", show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def table_of_checkpoints(checkpoints: Sequence[tuple[Path, Manifest | str]]) -> Table:
+    """Return one row per checkpoint."""
+    table = _table(
+        str(checkpoints[0][0].parent),
+        "checkpoint",
+        "ranks",
+        "tensors",
+        "size",
+        "save",
+        right=("ranks", "tensors", "size"),
+    )
+    for path, found in checkpoints:
+        if isinstance(found, str):
+            table.add_row(path.name, "", "", "", escape(f"DAMAGED: {found}"))
+        else:
+            size = sum(file.num_bytes for file in found.files)
+            table.add_row(path.name, str(found.num_ranks), str(len(found.tensors)), format_size(size), found.save_id)
+    return table
+
+
+def tables_of_contents(path: Path, manifest: Manifest, sums: Mapping[str, str]) -> list[Table]:
+    """Return the tensors, the values and the files of a checkpoint; ``sums``: of tensors, by name."""
+    total = sum(each.num_bytes for each in manifest.tensors.values())
+    title = f"{path}: step {manifest.step}, saved by {manifest.num_ranks} rank(s)"
+    tensors = _table(
+        title, "tensor", "dtype", "shape", "size", "parts", *(["sum"] if sums else []), right=("size", "parts")
+    )
+    for name, record in sorted(manifest.tensors.items()):
+        tied = sorted(tie for tie, first in manifest.ties.items() if first == name)
+        label = name + (f" (also {', '.join(tied)})" if tied else "")
+        shape = " x ".join(map(str, record.shape)) or "scalar"
+        row = [escape(label), record.dtype, shape, format_size(record.num_bytes), str(len(record.parts))]
+        tensors.add_row(*row, *([sums[name]] if sums else []))
+    tensors.add_section()
+    numel = sum(_numel(record.shape) for record in manifest.tensors.values())
+    tensors.add_row(f"{len(manifest.tensors)} tensors", "", f"{numel:,} elements", format_size(total), "")
+    files = _table("files", "file", "size", "blocks", "sum of sums", right=("size", "blocks"))
+    for file in manifest.files:
+        files.add_row(file.name, format_size(file.num_bytes), str(len(file.sums)), sum_of("".join(file.sums).encode()))
+    values = _table("values", "name", "value")
+    for name, value in sorted(manifest.values.items()):
+        values.add_row(escape(name), escape(_short(value)))
+    return [tensors, values, files]
+
+
+def table_of_verified(results: Sequence[tuple[Path, Manifest | str, int]]) -> Table:
+    """Return one row per checkpoint; the last of each is the number of problems."""
+    table = _table("", "checkpoint", "files", "size", "blocks", "result", right=("files", "size", "blocks"))
+    for path, manifest, num_problems in results:
+        result = f"DAMAGED: {num_problems} problem(s)" if num_problems else "whole"
+        if isinstance(manifest, str):
+            table.add_row(str(path), "", "", "", result)
+            continue
+        size = format_size(sum(file.num_bytes for file in manifest.files))
+        blocks = str(sum(len(file.sums) for file in manifest.files))
+        table.add_row(escape(str(path)), str(len(manifest.files)), size, blocks, result)
+    return table
+
+
+def table_of_differences(
+    first: Path, second: Path, tensors: Sequence[TensorDifference], values: Sequence[ValueDifference], alone: Alone
+) -> list[Table]:
+    """Return what differs: tensors, values, and names that one of the two has."""
+    found: list[Table] = []
+    if tensors:
+        heads = ("tensor", "first", "second", "elements", "largest difference", "relative")
+        table = _table(f"{first} | {second}", *heads, right=heads[3:])
+        for each in tensors:
+            relative = each.most / each.largest if each.largest else float("inf") if each.most else 0.0
+            figures = (
+                ["-"] * 3
+                if each.num_different is None
+                else [str(each.num_different), f"{each.most:.3g}", f"{relative:.2g}"]
+            )
+            table.add_row(escape(each.name), each.first, "same" if each.first == each.second else each.second, *figures)
+        found.append(table)
+    if values:
+        table = _table("values", "name", "first", "second")
+        for value in values:
+            table.add_row(*map(escape, (value.name, _short(value.first), _short(value.second))))
+        found.append(table)
+    for path, names in ((first, alone.first), (second, alone.second)):
+        if names:
+            table = _table(f"in {path} alone", "tensor")
+            for name in names:
+                table.add_row(escape(name))
+            found.append(table)
+    return found
+
+
+def _numel(shape: Sequence[int]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel
+
+
+def _short(value: object) -> str:
+    text = "-" if value is None else json.dumps(value)
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ... ({len(text)} characters)"
+
+
+# ---- The options of ``shardwise checkpoint``.
+
+PLACE = "a run, a folder of checkpoints, or one checkpoint"
+
+
+def add_checkpoint_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add ``checkpoint`` and what it can do."""
+    parser = commands.add_parser(
+        "checkpoint",
+        help="look into checkpoints, verify and compare them",
+        description="Look into checkpoints, verify and compare them. Nothing in a checkpoint is run or changed.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    show = actions.add_parser("show", help="what a checkpoint holds: tensors, dtypes, shapes, sizes, values, files")
+    _add_place(show, "path")
+    show.add_argument("--sums", action="store_true", help="read every tensor, and show a sum of its bytes")
+    verify = actions.add_parser(
+        "verify",
+        help="compare every byte with its sum",
+        description="Compare every byte of every checkpoint, or of that of --step, with the sums of its save. Exit code 1 if "
+        "one is not what was written.",
+    )
+    _add_place(verify, "path")
+    diff = actions.add_parser(
+        "diff",
+        help="which tensors and values differ, and by how much",
+        description="Compare two checkpoints by the names of tensors, whatever ranks and door saved them. Exit code 1 if they "
+        "differ.",
+    )
+    for name in ("first", "second"):
+        diff.add_argument(name, metavar=name.upper(), help=f"{PLACE} (then its newest)")
+    export = actions.add_parser(
+        "export",
+        help="write a checkpoint for other tools",
+        description="Write the model as Hugging Face has models (safetensors files and an index), or all state as one file of "
+        "torch.save. Every byte that is read is verified.",
+    )
+    _add_place(export, "path")
+    export.add_argument("out", metavar="OUT", help="a folder for safetensors files, a new file for torch.save")
+    export.add_argument(
+        "--format", choices=("safetensors", "torch"), default="safetensors", help="default: %(default)s"
+    )
+    export.add_argument(
+        "--key", default="model", metavar="NAME", help="what the model was saved as (default: %(default)s)"
+    )
+    export.add_argument(
+        "--file-bytes", type=read_num_bytes, default=5 * 10**9, metavar="SIZE", help="most in one file (default: 5 GB)"
+    )
+    convert = actions.add_parser(
+        "convert",
+        help="make a checkpoint out of what other tools wrote",
+        description="Make a checkpoint out of a DCP folder (of earlier runs, too) or safetensors files. Nothing in it is run.",
+    )
+    convert.add_argument(
+        "path", metavar="PATH", help="a DCP folder, a safetensors file, or a folder of these with an index"
+    )
+    convert.add_argument("out", metavar="OUT", help="a folder of checkpoints, maybe new")
+    convert.add_argument("--step", type=int, metavar="N", help="its step (default: by the name of PATH, else 0)")
+
+
+def _add_place(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument(name, metavar=name.upper(), help=PLACE)
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint after N steps (default: the newest)")
+
 
 FILES = DiskFiles()
 _OLD = ".metadata"  # of torch's own format
@@ -106,11 +313,11 @@ def _advance(bar: Progress, num_bytes: int) -> None:
 
 def _show(console: Console, checkpoints: list[Path], with_sums: bool) -> int:
     if len(checkpoints) > 1:
-        console.print(tables.list_of([(path, _manifest_or_reason(path)) for path in checkpoints]))
+        console.print(table_of_checkpoints([(path, _manifest_or_reason(path)) for path in checkpoints]))
     path = checkpoints[-1]
     manifest = read_manifest(FILES, path)
     sums = _sums(path, manifest) if with_sums else {}
-    for table in tables.contents(path, manifest, sums):
+    for table in tables_of_contents(path, manifest, sums):
         console.print(table)
     return 0
 
@@ -149,7 +356,7 @@ def _verify(console: Console, checkpoints: list[Path]) -> int:
                 problems += verify(FILES, path, (number, len(manifest.files)))
                 _advance(bar, file.num_bytes)
         results.append((path, manifest, problems))
-    console.print(tables.verified([(path, manifest, len(problems)) for path, manifest, problems in results]))
+    console.print(table_of_verified([(path, manifest, len(problems)) for path, manifest, problems in results]))
     damage = [each for _, _, problems in results for each in problems]
     for each in damage:
         print(f"shardwise: error: {plain(each)}", file=sys.stderr)
@@ -164,11 +371,11 @@ def _diff(console: Console, first: Path, second: Path) -> int:
     with _progress(total, "comparing") as bar:
         differences += compare_tensors(FILES, (first, mine), (second, theirs), lambda count: _advance(bar, count))
     values = compare_values(mine, theirs)
-    alone = tables.Alone(sorted(left - right), sorted(right - left))
+    alone = Alone(sorted(left - right), sorted(right - left))
     if not (differences or values or alone.first or alone.second):
         console.print(f"{first} and {second} hold the same {len(left)} tensors, to the bit, and the same values")
         return 0
-    for table in tables.differences(first, second, differences, values, alone):
+    for table in table_of_differences(first, second, differences, values, alone):
         console.print(table)
     console.print(f"{len(left & right) - len(differences)} tensors are the same to the bit")
     return EXIT_FAILED
@@ -189,7 +396,7 @@ def _export(console: Console, arguments: argparse.Namespace) -> int:
             key, most_bytes = arguments.key, arguments.file_bytes
             written = export_model(path, out, key=key, most_bytes=most_bytes, progress=seen)
     for each in written:
-        console.print(f"{each}  {tables.format_size(each.stat().st_size)}", markup=False)
+        console.print(f"{each}  {format_size(each.stat().st_size)}", markup=False)
     return 0
 
 
@@ -200,5 +407,5 @@ def _convert(console: Console, arguments: argparse.Namespace) -> int:
     step = arguments.step if arguments.step is not None else step_of(path.name) or 0
     more = {"progress": asdict(read_progress(path))} if is_old(path) else None
     written = convert(path, arguments.out, step=step, more=more)
-    console.print(tables.verified([(written, read_manifest(FILES, written), len(verify(FILES, written)))]))
+    console.print(table_of_verified([(written, read_manifest(FILES, written), len(verify(FILES, written)))]))
     return 0

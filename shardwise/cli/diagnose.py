@@ -8,11 +8,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.doctor.diagnosis import diagnose
-from shardwise.doctor.flight_recorder import PREFIX, to_dumps
-from shardwise.doctor.rank_record import Record, read_record
-from shardwise.doctor.recorder import BEFORE, BLACK_BOX, PATTERN, default_place
-from shardwise.doctor.words import in_words
+from shardwise.consistency.diagnosis import PREFIX, diagnose, in_words, to_dumps
+from shardwise.consistency.recorder import BEFORE, BLACK_BOX, PATTERN, Record, default_place, read_record
 from shardwise.errors import ConfigError
 from shardwise.recipes.plain_text import plain
 from shardwise.safe_files import replace_file

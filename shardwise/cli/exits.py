@@ -1,5 +1,25 @@
 """Exit codes of the command, and the variables by which a rank knows its launcher, and the file through which ranks meet."""
 
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+from shardwise.errors import ConfigError
+
+# ---- Packages that only some commands need.
+
+
+def check_extras(names: Sequence[str], command: str = "train") -> None:
+    """Refuse to start without the packages that only ``command`` needs.  Raises: ConfigError."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"shardwise {command} needs {', '.join(missing)}, which is not installed here. "
+            f"Install with: pip install 'shardwise[train]'"
+        )
+
+
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_FINAL = (

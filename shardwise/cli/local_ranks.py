@@ -5,6 +5,8 @@ They meet through a file in a folder of this user: nothing listens for them, and
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import signal
@@ -12,14 +14,84 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, LAUNCHER_VARIABLE, STORE_VARIABLE
-from shardwise.cli.private_network import entering, private_network
-from shardwise.doctor.recorder import BLACK_BOX, PATTERN
+from shardwise.cli.exits import (
+    ATTEMPT_VARIABLE,
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_FINAL,
+    LAUNCHER_VARIABLE,
+    STORE_VARIABLE,
+)
+from shardwise.consistency.recorder import BLACK_BOX, PATTERN
+from shardwise.errors import ConfigError
 from shardwise.one_host import ScratchFolder, stay_on_loopback
+from shardwise.recipes.config import TrainConfig, check_ranks
+from shardwise.recipes.run_folder import steps_in
+
+# ---- A network namespace for the ranks of one host, so that other users neither see their ports nor can connect.
+
+# Root needs no user namespace, and inside one it could not read files of other users.  Any other user maps to itself.
+_MAKE = """
+import ctypes, fcntl, os, socket, struct, sys
+uid, gid, libc = os.geteuid(), os.getegid(), ctypes.CDLL(None)
+if libc.unshare(0x40000000 | (0x10000000 if uid else 0)): sys.exit(1)
+maps = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"} if uid else {}
+for name in maps:
+    with open(f"/proc/self/{name}", "w") as file: file.write(maps[name])
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    fcntl.ioctl(probe, 0x8914, struct.pack("16sh22x", b"lo", 1))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+_ENTER = """
+import ctypes, os, sys
+count, libc = int(sys.argv[1]), ctypes.CDLL(None, use_errno=True)
+for fd in sys.argv[2:2 + count]:
+    if libc.setns(int(fd), 0): sys.exit(os.strerror(ctypes.get_errno()))
+    os.close(int(fd))
+os.execv(sys.argv[2 + count], sys.argv[2 + count:])
+"""
+
+
+def needs_no_network(config: TrainConfig, device_type: str) -> bool:
+    """Return True if ranks never need the host's network: a user's own model may (downloads), and so may NCCL."""
+    return config.model_from is None and device_type == "cpu"
+
+
+@contextmanager
+def private_network(is_wanted: bool) -> Generator[tuple[int, ...], None, None]:
+    """Yield descriptors of a new network namespace that only has a loopback interface, for :func:`entering`.
+
+    The tuple is empty if none is wanted or the kernel does not allow one (many containers).  Cost: one small process.
+    """
+    with ExitStack() as stack:
+        if not is_wanted or sys.platform != "linux":
+            yield ()
+            return
+        command = [sys.executable, "-IS", "-c", _MAKE]
+        pipe = subprocess.PIPE
+        holder = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL))
+        assert holder.stdout is not None
+        found: list[int] = []
+        if holder.stdout.readline():
+            with contextlib.suppress(OSError):
+                for kind in ("net",) if os.geteuid() == 0 else ("user", "net"):
+                    found.append(os.open(f"/proc/{holder.pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC))
+                    stack.callback(os.close, found[-1])
+        holder.communicate()
+        yield tuple(found)
+
+
+def entering(network: tuple[int, ...], command: list[str]) -> list[str]:
+    """Return the command line that runs ``command`` in ``network``; the new process must inherit these descriptors."""
+    if not network:
+        return command
+    return [sys.executable, "-IS", "-c", _ENTER, str(len(network)), *map(str, network), *command]
+
 
 POLL_S = 0.05
 GRACE_S = 1.5  # after one rank has failed: what others may take to notice and to write down what they did
@@ -228,3 +300,129 @@ def describe(failure: FailedRank) -> str:
         how = signal.Signals(-failure.code).name
         how += " (often: out of memory)" if how == "SIGKILL" else ""
     return f"rank {failure.rank} was ended by {how}"
+
+
+# ---- ``shardwise train --max-restarts N``: ranks that failed are started again, from the newest checkpoint that
+# verifies.
+
+MOST_STUCK = 2  # restarts in a row that come no further: a third would not either
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What the ranks of one start are told: the run's folder, where to say how far they are, and which restart it is.
+
+    ``number`` 0: the first start; ``cause``: of the restart.
+    """
+
+    folder: str
+    step_file: str
+    number: int = 0
+    cause: str = ""
+
+
+def attempt_from(environment: Mapping[str, str]) -> Attempt | None:
+    """Return what the launcher has told this rank; None without ``--max-restarts``."""
+    text = environment.get(ATTEMPT_VARIABLE)
+    return None if text is None else Attempt(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How often ranks are started again, and on how few; ``min_nproc`` None: always on as many as before."""
+
+    max_restarts: int
+    min_nproc: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RestartProgress:
+    """How far all starts together have come: ``furthest`` step, and the last restarts that came no further than that."""
+
+    furthest: int = -1
+    num_stuck: int = 0
+
+    def after(self, step: int) -> RestartProgress:
+        """Return the progress once a start has ended with ``step`` steps done.
+
+        Example:
+            >>> Progress().after(7).after(3).after(7)
+            Progress(furthest=7, num_stuck=2)
+        """
+        return RestartProgress(step) if step > self.furthest else RestartProgress(self.furthest, self.num_stuck + 1)
+
+
+def launch_with_restarts(
+    folder: Path, config: TrainConfig, terms: RestartPolicy, nproc: int, device_type: str, words: Sequence[str]
+) -> int:
+    """Run the command with the same arguments in ``nproc`` processes, again if they fail; return the exit code.
+
+    Again only for what may be another time: see :func:`why_not`.
+    """
+    progress, number, cause = RestartProgress(), 0, ""
+    is_private = needs_no_network(config, device_type)
+    with noted_signals() as received, ScratchFolder() as scratch, private_network(is_private) as network:
+        while True:
+            attempt = Attempt(str(folder.absolute()), str(scratch.path / f"step-{number}"), number, cause)
+            told = {ATTEMPT_VARIABLE: json.dumps(asdict(attempt))}
+            place = LaunchContext(scratch.path / f"store-{number}", received, told, network)
+            ended = run_ranks(nproc, device_type, words, place)
+            code = conclude(ended, received, folder)
+            if ended.failure is None or received:
+                return code
+            progress = progress.after(steps_in(Path(attempt.step_file)))
+            reason = why_not(ended, progress, terms, number)
+            if reason is not None:
+                print(f"shardwise: not started again: {reason}", file=sys.stderr)
+                return code
+            number, cause = number + 1, describe(ended.failure)
+            nproc = ranks_for(config, nproc, ended.num_killed, terms.min_nproc)
+            print(f"shardwise: restart {number} of {terms.max_restarts}, on {nproc} rank(s)", file=sys.stderr)
+
+
+def why_not(ended: Ended, progress: RestartProgress, terms: RestartPolicy, number: int) -> str | None:
+    """Return why ranks that ended like this are not started again, None if they are; ``number``: restarts so far."""
+    if {EXIT_CONFIG, EXIT_FINAL} & set(ended.codes):
+        return "a restart would end alike"
+    if progress.num_stuck >= MOST_STUCK:
+        return (
+            f"{progress.num_stuck} restarts in a row have come no further than step {progress.furthest}; look for what fails "
+            "there"
+        )
+    if number >= terms.max_restarts:
+        return f"--max-restarts {terms.max_restarts}"
+    return None
+
+
+def ranks_for(config: TrainConfig, nproc: int, num_killed: int, min_nproc: int | None) -> int:
+    """Return on how many ranks to go on: the most of those left that the options can use, or ``nproc`` as before.
+
+    Example:
+        >>> ranks_for(TrainConfig(batch=12), 4, 1, 2)
+        3
+        >>> ranks_for(TrainConfig(batch=32), 4, 1, 2)
+        2
+        >>> ranks_for(TrainConfig(batch=32), 4, 1, None)
+        4
+    """
+    if min_nproc is None:
+        return nproc
+    for fewer in range(nproc - num_killed, min_nproc - 1, -1):
+        try:
+            check_ranks(config, fewer)
+        except ConfigError:
+            continue
+        return fewer
+    return nproc
+
+
+def job_of(environment: Mapping[str, str]) -> str | None:
+    """Return a name of the process that starts this rank, and would start it again; None if none would.
+
+    The same for all ranks and starts of one launcher on a host, and never that of another one.
+    """
+    if ATTEMPT_VARIABLE not in environment and "TORCHELASTIC_RESTART_COUNT" not in environment:
+        return None
+    from shardwise.checkpoint.files import note_of
+
+    return json.dumps(note_of(os.getppid()))

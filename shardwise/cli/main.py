@@ -8,14 +8,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
-from shardwise.cli.bench_args import add_bench_arguments, read_bench_request
-from shardwise.cli.checkpoint_args import add_checkpoint_arguments
+from shardwise.cli.bench import add_bench_arguments, read_bench_request
+from shardwise.cli.checkpoint import add_checkpoint_arguments
 from shardwise.cli.diagnose import add_diagnose_arguments, run_diagnose
-from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
-from shardwise.cli.extras import check_extras
-from shardwise.cli.info_args import add_info_arguments
-from shardwise.cli.plan_args import add_plan_arguments, run_plan
-from shardwise.cli.train_args import add_train_arguments, read_train_request
+from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, check_extras
+from shardwise.cli.info import add_info_arguments
+from shardwise.cli.plan import add_plan_arguments, run_plan
+from shardwise.cli.train import add_train_arguments, read_train_request
 from shardwise.errors import ShardwiseError, did_you_mean
 from shardwise.recipes.plain_text import drop_output, plain, prepare_output
 from shardwise.version import __version__
@@ -91,7 +90,7 @@ def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         from shardwise.cli.checkpoint import run_checkpoint
 
         return run_checkpoint(arguments)
-    from shardwise.cli.launch import run_train
+    from shardwise.cli.train import run_train
 
     return run_train(read_train_request(arguments, os.environ), words)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.carve import are_neighbours, carve, join_from
+from shardwise.collectives.buffer_pool import are_neighbours, carve, join_from
 from shardwise.optim.pieces import ParamSlice, local_of
 from shardwise.torch_private import storage_use_count
 

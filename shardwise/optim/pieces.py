@@ -4,16 +4,199 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.optim import Optimizer
 
 from shardwise import torch_private
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StateError
+from shardwise.torch_private import state_dict_hooks
+
+# ---- The hooks that users register on an optimizer for its state dicts, called where a door makes or loads these
+# itself.
+
+
+def before_state_dict(optimizer: Optimizer) -> None:
+    """Call the hooks that come before a state dict is taken."""
+    for hook in state_dict_hooks(optimizer, "state_dict_pre"):
+        hook(optimizer)
+
+
+def after_state_dict(optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+    """Return ``found``, or what a hook has returned in its place."""
+    for hook in state_dict_hooks(optimizer, "state_dict_post"):
+        found = hook(optimizer, found) or found
+    return found
+
+
+def before_load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is to be loaded: a shallow copy of ``state_dict``, or what a hook has returned in its place."""
+    loaded: dict[str, Any] = dict(state_dict)
+    for hook in state_dict_hooks(optimizer, "load_state_dict_pre"):
+        loaded = hook(optimizer, loaded) or loaded
+    return loaded
+
+
+def after_load(optimizer: Optimizer) -> None:
+    """Call the hooks that follow a load."""
+    for hook in state_dict_hooks(optimizer, "load_state_dict_post"):
+        hook(optimizer)
+
+
+# ---- Which optimizers may see shards: decided by class, never guessed.
+
+UpdateRule = Literal["elementwise", "whole_matrix"]
+RULES: tuple[UpdateRule, ...] = ("elementwise", "whole_matrix")
+
+# Every element is updated from its own gradient and state alone (and numbers equal for all elements).
+_ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+# Every parameter is updated from its own gradient and state, but as a whole: norms, factors, orthogonalisation.
+_WHOLE_MATRIX: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
+_REFUSED: tuple[tuple[type[Optimizer], str], ...] = (
+    (
+        torch.optim.LBFGS,
+        "its line search and history take inner products over all parameters at once, so each rank would take another "
+        "step; no sharding of parameters makes it right",
+    ),
+    (
+        torch.optim.SparseAdam,
+        "it takes sparse gradients only and gradients of shards are dense; give it the plain embeddings in an optimizer "
+        "of their own and the shards to Adam",
+    ),
+)
+
+
+def known_classes() -> tuple[type[Optimizer], ...]:
+    """Return the classes of torch.optim that have a rule or a reason for refusal."""
+    return (*_ELEMENTWISE, *_WHOLE_MATRIX, *(refused for refused, _ in _REFUSED))
+
+
+def update_rule(optimizer_class: type[Optimizer], declared: UpdateRule | None = None) -> UpdateRule:
+    """Return how ``optimizer_class`` may be run over shards.
+
+    Known are the classes of torch.optim and subclasses that override no method of theirs but ``__init__``.  Others say
+    it: ``declared``, or a class attribute ``sharded_update = "elementwise"`` or ``"whole_matrix"``.
+
+    Raises: ConfigError for a class that cannot be right on shards, an unknown one that declares nothing (a guess could
+    train something else in silence), and a declaration that contradicts what is known.
+
+    Example:
+        >>> update_rule(torch.optim.AdamW), update_rule(torch.optim.Muon)
+        ('elementwise', 'whole_matrix')
+    """
+    name = optimizer_class.__name__
+    reason = reason_for_refusal(optimizer_class)
+    if reason is not None:
+        raise ConfigError(f"{name} cannot be run over sharded parameters: {reason}")
+    said = declared if declared is not None else _declaration(optimizer_class)
+    if said is not None and said not in RULES:
+        raise ConfigError(f"{name}: the update rule is {said!r}, expected one of {RULES}")
+    known = _known_rule(optimizer_class)
+    if said == "elementwise" and known == "whole_matrix":
+        raise ConfigError(
+            f"{name} is declared 'elementwise' but updates matrices as a whole; leave the declaration out"
+        )
+    found = said or known
+    if found is None:
+        raise ConfigError(
+            f"{name} is not known, and whether it may see shards cannot be told by looking. Say update='elementwise' if "
+            "it updates every element from its own gradient and state alone, update='whole_matrix' if it updates every "
+            "parameter by itself but as a whole (norms, factors); or set the class attribute sharded_update to that"
+        )
+    return found
+
+
+def is_known(optimizer_class: type[Optimizer]) -> bool:
+    """Return True if the rule of the class is known, whatever it declares."""
+    return _known_rule(optimizer_class) is not None
+
+
+def reason_for_refusal(optimizer_class: type[Optimizer]) -> str | None:
+    """Return why ``optimizer_class`` can never be right over shards; None if it can or nothing is known."""
+    for refused, reason in _REFUSED:
+        if issubclass(optimizer_class, refused):
+            return reason
+    return None
+
+
+def step_cost(optimizer_class: type[Optimizer], shape: tuple[int, ...]) -> int:
+    """Return the relative cost of updating one whole parameter: multiplications of Muon's products, else elements."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel * min(shape) if issubclass(optimizer_class, torch.optim.Muon) and shape else numel
+
+
+def _declaration(optimizer_class: type[Optimizer]) -> UpdateRule | None:
+    return getattr(optimizer_class, "sharded_update", None)
+
+
+def _known_rule(optimizer_class: type[Optimizer]) -> UpdateRule | None:
+    for known in optimizer_class.__mro__:
+        if known in _ELEMENTWISE or known in _WHOLE_MATRIX:
+            if not _overrides(optimizer_class, known):
+                return "elementwise" if known in _ELEMENTWISE else "whole_matrix"
+            return None
+    return None
+
+
+def _overrides(derived: type[Any], known: type[Any]) -> bool:
+    between = derived.__mro__[: derived.__mro__.index(known)]
+    names = {name for owner in between for name, value in vars(owner).items() if callable(value)}
+    names -= {"__init__", "__new__"}
+    return any(_without_hooks(getattr(derived, n)) is not _without_hooks(getattr(known, n, None)) for n in names)
+
+
+def _without_hooks(method: Any) -> Any:
+    # torch replaces ``step`` of every class that is instantiated by a wrapper that runs the step hooks.
+    return method.__wrapped__ if getattr(method, "hooked", False) else method
+
+
+# ---- Which parameters are in which param group.
+
+
+class Members:
+    """The parameters of param groups when an optimizer laid out its state for them.
+
+    Who changes the lists in ``optimizer.param_groups`` later changes what a plain optimizer updates; here it would change
+    nothing.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._ids = _ids_in(groups)
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise StateError if ``groups`` hold other parameters."""
+        found = _ids_in(groups)
+        if found == self._ids:
+            return
+        counts = [len(ids) for ids in found]
+        raise StateError(
+            f"optimizer.param_groups hold other parameters than those that the optimizer shards: groups of {counts}, "
+            f"where it has groups of {[len(ids) for ids in self._ids]}. Add parameters with add_param_group(); to update "
+            "fewer, freeze them (requires_grad_(False)) or build a new optimizer"
+        )
+
+
+def _ids_in(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in groups]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +365,50 @@ def clear_gradient(pieces: Sequence[ParamSlice], set_to_none: bool) -> None:
             if gradient is not holder.grad and holder.grad.grad_fn is not None:
                 holder.grad = gradient
             torch_private.local_of(gradient).zero_()
+
+
+# ---- What every way to run an optimizer can do, and the forms in which parameters and state reach it.
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
+Closure = Callable[[], Any]
+Params = Sequence[Sequence[ParamSlice]]  # the pieces of each parameter of a group
+Values = Mapping[str, Mapping[str, Any]]  # parameter name -> state key -> PerPiece, or one value for the parameter
+
+
+class Stepper(Protocol):
+    """Runs the inner ``optimizer``; state goes in and out by parameter name."""
+
+    optimizer: Optimizer
+    is_elementwise: bool
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Update all parameters; return the loss of ``closure``."""
+        ...
+
+    def mark(self) -> Callable[[], None]:
+        """Return what brings back, after a step that is undone, what is neither the optimizer's state nor its groups."""
+        ...
+
+    def add_group(self, params: Params, options: Mapping[str, Any]) -> None:
+        """Add a param group."""
+        ...
+
+    def states(self, blank: bool = False) -> Values:
+        """Return the state of all parameters, or what it will look like; may be collective."""
+        ...
+
+    def local_states(self) -> Values:
+        """Return the state that this rank holds; never collective."""
+        ...
+
+    def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
+        """Replace all state and options; may be collective.  ``values`` may be kept: nobody else holds them."""
+        ...
+
+
+def loss_of(closure: Closure | None) -> Any:
+    """Run ``closure``, where gradients are recorded again, and return its loss; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

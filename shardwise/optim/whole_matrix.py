@@ -6,35 +6,281 @@ balanced by cost.  Parameters that every rank holds whole are updated on every r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 from torch.optim import Optimizer
 
 from shardwise import torch_private
-from shardwise.comm.board import first_difference
-from shardwise.comm.matrices import Expected, Ranks, ranks_along, ranks_of_group
+from shardwise.collectives import owned
+from shardwise.collectives.owned import Expected, Ranks, ranks_along, ranks_of_group
+from shardwise.consistency.agreement import first_difference
+from shardwise.consistency.failure_report import in_short, leave, naming_lost_peers
+from shardwise.consistency.process_groups import break_off
 from shardwise.errors import DesyncError, StateError
-from shardwise.layout.owners import assign_owners
-from shardwise.optim.exchanges import exchange, exchange_objects
-from shardwise.optim.forms import load_indexed
-from shardwise.optim.matrix_owners import Matrix, Meeting, all_boxes, leaf_of, make_matrix, without_memory
+from shardwise.layout import assign_owners
 from shardwise.optim.pieces import (
+    Closure,
+    MakeOptimizer,
+    Params,
     ParamSlice,
     PerPiece,
+    RowBox,
+    Values,
     gradient_of,
     is_sharded,
     is_sharded_tensor,
     local_of,
+    loss_of,
     state_of_piece,
+    step_cost,
 )
-from shardwise.optim.protocol import Closure, MakeOptimizer, Params, Values, loss_of
-from shardwise.optim.registry import step_cost
-from shardwise.optim.trial import states_after_zeros
-from shardwise.optim.whole_state import State, is_cut, receive_states, send_states
+from shardwise.optim.state_dict import load_indexed
+from shardwise.optim.sums import states_after_zeros
+
+# ---- Exchanges of whole matrices that say, where they fail, which rank is missing.
+
+_T = TypeVar("_T")
+_WHAT = "whole matrices cannot go to their owners or back"
+
+
+def exchange(
+    sends: Sequence[Sequence[torch.Tensor]], expected: Sequence[Sequence[Expected]], ranks: Ranks, device: torch.device
+) -> list[list[torch.Tensor]]:
+    """Do as :func:`shardwise.collectives.owned.exchange`.
+
+    Raises: TransportError that names the ranks whose processes are gone, or all that it may be.  Whatever else leaves it (an
+        interrupt, a MemoryError) breaks off, so that nobody waits for this rank until the timeout of the group.
+    """
+    return _together(lambda: owned.exchange(sends, expected, ranks, device), ranks)
+
+
+def exchange_objects(sends: Sequence[Any], ranks: Ranks, device: torch.device) -> list[Any]:
+    """Do as :func:`shardwise.collectives.owned.exchange_objects`.  Raises: TransportError as :func:`exchange`."""
+    return _together(lambda: owned.exchange_objects(sends, ranks, device), ranks)
+
+
+def _together(act: Callable[[], _T], ranks: Ranks) -> _T:
+    try:
+        return naming_lost_peers(act, _WHAT, ranks.members, ranks.members[ranks.rank])
+    except RuntimeError:  # of the backend, or ours: the others have it, too
+        raise
+    except BaseException as error:
+        leave(f"{type(error).__name__}: {in_short(error)}")
+        if ranks.group is not None and torch_private.is_gloo(ranks.group):
+            break_off(ranks.group)
+        raise
+
+
+# ---- Matrices that the same ranks hold parts of, and who owns which.
+
+
+@dataclass(slots=True, eq=False)
+class Matrix:
+    """A parameter that is updated as a whole.
+
+    Attributes:
+        pieces: what this rank holds of it.
+        owner: the place of its owner in ``Meeting.ranks``; None if every rank holds it whole.
+        leaf: what the optimizer of the owner holds; its memory comes for each step.  None on the other ranks.
+        boxes: on the owner, what each rank holds.
+        has_state: there is state on the owner, wherever that is: known on every rank.
+    """
+
+    name: str
+    group_index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[ParamSlice]
+    owner: int | None = None
+    leaf: torch.Tensor | None = None
+    boxes: list[list[RowBox]] | None = None
+    has_state: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Meeting:
+    """Matrices cut over the same ranks, which exchange them together."""
+
+    ranks: Ranks
+    matrices: list[Matrix]
+    loads: list[int]
+
+    def owned_by(self, rank: int) -> list[Matrix]:
+        """Return the matrices of ``rank``, in the order of all."""
+        return [matrix for matrix in self.matrices if matrix.owner == rank]
+
+    @property
+    def mine(self) -> list[Matrix]:
+        """The matrices that this rank owns."""
+        return self.owned_by(self.ranks.rank)
+
+
+def make_matrix(group_index: int, pieces: list[ParamSlice]) -> Matrix:
+    """Return the matrix of a parameter's pieces, without an owner."""
+    param = pieces[0].param
+    return Matrix(pieces[0].name, group_index, tuple(param.shape), param.dtype, pieces)
+
+
+def without_memory(matrix: Matrix, device: torch.device | None = None) -> torch.Tensor:
+    """Return a tensor of the matrix's shape that takes the memory of one element."""
+    place = matrix.leaf.device if matrix.leaf is not None else device
+    return torch.zeros((), dtype=matrix.dtype, device=place).expand(matrix.shape)
+
+
+def leaf_of(matrix: Matrix) -> torch.Tensor:
+    """Return what the optimizer holds of a matrix that this rank updates."""
+    assert matrix.leaf is not None
+    return matrix.leaf
+
+
+def boxes_of(matrix: Matrix, rank: int) -> list[RowBox]:
+    """Return what ``rank`` holds of a matrix that this rank owns."""
+    assert matrix.boxes is not None
+    return matrix.boxes[rank]
+
+
+def all_boxes(matrices: Sequence[Matrix], rank: int) -> Iterator[tuple[Matrix, RowBox]]:
+    """Yield what ``rank`` holds of each of the matrices, which this rank owns."""
+    for matrix in matrices:
+        for box in boxes_of(matrix, rank):
+            yield matrix, box
+
+
+# ---- State of whole-matrix optimizers: from owners to the shards of everybody, and back.
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """State of the parameter's shape: comes in the shards of the parameter."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """State of another shape: comes whole."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def send_states(meeting: Meeting, source: Mapping[int, State], device: torch.device) -> dict[str, dict[str, Any]]:
+    """Return the state of the meeting's matrices by name, sent from their owners.
+
+    ``source``: the state of owned matrices by ``id``.  Values of the matrix's shape come as this rank's pieces, others
+    whole.  One exchange of descriptions, one of tensors.
+    """
+    ranks = meeting.ranks
+    described = [(m.name, [(key, _describe(value, m)) for key, value in source[id(m)].items()]) for m in meeting.mine]
+    sends: list[list[torch.Tensor]] = [[] for _ in range(ranks.size)]
+    for matrix in meeting.mine:
+        for value in source[id(matrix)].values():
+            if _is_sent(value):
+                for rank in range(ranks.size):
+                    sends[rank] += [b.cut(value) for b in boxes_of(matrix, rank)] if is_cut(value, matrix) else [value]
+    by_name = {matrix.name: matrix for matrix in meeting.matrices}
+    arrived = exchange_objects([described] * ranks.size, ranks, device)
+    expected = [
+        [e for name, items in described for _, item in items for e in _expected_state(item, by_name[name])]
+        for described in arrived
+    ]
+    windows = exchange(sends, expected, ranks, device)
+    found: dict[str, dict[str, Any]] = {}
+    for described, received in zip(arrived, windows, strict=True):
+        tensors = iter(received)
+        for name, items in described:
+            if items:
+                found[name] = {key: _taken(item, by_name[name], tensors) for key, item in items}
+    return found
+
+
+def receive_states(meeting: Meeting, values: Mapping[str, Mapping[str, Any]], device: torch.device) -> dict[int, State]:
+    """Return the state of owned matrices by ``id``, put together from the pieces in ``values``.
+
+    Raises: StateError on all ranks that see it if ranks have other entries.
+    """
+    ranks = meeting.ranks
+    _check_same(meeting, values, device)
+    sends = [
+        [t for m in meeting.owned_by(r) for v in values.get(m.name, {}).values() if isinstance(v, PerPiece) for t in v]
+        for r in range(ranks.size)
+    ]
+    cut = [
+        (m, key, value[0].dtype)
+        for m in meeting.mine
+        for key, value in values.get(m.name, {}).items()
+        if isinstance(value, PerPiece)
+    ]
+    expected = [
+        [Expected(box.sizes, dtype) for m, _, dtype in cut for box in boxes_of(m, rank)] for rank in range(ranks.size)
+    ]
+    arrived = exchange(sends, expected, ranks, device)
+    found: dict[int, State] = {
+        id(m): {
+            key: torch.empty(m.shape, dtype=value[0].dtype, device=device) if isinstance(value, PerPiece) else value
+            for key, value in values[m.name].items()
+        }
+        for m in meeting.mine
+        if m.name in values
+    }
+    for rank, items in enumerate(arrived):
+        windows = iter(items)
+        for matrix, key, _ in cut:
+            for box in boxes_of(matrix, rank):
+                box.cut(found[id(matrix)][key]).copy_(next(windows))
+    return found
+
+
+def _check_same(meeting: Meeting, values: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
+    mine = {
+        m.name: [(key, isinstance(value, PerPiece)) for key, value in values.get(m.name, {}).items()]
+        for m in meeting.matrices
+    }
+    for rank, theirs in enumerate(exchange_objects([mine] * meeting.ranks.size, meeting.ranks, device)):
+        wrong = [name for name in mine if mine[name] != theirs[name]]
+        if wrong:
+            raise StateError(
+                f"{wrong[0]}: this rank loads state {mine[wrong[0]]}, rank {meeting.ranks.members[rank]} loads "
+                f"{theirs[wrong[0]]}. Load the same entries on every rank; flattened state dicts of torch cannot be "
+                "loaded by whole-matrix optimizers, since only owners know the names of their state"
+            )
+
+
+def is_cut(value: object, matrix: Matrix) -> bool:
+    """Return True for state with a number per element, which is sharded like the matrix."""
+    return _is_sent(value) and tuple(value.shape) == matrix.shape
+
+
+def _is_sent(value: object) -> TypeGuard[torch.Tensor]:
+    """Return True for plain numbers; tensors in a form of their own (quantized state) travel as objects, and whole."""
+    return type(value) is torch.Tensor and value.dim() > 0
+
+
+def _describe(value: Any, matrix: Matrix) -> Any:
+    if is_cut(value, matrix):
+        return _Cut(value.dtype)
+    if _is_sent(value):
+        return _Whole(tuple(value.shape), value.dtype)
+    return value.detach().cpu().clone() if type(value) is torch.Tensor else value
+
+
+def _expected_state(item: Any, matrix: Matrix) -> list[Expected]:
+    if isinstance(item, _Cut):
+        return [Expected(piece.box.sizes, item.dtype) for piece in matrix.pieces]
+    return [Expected(item.shape, item.dtype)] if isinstance(item, _Whole) else []
+
+
+def _taken(item: Any, matrix: Matrix, tensors: Iterator[torch.Tensor]) -> Any:
+    if isinstance(item, _Cut):
+        return PerPiece(next(tensors).clone() for _ in matrix.pieces)
+    return next(tensors).clone() if isinstance(item, _Whole) else item
+
 
 _FINE, _FAILED, _PARTIAL = 0, 1, 2
 

@@ -2,9 +2,142 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+
+# ---- The units of a model as a table to read.
+
+_HEADINGS = ("unit", "modules", "parameters", "bytes", "padding", "route")
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRow:
+    """One unit.
+
+    Attributes:
+        name: paths of its modules in the model, compressed (``blocks.0-7``); "" is the model itself.
+        num_modules: how many modules unshard together.
+        numel: elements of its parameters, unsharded.
+        num_bytes: bytes of these, in the dtypes they are kept in.
+        padding_ratio: elements that an all-gather moves divided by ``numel``; 1.0: none are padding.
+        route: how ranks exchange its parameters ("shared memory", "send/recv", "collectives"); "" while that is not known,
+            before the second forward, or if they do not.
+    """
+
+    name: str
+    num_modules: int
+    numel: int
+    num_bytes: int
+    padding_ratio: float
+    route: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTable:
+    """The units of a model in module order, the model's own first; ``str()`` is a table, with routes once any is known.
+
+    ``ahead_bytes``: what full parameters and staging stay within, where units are gathered ahead by bytes and a step has run.
+    """
+
+    rows: tuple[UnitRow, ...]
+    ahead_bytes: int | None = None
+
+    def __str__(self) -> str:
+        lines = [_HEADINGS, *(_cells(row) for row in self.rows)]
+        if not any(row.route for row in self.rows):
+            lines = [line[:-1] for line in lines]  # nothing is known of any route before the first step
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+        text = [_aligned(line, widths) for line in lines]
+        numel, num_bytes = sum(row.numel for row in self.rows), sum(row.num_bytes for row in self.rows)
+        if len(self.rows) == 1:
+            text.append("1 unit: no block is a unit of its own, so all parameters are gathered at once")
+        else:
+            text.append(f"{len(self.rows)} units, {numel:,} parameters, {_readable(num_bytes)}")
+        if self.ahead_bytes is not None:
+            text.append(f"gathered ahead within {_readable(self.ahead_bytes)}")
+        return "\n".join(text)
+
+
+def _cells(row: UnitRow) -> tuple[str, ...]:
+    name = row.name or "(root)"
+    padding = f"{row.padding_ratio:.2f}"
+    return name, str(row.num_modules), f"{row.numel:,}", _readable(row.num_bytes), padding, row.route or "-"
+
+
+def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
+    name, *numbers = (
+        cell.ljust(width) if not index else cell.rjust(width)
+        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return "  ".join((name, *numbers))
+
+
+def _readable(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+# ---- Write many module paths in few words, and read them back.
+
+_NUMBERED = re.compile(r"(?P<stem>(?:.*[^0-9])?)(?P<number>0|[1-9][0-9]*)", re.DOTALL)
+_RANGE = re.compile(r"(?P<stem>(?:.*[^0-9])?)(?P<first>0|[1-9][0-9]*)-(?P<last>0|[1-9][0-9]*)", re.DOTALL)
+
+
+def compress_paths(paths: Sequence[str]) -> str:
+    """Return ``paths`` as a list in which neighbours that count up by one are a range: ``blocks.0-7, head``.
+
+    A path that could be mistaken for a range or a list is quoted as in JSON, so different lists get different texts.
+    The empty path (the root) alone is the empty text.
+    """
+    if list(paths) == [""]:
+        return ""
+    parts: list[str] = []
+    position = 0
+    while position < len(paths):
+        length = _count_up(paths, position)
+        numbered = _split_number(paths[position])
+        if length == 1 or numbered is None:
+            parts.append(_quoted(paths[position]))
+        else:
+            stem, first = numbered
+            parts.append(f"{stem}{first}-{first + length - 1}")
+        position += length
+    return ", ".join(parts)
+
+
+def _count_up(paths: Sequence[str], start: int) -> int:
+    """Return how many paths from ``start`` on differ by one in the number at their end alone."""
+    numbered = _split_number(paths[start])
+    if numbered is None:
+        return 1
+    stem, first = numbered
+    length = 1
+    while start + length < len(paths) and _split_number(paths[start + length]) == (stem, first + length):
+        length += 1
+    return length
+
+
+def _split_number(path: str) -> tuple[str, int] | None:
+    match = _NUMBERED.fullmatch(path)
+    if match is None or match["stem"].endswith("-") or _needs_quotes(match["stem"]):
+        return None
+    return match["stem"], int(match["number"])
+
+
+def _quoted(path: str) -> str:
+    return json.dumps(path) if not path or _RANGE.fullmatch(path) or _needs_quotes(path) else path
+
+
+def _needs_quotes(path: str) -> bool:
+    return path.strip() != path or "," in path or '"' in path
+
 
 DEFAULT_MIN_UNIT_BYTES = 3 * 2**19  # 1.5 MiB; why: see shardwise.shard_model
 

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
-from shardwise.comm.links.in_place_sums import sum_slot_bytes, sums_bytes
-from shardwise.comm.links.inboxes import NUM_INBOXES
-from shardwise.events import Call, Op
-from shardwise.planner.optimizer_calls import Exchanges, exchange_moments, exchanges_of, messages
-from shardwise.planner.profile import ParamFacts, Profile, StepMark
-from shardwise.planner.rank_units import KEPT_SECTION_BYTES, RankUnit
-from shardwise.planner.setting import MATRIX_STATE_BYTES, SHARED, TIERS, UNIT_DOORS, Setting
-from shardwise.planner.step_order import Passage, Steps
-from shardwise.units.shared_buckets import FULL_BYTES_ON_HOST
+from shardwise.collectives.host.send_recv import NUM_INBOXES
+from shardwise.collectives.host.shared_memory import sum_slot_bytes, sums_bytes
+from shardwise.errors import ConfigError
+from shardwise.fsdp.gradients import FULL_BYTES_ON_HOST
+from shardwise.observe import Call, Op
+from shardwise.planner.profile import (
+    MATRIX_STATE_BYTES,
+    SHARED,
+    TIERS,
+    UNIT_DOORS,
+    ParamFacts,
+    Profile,
+    Setting,
+    StepMark,
+)
+from shardwise.planner.rank_units import (
+    KEPT_SECTION_BYTES,
+    Exchanges,
+    Passage,
+    RankUnit,
+    Steps,
+    exchange_moments,
+    exchanges_of,
+    messages,
+)
 
 KINDS = (
     "parameters",  # shards, and what is whole on every rank; buffers of the model
@@ -29,9 +48,7 @@ KINDS = (
 )
 UPDATE = "optimizer step"  # the last edge of a step
 _CLASSES_PER_DOUBLING_BITS = 4
-_OUTBOX_SLOTS = (
-    3  # of shared memory, one after another, as in comm/links/host.py: pages take memory when they are written
-)
+_OUTBOX_SLOTS = 3  # as in collectives/host/shared_memory.py: pages of shared memory take memory when written
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +84,7 @@ class RankMemory:
 
 
 def pooled(num_bytes: int) -> int:
-    """Return the bytes of the storage that our pool lends for ``num_bytes``: as comm/buffers.py, in closed form."""
+    """Return the bytes of the storage that our pool lends for ``num_bytes``: as collectives/buffer_pool.py, in closed form."""
     if num_bytes <= 512:
         return 512 if num_bytes else 0
     grain = 1 << max((num_bytes - 1).bit_length() - _CLASSES_PER_DOUBLING_BITS, 0)
@@ -387,3 +404,46 @@ def _sum_slot(units: Sequence[RankUnit], setting: Setting) -> int:
     sections = [unit.section_bytes for unit in units]
     shared = min(sum(sections), FULL_BYTES_ON_HOST) if setting.door == "replicate" else 0
     return sum_slot_bytes(max(shared, *sections))
+
+
+# ---- The memory of one rank over a step, drawn: stacked by kind, the peak named.
+
+COLOURS = ("#4c72b0", "#8172b3", "#937860", "#55a868", "#c44e52", "#dd8452", "#64b5cd", "#cccccc", "#8c8c8c")
+
+
+def draw_memory(memory: RankMemory, title: str, room: float, path: Path) -> None:
+    """Draw ``memory`` to ``path``; ``room``: bytes that a plan may fill.  Raises: ConfigError without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("a picture needs matplotlib, which is not installed here: pip install 'shardwise[train]'")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    plt: Any = pyplot
+    moments, peak = memory.moments, memory.peak
+    figure, axes = plt.subplots(figsize=(12, 6))
+    rows = [[moment.held[kind] / 1e9 for moment in moments] for kind in range(len(KINDS))]
+    shown = [number for number, row in enumerate(rows) if any(row)]
+    places = range(len(moments))
+    colours = [COLOURS[number] for number in shown]
+    axes.stackplot(
+        places, *[rows[number] for number in shown], labels=[KINDS[number] for number in shown], colors=colours
+    )
+    at = moments.index(peak)
+    axes.annotate(
+        f"{peak.total / 1e9:.3g} GB: {peak.place}",
+        xy=(at, peak.total / 1e9),
+        xytext=(0.5, 1.02),
+        textcoords="axes fraction",
+        ha="center",
+        arrowprops={"arrowstyle": "->"},
+    )
+    if room < 2 * peak.total:
+        axes.axhline(room / 1e9, color="black", linestyle="--", linewidth=1, label="what a plan may fill")
+    axes.set(xlabel="moments of the step", ylabel="GB on one rank", xlim=(0, len(moments) - 1))
+    axes.set_title(title, pad=24)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -2,22 +2,247 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.comm.links.send_recv import is_worth_messages
-from shardwise.layout.bucket import Bucket, align, build_bucket, by_size
-from shardwise.layout.shard import ChunkShard
-from shardwise.plan.grouping import group_blocks
-from shardwise.plan.naming import compress_paths
-from shardwise.plan.policy import UnitPolicy
-from shardwise.plan.prefetch import UnitFacts
-from shardwise.planner.coded_bytes import Codings
-from shardwise.planner.profile import ROOT, ParamFacts, Profile, params_by_block
-from shardwise.planner.setting import ONE_UNIT, SEND_RECV, SHARED, TIERS, Setting
+import torch
 
-_BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share, as in units/shards.py
-KEPT_SECTION_BYTES = 1 << 20  # reduced gradients up to this size stay for the next step, as in units/gradient_memory.py
+from shardwise.collectives.codec import BlockCode, CodedSection, CompressionPolicy, takes
+from shardwise.collectives.host.send_recv import is_worth_messages
+from shardwise.layout import Bucket, ChunkShard, align, assign_owners, build_bucket, by_size, runs_of
+from shardwise.observe import Call
+from shardwise.optim.pieces import step_cost
+from shardwise.plan.grouping import compress_paths, group_blocks
+from shardwise.plan.schedule import (
+    Edge,
+    ExecutionOrder,
+    PrefetchBudget,
+    StepPlan,
+    UnitFacts,
+    UnitPolicy,
+    Visit,
+    plan_step,
+)
+from shardwise.planner.profile import (
+    ONE_UNIT,
+    ROOT,
+    SEND_RECV,
+    SHARED,
+    TIERS,
+    ParamFacts,
+    Profile,
+    Setting,
+    StepMark,
+    Stretch,
+    params_by_block,
+)
+
+# ---- What an optimizer's step sends between ranks, call by call, as a trace finds it: the rank that sends first
+# stands for all.
+
+_ALIGNMENT = 16  # of tensors in an exchange, as in collectives/owned.py
+_STATUS_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One call of an optimizer.
+
+    Attributes:
+        what: as spans name it: "reduction" and "all-gather" of ZeRO, "exchange" of whole matrices.
+        num_bytes: of the buffer that goes out, this rank's own part included.
+    """
+
+    what: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """The two exchanges of a step over whole matrices, as the first rank makes them.
+
+    Attributes:
+        gather_out, gather_in: bytes of shards that it sends to owners, and that it gets as one.
+        scatter_out, scatter_in: of updated shards, likewise.
+        whole_bytes: of the matrices that it owns, without gradients.
+        owned_numel: their elements.  matrix_numel: of its shards of all matrices.
+    """
+
+    gather_out: int = 0
+    gather_in: int = 0
+    scatter_out: int = 0
+    scatter_in: int = 0
+    whole_bytes: int = 0
+    owned_numel: int = 0
+    matrix_numel: int = 0
+
+
+def is_matrix(param: ParamFacts) -> bool:
+    """Return True if an optimizer of whole matrices takes ``param``."""
+    return param.is_trainable and len(param.shape) == 2
+
+
+def optimizer_transfers(profile: Profile, setting: Setting) -> tuple[Transfer, ...]:
+    """Return the calls of one step of the optimizer of ``setting``; DDP's own all-reduces are not among them."""
+    if setting.ranks == 1:
+        return ()
+    trainable = [param for param in profile.params if param.is_trainable]
+    everything = Transfer("all-gather", sum(param.num_bytes for param in trainable))
+    if setting.door == "gradients":
+        return (*[Transfer("reduction", size) for size in messages(trainable, setting.ranks)], everything)
+    if setting.door == "optimizer":
+        return (everything,)
+    if not setting.matrices or setting.num_shards == 1:
+        return ()
+    found = exchanges_of(profile, setting)
+    return (Transfer("exchange", found.gather_out), Transfer("exchange", found.scatter_out))
+
+
+def hooked_transfers(
+    profile: Profile, owners: bool, bucket_bytes: Sequence[int] = (1 << 20, 25 << 20)
+) -> tuple[Transfer, ...]:
+    """Return the calls of ``hook_with_zero_step``, bucket by bucket of DDP, once that has seen in which order gradients come.
+
+    ``owners``: gradients are reduced to their owners (``reduce="owner"``), else by DDP's own hook.  ``bucket_bytes``: of
+    DDP's first bucket and of the later ones.
+    """
+    arrivals = [stretch.mark.param for stretch in profile.stretches if stretch.mark.edge is None]
+    sizes = list(_buckets([profile.params[number].num_bytes for number in arrivals], bucket_bytes))
+    reductions = [Transfer("reduction", size) for size in sizes if owners]
+    return (*reductions, *[Transfer("all-gather", size) for size in sizes])
+
+
+def _buckets(sizes: Iterable[int], limits: Sequence[int]) -> Iterator[int]:
+    filled, number = 0, 0
+    for size in sizes:
+        filled += size
+        if filled >= limits[min(number, len(limits) - 1)]:
+            yield filled
+            filled, number = 0, number + 1
+    if filled:
+        yield filled
+
+
+def messages(params: Sequence[ParamFacts], ranks: int) -> Iterator[int]:
+    """Yield the bytes of each message that takes gradients of ``params`` to their owners: run by run, the last one first."""
+    for run in reversed(runs_of([param.numel for param in params], ranks)):
+        sizes: dict[str, int] = {}
+        for param in params[run.start : run.stop]:
+            sizes[param.dtype] = sizes.get(param.dtype, 0) + param.num_bytes
+        yield from sizes.values()
+
+
+def exchanges_of(profile: Profile, setting: Setting) -> Exchanges:
+    """Return what the first rank exchanges in a step over whole matrices: closed form in ranks."""
+    ranks, params = setting.num_shards, [param for param in profile.params if is_matrix(param)]
+    owners = assign_owners([step_cost(torch.optim.Muon, param.shape) for param in params], ranks)
+    counts: dict[int, int] = {}
+    for owner in owners:
+        counts[owner] = counts.get(owner, 0) + 1
+    shards = [ChunkShard(param.shape, 0, ranks).shard_numel(0) for param in params]
+    local = [_aligned(numel * param.itemsize) for numel, param in zip(shards, params, strict=True)]
+    mine = [param for param, owner in zip(params, owners, strict=True) if not owner]
+    from_all = sum(_of_all_ranks(param, ranks) for param in mine)
+    return Exchanges(
+        gather_out=sum(map(_aligned, counts.values())) + 2 * sum(local),
+        gather_in=ranks * _aligned(counts.get(0, 0)) + 2 * from_all,
+        scatter_out=ranks * _aligned(_STATUS_BYTES) + from_all,
+        scatter_in=ranks * _aligned(_STATUS_BYTES) + sum(local),
+        whole_bytes=sum(param.num_bytes for param in mine),
+        owned_numel=sum(param.numel for param in mine),
+        matrix_numel=sum(shards),
+    )
+
+
+def exchange_moments(found: Exchanges) -> Iterator[tuple[str, int]]:
+    """Yield the moments of a step over whole matrices, with the bytes that are there for it alone."""
+    values_and_gradients = 2 * found.whole_bytes
+    yield "send shards to owners", found.gather_out + found.gather_in
+    yield "put matrices together", found.gather_in + values_and_gradients
+    yield "send matrices back", values_and_gradients + found.scatter_out + found.scatter_in
+
+
+def update_flops(profile: Profile, setting: Setting) -> float:
+    """Return the floating-point operations by which the first rank updates its matrices: five Newton-Schulz iterations.
+
+    Source: Muon, kellerjordan.github.io/posts/muon: X X^T, its square, and the product with X, of the shorter side.
+    """
+    params = [param for param in profile.params if is_matrix(param)]
+    owners = assign_owners([step_cost(torch.optim.Muon, param.shape) for param in params], setting.num_shards)
+    shapes = [sorted(param.shape) for param, owner in zip(params, owners, strict=True) if not owner]
+    return float(sum(5 * (4 * short**2 * long + 2 * short**3) for short, long in shapes))
+
+
+def _of_all_ranks(param: ParamFacts, ranks: int) -> int:
+    """Return the bytes of the shards of all ranks, each aligned: those of full ones, and of the one that is shorter."""
+    rows, inner = param.shape[0], math.prod(param.shape[1:]) * param.itemsize
+    each = -(-rows // ranks)
+    full, rest = divmod(rows, each)
+    return full * _aligned(each * inner) + _aligned(rest * inner)
+
+
+def _aligned(num_bytes: int) -> int:
+    return align(num_bytes, _ALIGNMENT)
+
+
+# ---- Bytes of messages under a ``CompressionPolicy``: as the codec lays them out, for ranks that are not there.
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """The message of one section.
+
+    Attributes:
+        message_bytes: of it.  coded_numel: elements that are coded, padding to blocks included; rest_bytes: of the others.
+    """
+
+    message_bytes: int
+    coded_numel: int
+    rest_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Codings:
+    """What a policy makes of the sections of a model."""
+
+    policy: CompressionPolicy
+    num_shards: int
+
+    def gathered(self, params: Sequence[ParamFacts], bucket: Bucket, itemsize: int) -> Coded | None:
+        """Return the message of a section of an all-gather; None if it is not coded."""
+        coding = self.policy.gather
+        return None if coding is None else self._section(params, bucket, itemsize, BlockCode(coding, self.policy.block))
+
+    def reduced(self, params: Sequence[ParamFacts], bucket: Bucket, itemsize: int) -> Coded | None:
+        """Return the message of a section of a reduction; None if it is not coded."""
+        coding = self.policy.reduce
+        return None if coding is None else self._section(params, bucket, itemsize, BlockCode(coding, self.policy.block))
+
+    def between(self, coded: Coded, replicas: int) -> int:
+        """Return the bytes that a rank sends to each other one of ``replicas`` to sum a coded section and share the sum."""
+        assert self.policy.reduce is not None
+        code = BlockCode(self.policy.reduce, self.policy.block)
+        mine = align(-(-coded.coded_numel // replicas), self.policy.block)
+        return 2 * align(code.num_bytes(mine), 16)
+
+    def _section(self, params: Sequence[ParamFacts], bucket: Bucket, itemsize: int, code: BlockCode) -> Coded | None:
+        order = by_size([ChunkShard(param.shape, 0, self.num_shards) for param in params])
+        is_coded = [self.is_coded(params[number]) for number in order]
+        section = CodedSection.of(bucket, is_coded, _DTYPES[itemsize], code)
+        if not section.runs:
+            return None
+        return Coded(section.message_bytes, section.coded_numel, section.rest_numel * itemsize)
+
+    def is_coded(self, param: ParamFacts) -> bool:
+        """Return True if the policy takes ``param``."""
+        return param.is_floating and takes(self.policy, param.name, param.shape, param.itemsize)
+
+
+_BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share, as in fsdp/flat_buffer.py
+KEPT_SECTION_BYTES = 1 << 20  # reduced gradients up to this size stay for the next step, as in fsdp/flat_buffer.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,3 +504,104 @@ class _Moved:
         """Return the bytes of all sections divided by those of the parameters."""
         num_bytes = sum(param.num_bytes for param in params)
         return self.shard_bytes * num_shards / num_bytes if numel else 1.0
+
+
+# ---- The step of a profile as the engine would take it with some units: visits, and the calls that follow from each
+# mark.
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A mark of the profile and what the engine does there.
+
+    Attributes:
+        stretch: what is computed after it.
+        calls: of the engine, at the mark.
+        unit: number of the unit of the mark.
+        ends: the backward of the unit ends here: its last gradient has come.
+    """
+
+    stretch: Stretch
+    calls: tuple[Call, ...]
+    unit: int
+    ends: bool
+
+    @property
+    def mark(self) -> StepMark:
+        """Where it is."""
+        return self.stretch.mark
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A step of some units: its passages, and what comes after the last: units without gradients are released, then commits."""
+
+    plan: StepPlan
+    passages: tuple[Passage, ...]
+    releases: tuple[Call, ...]
+    commits: tuple[Call, ...]
+
+
+def steps_of(profile: Profile, units: Sequence[RankUnit], depth: int) -> Steps:
+    """Return the step that visits ``units`` as the blocks of ``profile`` were visited."""
+    unit_of = {block: number for number, unit in enumerate(units) for block in unit.blocks}
+    unit_of_param = {param: number for number, unit in enumerate(units) for param in unit.params}
+    awaited = [0] * len(units)
+    for stretch in profile.stretches:
+        if stretch.mark.edge is None:
+            awaited[unit_of_param[stretch.mark.param]] += 1
+    visits: list[Visit] = []
+    at: list[tuple[int, int | None, bool]] = []
+    places = _Places(units)
+    for stretch in profile.stretches:
+        mark = stretch.mark
+        unit = unit_of_param[mark.param] if mark.edge is None else unit_of[mark.block]
+        visit: Visit | None = None
+        ends = False
+        if mark.edge is None:
+            awaited[unit] -= 1
+            ends = awaited[unit] == 0
+            visit = Visit(unit, Edge.EXIT_BACKWARD) if ends else None
+        elif places.passes(unit, mark.edge, mark.block):
+            visit = Visit(unit, mark.edge)
+        at.append((unit, len(visits) if visit is not None else None, ends))
+        if visit is not None:
+            visits.append(visit)
+    num_passed = len(visits)
+    gradients = {unit_of_param[stretch.mark.param] for stretch in profile.stretches if stretch.mark.edge is None}
+    visits += [Visit(unit, Edge.RELEASE_BACKWARD) for unit in sorted(places.in_backward - gradients)]
+    plan = plan_step(ExecutionOrder(tuple(visits)), [unit.facts for unit in units], PrefetchBudget(depth))
+    passages: list[Passage] = []
+    for stretch, (unit, number, ends) in zip(profile.stretches, at, strict=True):
+        calls = () if number is None else plan.calls[plan.starts[number] : plan.starts[number + 1]]
+        passages.append(Passage(stretch, calls, unit, ends))
+    releases = plan.calls[plan.starts[num_passed] : plan.starts[-1]]
+    return Steps(plan, tuple(passages), releases, plan.calls[plan.starts[-1] :])
+
+
+class _Places:
+    """Which edges of blocks are edges of their units: the first block's entry, the last one's exit.
+
+    Attributes:
+        in_backward: units whose backward has begun.
+    """
+
+    def __init__(self, units: Sequence[RankUnit]) -> None:
+        self._units = units
+        self._left = [set[int]() for _ in units]
+        self.in_backward: set[int] = set()
+
+    def passes(self, unit: int, edge: Edge, block: int) -> bool:
+        """Return True if ``unit`` passes ``edge`` as ``block``, one of its blocks, does."""
+        left = self._left[unit]
+        if edge is Edge.ENTER_FORWARD:
+            if left:
+                return False
+            left.update(self._units[unit].blocks)
+            return True
+        if edge is Edge.EXIT_FORWARD:
+            left.discard(block)
+            return not left
+        is_first = unit not in self.in_backward
+        self.in_backward.add(unit)
+        return is_first

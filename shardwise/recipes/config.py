@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar, cast, get_args, get_type_hints
 
-from shardwise.comm.links.link import check_transport
+from shardwise.collectives.routes import check_transport
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 

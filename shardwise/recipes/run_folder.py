@@ -8,47 +8,354 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import itertools
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
-from shardwise.doctor.recorder import BEFORE, BLACK_BOX
-from shardwise.errors import ConfigError
-from shardwise.recipes.checkpoints import (
-    RunProgress,
-    list_checkpoints,
-    progress_from_json,
-    read_progress,
-    remove_unfinished,
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from shardwise import ZeroRedundancyOptimizer
+from shardwise.checkpoint import DamagedCheckpointError, RandomState, finish, load, save
+from shardwise.checkpoint.contents import decode
+from shardwise.checkpoint.dcp import TorchDcpReader
+from shardwise.checkpoint.files import DiskFiles, read_manifest
+from shardwise.checkpoint.files import list_checkpoints as list_new
+from shardwise.consistency.recorder import BEFORE, BLACK_BOX
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.recipes.config import (
     RESUME_MAY_CHANGE,
+    ModelShape,
     TrainConfig,
     changed_values,
     check_config,
     config_from_json,
     config_to_json,
+    typed,
 )
-from shardwise.recipes.own_module import check_recorded, file_of
-from shardwise.recipes.restart_log import Restart, whole_lines
-from shardwise.recipes.text import (
+from shardwise.recipes.data import (
+    TOKENIZER,
     TextFacts,
     check_facts,
     check_length,
     digest_of,
     find_sources,
+    open_vocabulary,
     read_facts,
     split_sources,
     write_cache,
 )
-from shardwise.recipes.tokens import TOKENIZER, open_vocabulary
-from shardwise.safe_files import check_folders, open_append, parse_object, read_json, replace_file
+from shardwise.safe_files import check_folders, open_append, parse_object, read_json, read_text, replace_file
+
+# ---- Where a user's own module is found, without running it: a run folder of a stranger must not choose what is
+# imported.
+
+
+def look_here() -> None:
+    """Let Python find modules of the current folder, where the script of an installed command does not look."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+
+
+def file_of(model_from: str) -> str | None:
+    """Return the file of the module (of its outermost package), None if there is none.  Nothing of it runs."""
+    look_here()
+    try:
+        found = importlib.util.find_spec(model_from.partition(":")[0].partition(".")[0])
+    except (ImportError, ValueError):
+        return None
+    origin = None if found is None else found.origin
+    return None if origin is None or not os.path.isabs(origin) else os.path.realpath(origin)
+
+
+def check_recorded(run: Path, model_from: str, recorded: object) -> None:
+    """Refuse a module that the run's folder names unless it is where it was, and the folder is this user's.
+
+    ``recorded``: the file that it was found in when the run was written last.  Raises: ConfigError.
+    """
+    owners = {each.stat().st_uid for each in (run, run / "config.json")}
+    found = file_of(model_from)
+    reason = ""
+    if owners != {os.geteuid()}:
+        reason = f"the folder belongs to user {min(owners - {os.geteuid()})}"
+    elif found is None or found != recorded:
+        reason = f"it was in {str(recorded)[:200]}, and is now in {found}"
+    elif Path(found).is_relative_to(run.resolve()):
+        reason = "it is in the run's own folder"
+    if reason:
+        raise ConfigError(
+            f"--resume {run}: the module of its model, {model_from!r}, is not imported: {reason}. If you trust it, say so with "
+            f"--model-from {model_from}."
+        )
+
+
+# ---- Restarts of a run: what a rank is told of one, what the run folder keeps of all, and how far a run has come
+# meanwhile.
+
+RESTARTS = "restarts.jsonl"
+_STEP_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The ``number``-th time that a run was started again by itself, and why."""
+
+    number: int
+    cause: str
+
+
+def note_restart(folder: Path, restart: Restart, step: int, num_ranks: int) -> None:
+    """Write down that the run goes on after ``step`` on ``num_ranks`` ranks.  Only rank 0 calls it."""
+    line = {"kind": "restart", "step": step, "ranks": num_ranks, "number": restart.number, "cause": restart.cause}
+    with open_append(folder, RESTARTS) as file:
+        file.write(json.dumps(line | {"time": round(time.time(), 3)}) + "\n")
+
+
+def read_restarts(folder: Path) -> list[dict[str, float | str]]:
+    """Return what was written down, oldest first."""
+    try:
+        return [parse_object(line, str(folder / RESTARTS)) for line in whole_lines(folder, RESTARTS)]
+    except FileNotFoundError:
+        return []
+
+
+def whole_lines(folder: Path, name: str) -> list[str]:
+    """Return the lines of a file that were written to their end."""
+    return [line for line in read_text(folder, name).splitlines(keepends=True) if line.endswith("\n")]
+
+
+class StepFile:
+    """A file that says how many steps a run has done, for who watches its processes; one short write per step."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def write(self, step: int) -> None:
+        """Say that ``step`` steps are done."""
+        os.pwrite(self._fd, step.to_bytes(_STEP_BYTES, "little"), 0)
+
+    def close(self) -> None:
+        """Write nothing more."""
+        os.close(self._fd)
+
+
+def steps_in(path: Path) -> int:
+    """Return how many steps the processes that wrote ``path`` had done; 0 before their first."""
+    try:
+        return int.from_bytes(path.read_bytes()[:_STEP_BYTES], "little")
+    except FileNotFoundError:
+        return 0
+
+
+# ---- Checkpoints of run folders from before ``shardwise.checkpoint``: torch DCP folders, read without running what
+# they hold.
+# DCP pickles its ``.metadata``, and the values that are no tensors.  ``TorchDcpReader`` admits the classes such folders are
+# made of and nothing else, and no rank asks another, which would unpickle what it sends.
+
+STATE = "state.json"
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def is_old(checkpoint: Path) -> bool:
+    """Return True for a complete checkpoint in the old form: this file was written last."""
+    return (checkpoint / STATE).is_file()
+
+
+def list_old_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete ones, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if is_old(path))
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what a killed run left half written."""
+    for path in folder.glob(".writing-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read_old_values(checkpoint: Path) -> Mapping[str, Any]:
+    """Return what state.json says.  Raises: UnsafeFileError, KeyError."""
+    values = read_json(checkpoint, STATE)
+    if values["format"] != 1:
+        raise KeyError("format")
+    return values
+
+
+def load_old_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Load parameters, optimizer state and random state into any number of ranks and any door.
+
+    Raises: ConfigError if the checkpoint is damaged or holds other parameters; maybe on this rank alone.
+    """
+    state = _collect_state(model, optimizer)
+    reader = TorchDcpReader(checkpoint)
+    try:
+        reader.read_metadata()  # DCP of torch 2.11 keeps the reason to itself if this fails inside of it
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    except (CheckpointException, CheckpointError, OSError) as error:
+        raise ConfigError(
+            f"{checkpoint} is damaged or of another model: {_first_reason(error)}. "
+            f"Delete it to resume from the one before, if there is one."
+        ) from error
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        set_model_state_dict(model, state["model"])
+        _zero_share(model, optimizer).load_state_dict(state["optimizer"])
+    else:
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=_OPTIONS,
+        )
+    random_state = state["random"]["cpu"]
+    assert isinstance(random_state, Tensor)
+    torch.set_rng_state(random_state)
+
+
+def _first_reason(error: BaseException) -> str:
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    for failure, _stack in error.failures.values():
+        if isinstance(failure, KeyboardInterrupt | SystemExit):
+            raise failure  # DCP has wrapped it as a failure of this rank
+    _, (failure, _stack) = min(error.failures.items())
+    return str(failure)
+
+
+def _collect_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        model_state, optimizer_state = get_model_state_dict(model), _zero_share(model, optimizer, True).state_dict()
+    else:
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
+    return {"model": model_state, "optimizer": optimizer_state, "random": {"cpu": torch.get_rng_state()}}
+
+
+def _zero_share(model: nn.Module, zero: ZeroRedundancyOptimizer, loading: bool = False) -> Stateful:
+    """Return the state under the keys of torch's flattened state dicts: a checkpoint does not tell doors apart."""
+    names = {name.removeprefix("module."): param for name, param in model.named_parameters()}  # DDP adds the prefix
+    return zero.sharded(names, loading=loading, flat=True)
+
+
+# ---- Checkpoints of a run: ``shardwise.checkpoint`` folders that hold the model, the optimizer, and how far the run
+# is.
+
+_PROGRESS = "progress"
+_FIELDS = ("step", "windows", "num_parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """How far a run is: ``step`` steps and ``windows`` windows of the text are done, by a model of shape ``model``."""
+
+    step: int
+    windows: int
+    model: ModelShape
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a run goes on from.  ``skipped``: newer checkpoints that were damaged, and how."""
+
+    checkpoint: Path
+    done: RunProgress
+    skipped: tuple[str, ...]
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints, oldest first."""
+    new = [each.path for each in list_new(DiskFiles(), folder)] if folder.is_dir() else []
+    return sorted({*new, *list_old_checkpoints(folder)}, key=lambda path: path.name)
+
+
+def read_progress(checkpoint: Path) -> RunProgress:
+    """Return how far the run was.  Raises: ConfigError if it is no checkpoint of a run, or a damaged one."""
+    try:
+        if is_old(checkpoint):
+            return progress_from_json(read_old_values(checkpoint))
+        manifest = read_manifest(DiskFiles(), checkpoint)
+        return progress_from_json(decode(manifest.values[_PROGRESS], _PROGRESS))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{checkpoint} is not a checkpoint of this version of shardwise ({error!r}).") from error
+    except CheckpointError as error:
+        raise ConfigError(f"{error}.") from error
+
+
+def progress_from_json(values: Mapping[str, Any]) -> RunProgress:
+    """Return what ``asdict`` made of a Progress.  Raises: KeyError, TypeError, ConfigError."""
+    shape = typed(ModelShape, values["model"], "the checkpoint's model")
+    return typed(RunProgress, {name: values[name] for name in _FIELDS} | {"model": shape}, "the checkpoint's progress")
+
+
+def start_saving(folder: Path, progress: RunProgress, model: nn.Module, optimizer: Optimizer, keep: int) -> None:
+    """Begin a checkpoint together with all ranks; files are written while training goes on.  ``model``: the plain one.
+
+    Raises: CheckpointError on every rank if this one cannot begin, or the one before was not written.
+    """
+    state = _state(model, optimizer) | {_PROGRESS: asdict(progress)}
+    save(folder, state, step=progress.step, keep=keep, wait=False, buffers="rank0")
+
+
+def finish_saving(folder: Path, keep: int, *, is_first: bool) -> None:
+    """Return when the last checkpoint is there whole; those in the old form then go like other old ones.
+
+    Raises: CheckpointError on every rank if it was not written; earlier ones are as they were.
+    """
+    finish(folder)
+    if is_first:
+        kept = list_checkpoints(folder)[-keep:]
+        for old in list_old_checkpoints(folder):
+            if old not in kept:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def load_newest(folder: Path, model: nn.Module, optimizer: Optimizer) -> Resumed:
+    """Load the newest checkpoint that is whole to the byte on all ranks, into any number of ranks and any door.
+
+    Raises: ConfigError on every rank if there is none, or it holds other parameters; nothing was changed then.
+    """
+    newest = list_checkpoints(folder)[-1]
+    if is_old(newest):
+        load_old_checkpoint(newest, model, optimizer)
+        return Resumed(newest, read_progress(newest), ())
+    progress: dict[str, Any] = {}
+    try:
+        loaded = load(folder, _state(model, optimizer) | {_PROGRESS: progress}, fallback=True)
+    except DamagedCheckpointError as error:
+        raise ConfigError(f"no checkpoint of the run is whole: {error}") from error
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    return Resumed(loaded.path, progress_from_json(progress), loaded.skipped)
+
+
+def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return {"model": model, "optimizer": optimizer, "random": RandomState()}
+
+
+__all__ = [
+    "RunProgress", "Resumed", "finish_saving", "list_checkpoints", "load_newest", "progress_from_json", "read_progress",
+    "remove_unfinished", "start_saving",
+]  # fmt: skip
+
 
 CONFIG = "config.json"
 _LOCK = ".lock"

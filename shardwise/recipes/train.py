@@ -2,48 +2,388 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
-from dataclasses import replace
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from shardwise import Trace, __version__, describe_units, record
-from shardwise.doctor.recorder import BLACK_BOX
-from shardwise.errors import ConfigError
-from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks
-from shardwise.recipes.doors import DOORS
-from shardwise.recipes.gpt import generate
-from shardwise.recipes.loop import Finished, Stopped, Trainer, build_trainer, train_steps
-from shardwise.recipes.progress import ProgressDisplay, memory_table
-from shardwise.recipes.ranks import RunRanks
-from shardwise.recipes.restart_log import Restart, StepFile, note_restart, read_restarts
-from shardwise.recipes.run_folder import (
-    Start,
-    TrainRun,
-    discard_new,
-    lock_run,
-    prepare_run,
-    read_metrics,
-    run_from_json,
-    run_to_json,
-    write_config,
+from shardwise.consistency.recorder import BLACK_BOX
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks, learning_rate
+from shardwise.recipes.data import (
+    Baseline,
+    Windows,
+    microbatch_numbers,
+    open_vocabulary,
+    open_windows,
+    validation_part,
+    windows_of,
 )
-from shardwise.recipes.run_log import RunJournal, RunLog, SilentJournal, open_lines
-from shardwise.recipes.step_memory import (
+from shardwise.recipes.gpt import GPT, build_gpt, generate, logits_of, next_byte_loss
+from shardwise.recipes.memory import (
+    HeldBytes,
     HeldMemory,
     StepMemory,
     StepMeter,
+    StepWatch,
     both,
     largest_of,
+    measure_held,
     measured_number,
+    peak_bytes,
     planned_memory,
+    traced_steps,
+    unsharded_of,
+    unwatched,
 )
-from shardwise.recipes.step_watch import StepWatch, traced_steps, unwatched
-from shardwise.recipes.stop import Listening, listen_to_nobody
-from shardwise.recipes.text import Baseline
-from shardwise.recipes.tokens import open_vocabulary
+from shardwise.recipes.report import (
+    ProgressDisplay,
+    RunJournal,
+    RunLog,
+    SilentJournal,
+    TrainedStep,
+    memory_table,
+    open_lines,
+)
+from shardwise.recipes.run_folder import (
+    Restart,
+    RunProgress,
+    Start,
+    StepFile,
+    TrainRun,
+    discard_new,
+    finish_saving,
+    load_newest,
+    lock_run,
+    note_restart,
+    prepare_run,
+    read_metrics,
+    read_restarts,
+    run_from_json,
+    run_to_json,
+    start_saving,
+    write_config,
+)
+from shardwise.recipes.sharding import (
+    DOORS,
+    Door,
+    RunRanks,
+    build_meshes,
+    build_own,
+    check_alike,
+    compile_blocks,
+    load_init,
+    local_optimizer,
+    split_heads,
+    try_own,
+    why_not_compiled,
+)
 from shardwise.safe_files import opened_folder, replace_file
+
+# ---- Ends of a run before its last step: on request, and because there is nothing left to train.
+
+Asked = Callable[[], int]  # the number of the signal that asks this rank to stop, 0 if there is none
+Listening = Callable[[], AbstractContextManager[Asked]]  # entered for as long as there are steps between which to stop
+
+
+class DivergedError(ShardwiseError, ArithmeticError):
+    """The loss, its gradients or the parameters are no longer numbers: nothing that could be trained further is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks together made of a step: the highest signal that one was sent, and whether one saw nan or inf."""
+
+    signal: int
+    is_broken: bool
+
+
+def listen_to_nobody() -> AbstractContextManager[Asked]:
+    """Train to the last step."""
+    return nullcontext(lambda: 0)
+
+
+# ---- The training loop: the same arithmetic for every door and every number of ranks.
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """All that a step needs on one rank."""
+
+    run: TrainRun
+    ranks: RunRanks
+    door: Door
+    model: nn.Module
+    optimizer: Optimizer
+    train: Windows
+    validation: Windows
+    num_parameters: int
+    unsharded: HeldBytes  # what a rank would hold of it without any sharding
+    notes: tuple[str, ...]  # what a person should know before the first step
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.run.config
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks together train on in a step."""
+        return self.config.batch * self.config.model.context
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What is left to tell when the steps are done."""
+
+    held: tuple[HeldBytes, ...]
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The run was asked to end by a signal, and has saved ``step`` steps."""
+
+    step: int
+    signal: int
+
+
+def build_trainer(run: TrainRun, ranks: RunRanks) -> Trainer:
+    """Build model and optimizer behind the chosen door, and load the checkpoint if the run has one.  Collective."""
+    config = run.config
+    door = DOORS[config.shard]
+    torch.manual_seed(config.seed)
+    plain = _build_model(run, ranks)
+    num_parameters, unsharded = sum(p.numel() for p in plain.parameters()), unsharded_of(plain)
+    meshes = build_meshes(config, ranks)
+    if meshes.tensor is not None and isinstance(plain, GPT):
+        split_heads(plain, meshes.tensor)
+    note: str | None = None
+    if config.compile:
+        note = why_not_compiled(config.compile_backend, ranks)
+        if note is None:
+            compile_blocks(plain, config.compile_backend)
+    model = door.wrap(plain, config, meshes.data)
+    optimizer = door.build_optimizer(model, config)
+    if config.init is not None and run.checkpoint is None:
+        load_init(config.init, door.plain(model))
+    resumed = load_newest(run.checkpoints, door.plain(model), optimizer) if run.checkpoint is not None else None
+    if resumed is not None:
+        run = replace(run, checkpoint=resumed.checkpoint, done=resumed.done)
+    text = run.folder / "text"
+    context, itemsize = config.model.context, run.facts.itemsize
+    train, validation = (open_windows(text / name, context, itemsize) for name in ("train.bin", "validation.bin"))
+    notes = (*([note] if note else []), *(f"DAMAGED: {text}" for text in (resumed.skipped if resumed else ())))
+    return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters, unsharded, notes)
+
+
+def _build_model(run: TrainRun, ranks: RunRanks) -> nn.Module:
+    config, vocabulary = run.config, run.facts.vocabulary
+    if config.model_from is None:
+        return build_gpt(config.model, config.seed, recompute=config.recompute, vocabulary=vocabulary).to(ranks.device)
+    model = build_own(config.model_from, config.seed, vocabulary, config.model.context)
+    check_alike(model, ranks, config.model_from)
+    model.to(ranks.device)
+    window = torch.zeros(1, config.model.context, dtype=torch.long, device=ranks.device)
+    try_own(model, config.model_from, vocabulary, window)
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class _DoneStep:
+    """A step that was made: its figures but for the loss, this rank's part of that, and what it held if that was measured."""
+
+    figures: TrainedStep
+    loss: Tensor
+    held: HeldBytes
+
+
+class _Figures:
+    """The figures of the steps since the last line, and how long training took: validation and checkpoints do not count."""
+
+    def __init__(self, trainer: Trainer, journal: RunLog) -> None:
+        self._trainer = trainer
+        self._journal = journal
+        self._pending: list[_DoneStep] = []
+        self._began = self._last = time.perf_counter()
+        self.trained_s = 0.0
+
+    def add(self, step: _DoneStep) -> None:
+        """Keep a step, which has just ended: it took as long as it is since the one before, or since the clock was started."""
+        now = time.perf_counter()
+        speed = self._trainer.tokens_per_step / (now - self._last)
+        self._last = now
+        figures = replace(step.figures, tokens_per_s=speed, time=time.time())
+        self._pending.append(replace(step, figures=figures))
+        self._journal.advance(step.figures.step)
+
+    def write(self) -> None:
+        """Stop the clock and write down what there is, with losses of all ranks.  Collective."""
+        window_s = time.perf_counter() - self._began
+        self.trained_s += window_s
+        if not self._pending:
+            return
+        trainer, config = self._trainer, self._trainer.config
+        step_s = window_s / len(self._pending)
+        losses = trainer.ranks.mean([step.loss for step in self._pending])
+        peak = max(trainer.ranks.gather(peak_bytes(trainer.ranks.device)))
+        steps = [replace(step.figures, loss=loss) for step, loss in zip(self._pending, losses, strict=True)]
+        speed = trainer.tokens_per_step / step_s
+        self._journal.trained(steps, round(speed, 1), peak, (config.steps - steps[-1].step) * step_s)
+        self._pending = []
+
+    def go_on(self) -> None:
+        """Start the clock again."""
+        self._began = self._last = time.perf_counter()
+
+
+def train_steps(trainer: Trainer, journal: RunLog, asked: Asked, watch: StepWatch = unwatched) -> Finished | Stopped:
+    """Train to the last step, or until a rank is asked to stop, with validation, checkpoints and figures at intervals.
+
+    Raises: DivergedError on every rank when loss, gradients or parameters are not finite; no checkpoint has them.
+    """
+    config, start = trainer.config, trainer.run.start_step
+    if start == 0:
+        journal.validated(0, validate(trainer))
+    figures = _Figures(trainer, journal)
+    intervals = (config.log_every, config.eval_every, config.save_every)
+    held = HeldBytes(0, 0, 0)
+    for number in range(start, config.steps):
+        done = number + 1
+        with watch(number - start):
+            step = _train_step(trainer, number, measure=done == config.steps)
+        held = step.held
+        verdict = _judge(trainer, step, asked)
+        if verdict.is_broken:
+            figures.write()
+            finish_saves(trainer)
+            mean = trainer.ranks.mean([step.loss])[0]
+            raise _diverged(trainer, done, f"the loss is {mean}, the norm of its gradients {step.figures.grad_norm}")
+        figures.add(step)
+        is_asked = verdict.signal != 0
+        is_first = number == start  # its figures are shown at once
+        if not (is_asked or is_first or any(_is_due(done, every, config) for every in intervals)):
+            continue
+        figures.write()
+        if _is_due(done, config.eval_every, config):
+            journal.validated(done, validate(trainer))
+        if is_asked or _is_due(done, config.save_every, config):
+            journal.flush()
+            save(trainer, done)
+        if is_asked or done == config.steps:
+            finish_saves(trainer)
+        if is_asked and done < config.steps:
+            return Stopped(done, verdict.signal)
+        figures.go_on()
+    held = replace(held, peak_bytes=peak_bytes(trainer.ranks.device))
+    each = tuple(HeldBytes(**values) for values in trainer.ranks.gather(asdict(held)))
+    return Finished(each, (config.steps - start) * trainer.tokens_per_step / figures.trained_s)
+
+
+def _judge(trainer: Trainer, step: _DoneStep, asked: Asked) -> Verdict:
+    """Return what all ranks know after a step: each sees its own signals and its own part of the loss.  Collective."""
+    is_broken = not (math.isfinite(step.figures.grad_norm) and math.isfinite(float(step.loss)))
+    signal, broken = trainer.ranks.highest([asked(), int(is_broken)])
+    return Verdict(signal, bool(broken))
+
+
+def _diverged(trainer: Trainer, step: int, what: str) -> DivergedError:
+    return DivergedError(
+        f"step {step}: {what}: training has diverged and this run has ended; its checkpoints are as they were. "
+        f"Start a new run with a lower --lr (it is {trainer.config.lr:g}), a longer --warmup or a smaller --clip "
+        f"(it is {trainer.config.clip:g}{'' if trainer.config.clip else ': off'})."
+    )
+
+
+def _is_due(done: int, every: int, config: TrainConfig) -> bool:
+    return done % every == 0 or done == config.steps
+
+
+def _train_step(trainer: Trainer, step: int, *, measure: bool) -> _DoneStep:
+    config, door = trainer.config, trainer.door
+    rate = learning_rate(config, step)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = rate
+    trainer.model.train()
+    loss = torch.zeros((), device=trainer.ranks.device)
+    for microbatch in range(config.accumulate):
+        tokens, targets = _microbatch(trainer, step, microbatch)
+        with door.sync(trainer.model, microbatch == config.accumulate - 1):
+            with door.precision(config, trainer.ranks.device):
+                part = next_byte_loss(trainer.model, tokens, targets) / config.accumulate
+            part.backward()
+        loss += part.detach()
+    door.reduce(trainer.optimizer)
+    norm = door.clip(trainer.model, trainer.optimizer, config.clip or math.inf)
+    trainer.optimizer.step()
+    held = measure_held(trainer.model, local_optimizer(trainer.optimizer)) if measure else HeldBytes(0, 0, 0)
+    trainer.optimizer.zero_grad()
+    return _DoneStep(TrainedStep(step + 1, 0.0, float(norm), rate), loss, held)
+
+
+def _microbatch(trainer: Trainer, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    config, ranks = trainer.config, trainer.ranks
+    numbers = microbatch_numbers(
+        step, microbatch, ranks.data_rank, ranks.num_data_ranks, config.batch, config.accumulate
+    )
+    windows = windows_of(numbers.start, numbers.stop, len(trainer.train), config.seed)
+    tokens, targets = trainer.train.stack(windows)
+    return tokens.to(ranks.device, non_blocking=True), targets.to(ranks.device, non_blocking=True)
+
+
+@torch.no_grad()
+def validate(trainer: Trainer) -> float:
+    """Return the mean loss over ``eval_windows`` windows of the validation text, in nats per byte or token, on every rank."""
+    config, ranks = trainer.config, trainer.ranks
+    part, parts = ranks.data_rank, ranks.num_data_ranks
+    windows, weights = validation_part(len(trainer.validation), config.eval_windows, part, parts)
+    size = max(1, config.batch // parts)
+    model = trainer.model
+    model.eval()
+    total, count = torch.zeros((), device=ranks.device), float(sum(weights))
+    for first in range(0, len(windows), size):
+        weighed = weights[first : first + size]
+        tokens, targets = trainer.validation.stack(windows[first : first + size])
+        with trainer.door.precision(config, ranks.device):
+            tokens = tokens.to(ranks.device)
+            logits = logits_of(model(tokens), tokens).float().flatten(0, 1)
+        losses = nn.functional.cross_entropy(logits, targets.to(ranks.device).flatten(), reduction="none")
+        total += (losses.view(len(weighed), -1).mean(1) * torch.tensor(weighed, device=ranks.device)).sum()
+    summed, counted = ranks.total([total, torch.tensor(count)])
+    return summed / counted
+
+
+def save(trainer: Trainer, done: int) -> None:
+    """Begin the checkpoint after ``done`` steps; the position in the text is counted in windows of all ranks.
+
+    Raises: DivergedError on every rank, before anything is written, if a parameter is not finite; CheckpointError on every
+    rank if it cannot begin, or the one before was not written.
+    """
+    config = trainer.config
+    is_broken = not all(map(_is_finite, trainer.model.parameters()))
+    if any(trainer.ranks.highest([int(is_broken)])):
+        raise _diverged(trainer, done, "parameters are not finite")
+    progress = RunProgress(done, done * config.batch, config.model, trainer.num_parameters)
+    start_saving(trainer.run.checkpoints, progress, trainer.door.plain(trainer.model), trainer.optimizer, config.keep)
+
+
+def finish_saves(trainer: Trainer) -> None:
+    """Return when the last checkpoint is there.  Raises: CheckpointError on every rank if it was not written."""
+    finish_saving(trainer.run.checkpoints, trainer.config.keep, is_first=trainer.ranks.is_first)
+
+
+@torch.no_grad()
+def _is_finite(param: Tensor) -> bool:
+    local = param.to_local() if isinstance(param, DTensor) else param
+    return bool(local.isfinite().all())
+
 
 _PROMPT = "def "
 

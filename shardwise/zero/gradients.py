@@ -1,22 +1,414 @@
-"""The gradients of a share: compared between ranks, handed to the local step, clipped by the norm of all."""
+"""Averages gradients to their owners, run of parameters by run: after backward, or while it makes them.
+
+Which runs are sent during a backward follows from what the ranks have agreed to average in the step before, and runs are
+sent in one order, the last parameters first: so every rank makes the same calls, in whatever order its gradients come.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import hashlib
+import json
+import logging
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from shardwise.comm.board import Board
-from shardwise.errors import StateError
-from shardwise.layout.owners import OwnedSlice
-from shardwise.optim.clip import Limit
-from shardwise.optim.owned_gradient import GradientOwner, OwnedGradient, make_owned
-from shardwise.zero.averaging import Averaging, OwnerRef, Presence, is_whole
-from shardwise.zero.local_pieces import LocalPiece, gradient_for
-from shardwise.zero.same_gradients import are_same
-from shardwise.zero.share import Share
+from shardwise.collectives.buffer_pool import BufferPool, carve
+from shardwise.collectives.owned import Owned, PendingReduce, reduce_to_owners
+from shardwise.consistency.agreement import Board
+from shardwise.consistency.store import Sketch, digest_of, sample_of
+from shardwise.errors import DesyncError, StateError
+from shardwise.fsdp.clip import GradientOwner, Limit, OwnedGradient, make_owned
+from shardwise.layout import OwnedSlice
+from shardwise.zero.partition import LocalPiece, Share, elements_of, flat_like, gradient_for
+
+# ---- Checks once, before the first step, that all ranks have the same gradients and the same parameters.
+# Each owner steps on its own copy of the gradients.  If nobody averaged them, every owner trains on another batch, without
+# a sign of it.  Each owner then sends its values to all: if parameters differ at first, the model becomes a mixture.  So ranks
+# compare digests of the bits through the store, at the first step; nothing in the steps after.
+#
+# Equal bits are what all-reduces give (every rank gets the sums that one rank has taken), but not what all programs do
+# with them: ranks on unlike processors clip with another last bit.  Gradients that are not equal are therefore compared by
+# random projections, and such small differences are let pass with a warning: owners' values are sent to all anyway.
+
+logger = logging.getLogger(__name__)
+
+
+def are_same(share: Share, board: Board, what: str, *, has_inputs: bool = True, only_warn: bool = False) -> bool:
+    """Return True if all ranks have the same gradients, False if nobody has any (so that nothing is known).  Collective.
+
+    ``has_inputs`` False: a rank in ``Join`` that makes no gradients of its own; it is left out.  ``only_warn``: for
+    gradients of a closure, which torch's class takes as they are.
+    Raises: DesyncError on every rank, naming the first parameter that differs.
+    """
+    gradients = [_gradient(param) if has_inputs else None for param in share.params]
+    is_known, rows = _compare(gradients, f"the gradients of {what}", board, has_inputs)
+    complaint = _judge(share, f"{what}: gradients", rows)
+    if complaint:
+        text = (
+            f"{what}: gradients differ between ranks: that of {complaint}. Each owner would train on its own: "
+            "wrap the model in DistributedDataParallel, or call reduce_gradients() before step()"
+        )
+        if not only_warn:
+            raise DesyncError(text)
+        logger.warning("%s. A closure's gradients are taken as they are", text)
+    return is_known
+
+
+def check_same_params(share: Share, moving: Sequence[bool], board: Board, what: str) -> None:
+    """Check that all ranks have the same parameters (of large ones, a sample); skip those not ``moving``.  Collective.
+
+    Raises: DesyncError on every rank, naming the first parameter that differs.
+    """
+    params = [
+        sample_of(flat_like(param.detach(), param)) if moves else None
+        for param, moves in zip(share.params, moving, strict=True)
+    ]
+    complaint = _judge(share, f"{what}: parameters", _compare(params, f"the parameters before {what}", board)[1])
+    if complaint:
+        raise DesyncError(
+            f"{what}: parameters differ between ranks before it: {complaint}. Each owner would send its own to all, so that "
+            "the model becomes a mixture of them: build the model with one seed on all ranks, load weights on every rank, or "
+            "wrap the model in DistributedDataParallel, which broadcasts those of the first rank"
+        )
+
+
+def _compare(
+    tensors: Sequence[torch.Tensor | None], what: str, board: Board, takes_part: bool = True
+) -> tuple[bool, dict[int, dict[int, Sketch | None]]]:
+    """Return whether ranks had tensors to compare, and the sketches of those that differ, by index and rank."""
+    digests = [None if tensor is None else digest_of(tensor) for tensor in tensors]
+    summary = hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16] if takes_part else ""
+    texts = board.gather(f"comparing {what}", json.dumps([summary, any(digests)]))
+    summaries, are_there = zip(*(json.loads(text) for text in texts), strict=True)
+    is_known = any(are_there) and sum(map(bool, summaries)) > 1
+    if len({found for found in summaries if found}) <= 1:
+        return is_known, {}
+    every = [json.loads(text) for text in board.gather(f"comparing each of {what}", json.dumps(digests))]
+    unlike = [index for index, column in enumerate(zip(*every, strict=True)) if len(set(column)) > 1]
+    sketches = {index: Sketch.of(tensor).told for index in unlike if (tensor := tensors[index]) is not None}
+    texts = board.gather(f"comparing some of {what}", json.dumps(sketches))
+    rows = [{rank: _sketch_in(text, index) for rank, text in enumerate(texts) if summaries[rank]} for index in unlike]
+    return is_known, dict(zip(unlike, rows, strict=True))
+
+
+def _sketch_in(text: str, index: int) -> Sketch | None:
+    found = json.loads(text).get(str(index))
+    return None if found is None else Sketch(*found)
+
+
+def _gradient(param: torch.Tensor) -> torch.Tensor | None:
+    gradient = param.grad
+    if gradient is None or isinstance(gradient, OwnedGradient):
+        return None
+    if gradient.layout != torch.strided:
+        gradient = gradient.coalesce()
+        return torch.cat([gradient.values().reshape(-1).double(), gradient.indices().reshape(-1).double()])
+    return flat_like(gradient.detach(), param)
+
+
+def _judge(share: Share, what: str, rows: Mapping[int, dict[int, Sketch | None]]) -> str:
+    """Return a text about the first tensor that differs; "" if none does, with a warning if rounding differs."""
+    largest = 0.0
+    for index, row in rows.items():
+        present = [sketch for sketch in row.values() if sketch is not None]
+        lacking = [piece.owner for piece in share.by_param[index] if row.get(piece.owner, present[0]) is None]
+        apart = [present[0].distance(sketch) for sketch in present]
+        if lacking or not all(distance <= present[0].tolerance for distance in apart):  # nan is far, too
+            listing = ", ".join(
+                f"none on rank {rank}" if sketch is None else f"of norm {sketch.norm:.6g} on rank {rank}"
+                for rank, sketch in list(row.items())[:8]
+            )
+            owners = f" (rank {', '.join(map(str, lacking))} owns it)" if lacking else ""
+            return f"parameter {index} of shape {tuple(share.params[index].shape)} is {listing}{owners}"
+        largest = max(largest, *apart)
+    if largest:
+        logger.warning(
+            "%s are not the same to the bit on all ranks; they differ by %.1e of their norm at most", what, largest
+        )
+    return ""
+
+
+COPY_BELOW_BYTES = 8 * 1024  # a copy of this much takes as long as a storage of its own on the same memory
+MOST_ON_THE_WAY = 4  # messages, each copied once out and once in
+
+OwnerRef = Callable[[], GradientOwner | None]
+Presence = tuple[torch.dtype | None, ...]
+
+
+def own_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient that this rank alone has made since the last averaging."""
+    gradient = param.grad
+    return gradient.fresh if isinstance(gradient, OwnedGradient) else gradient
+
+
+def is_whole(local_pieces: Sequence[LocalPiece]) -> bool:
+    """Return True if ``local_pieces``, those of one parameter, are all of it in one."""
+    return len(local_pieces) == 1 and local_pieces[0].piece.numel == local_pieces[0].param.numel()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AveragingContext:
+    """What an averaging works with.
+
+    Attributes:
+        staging: gives the pool that the buffers of messages on a device come from.
+        owner_ref: weak reference to the optimizer, by which gradients know it.
+    """
+
+    share: Share
+    board: Board
+    staging: Callable[[torch.device], BufferPool]
+    owner_ref: OwnerRef
+
+
+@dataclass(frozen=True, slots=True)
+class _SentGradient:
+    """What ``.grad`` was when its gradient was sent, and what has been there since.
+
+    ``before``: averaged earlier, to be added to.  ``left``: None, or what says that the average is on its way.
+    """
+
+    before: OwnedGradient | None
+    dtype: torch.dtype
+    left: OwnedGradient | None
+
+
+@dataclass(slots=True, eq=False)
+class Averaging:
+    """One averaging, from its first message until :meth:`end`.
+
+    Attributes:
+        averages: of this rank's pieces, as they arrive.
+        early: how many runs were sent before all gradients were there.
+    """
+
+    means: AveragingContext
+    what: str
+    early: int = 0
+    averages: dict[OwnedSlice, torch.Tensor] = field(default_factory=dict[OwnedSlice, torch.Tensor])
+    _sent: dict[int, _SentGradient] = field(default_factory=dict[int, _SentGradient])
+    _on_the_way: list[tuple[list[OwnedSlice], PendingReduce]] = field(
+        default_factory=list[tuple[list[OwnedSlice], PendingReduce]]
+    )
+
+    def presence(self) -> Presence:
+        """Return the dtype of each parameter's gradient that is sent or to be sent, None where there is none."""
+        found: list[torch.dtype | None] = []
+        for index, param in enumerate(self.means.share.params):
+            gradient, sent = own_gradient(param), self._sent.get(index)
+            found.append(gradient.dtype if gradient is not None else sent.dtype if sent is not None else None)
+        return tuple(found)
+
+    def again(self) -> tuple[int, ...]:
+        """Return the parameters whose gradients are sent and that have got another one since."""
+        params = self.means.share.params
+        return tuple(index for index in self._sent if own_gradient(params[index]) is not None)
+
+    def send_early(self, indices: Sequence[int]) -> None:
+        """Send the gradients of a run, in a backward; ``.grad`` says from here on that they are on their way."""
+        self.early += 1
+        while len(self._on_the_way) >= MOST_ON_THE_WAY or (self._on_the_way and self._on_the_way[0][1].has_come):
+            self._receive()
+        self._send(indices, leaves_sign=True)
+
+    def end(self) -> None:
+        """Send the rest, and put averages in the place of all gradients.
+
+        While a message is on its way the next one is packed.
+        """
+        for indices in _messages(self.means.share):
+            if len(self._on_the_way) > 1:
+                self._receive()
+            self._send(indices)
+        self.receive_all()
+        share = self.means.share
+        for index, sent in self._sent.items():
+            param = share.params[index]
+            if param.grad is not sent.left:
+                continue  # somebody has dropped it, or put another one there
+            local_pieces = share.local_by_param[index]
+            parts = [self.averages[local.piece] for local in local_pieces]
+            if sent.before is not None:
+                parts = [old.add_(new) for old, new in zip(sent.before.parts, parts, strict=True)]
+            dtype = param.grad_dtype or sent.dtype  # another one if it was converted after its forward
+            parts = [part.to(dtype) for part in parts]
+            param.grad = make_owned(param, parts, is_whole(local_pieces), self.means.owner_ref, dtype)
+
+    def receive_all(self) -> None:
+        """Wait for all that is on its way."""
+        while self._on_the_way:
+            self._receive()
+
+    def _send(self, indices: Sequence[int], leaves_sign: bool = False) -> None:
+        means = self.means
+        self._forget_dropped(indices)
+        pieces = means.share.pieces_of(indices)
+        owned = [self._owned(piece) for piece in pieces]
+        dtype, device = owned[0].tensor.dtype, owned[0].tensor.device
+        pending = reduce_to_owners(owned, means.board, self.what, means.staging(device))
+        del owned
+        self._on_the_way.append((pieces, pending))
+        for index in indices:  # sent: what is not owned here is freed while the rest is on its way
+            param = means.share.params[index]
+            gradient = param.grad
+            if index in self._sent and isinstance(gradient, OwnedGradient):
+                gradient.fresh = None  # it is sent for the second time
+                continue
+            before = gradient if isinstance(gradient, OwnedGradient) else None
+            left = None
+            if leaves_sign:
+                left = (
+                    before
+                    if before is not None
+                    else make_owned(param, [], False, means.owner_ref, param.grad_dtype or dtype)
+                )
+                left.is_sent = True
+            if before is not None:
+                before.fresh = None
+            self._sent[index] = _SentGradient(before, dtype, left)
+            param.grad = left
+
+    def _forget_dropped(self, indices: Sequence[int]) -> None:
+        share = self.means.share
+        dropped = [
+            index for index in indices if index in self._sent and self._sent[index].left is not share.params[index].grad
+        ]
+        if dropped:
+            self.receive_all()
+        for index in dropped:
+            del self._sent[index]
+            for local in share.local_by_param[index]:
+                self.averages.pop(local.piece, None)
+
+    def _owned(self, piece: OwnedSlice) -> Owned:
+        param = self.means.share.params[piece.tensor]
+        gradient = own_gradient(param)
+        if gradient is None:
+            raise StateError(f"{self.what}: parameter {piece.tensor} lost its gradient meanwhile")
+        return Owned(piece.owner, elements_of(piece, param, gradient))
+
+    def _receive(self) -> None:
+        pieces, pending = self._on_the_way.pop(0)
+        averages, start = pending.wait(), 0
+        for piece in pieces:
+            if piece.owner != self.means.share.rank:
+                continue
+            param = self.means.share.params[piece.tensor]
+            shape, stride = (param.shape, param.stride()) if piece.numel == param.numel() else ((piece.numel,), (1,))
+            if piece.numel * averages.element_size() < COPY_BELOW_BYTES:
+                window = averages[start : start + piece.numel].clone().as_strided(shape, stride)
+            else:
+                window = carve(averages, start, shape, None if param.is_contiguous() else stride)
+            start += piece.numel
+            if piece in self.averages:
+                self.averages[piece] += window
+            else:
+                self.averages[piece] = window.detach()
+
+
+def _messages(share: Share) -> Iterator[list[int]]:
+    """Yield the parameters of each message, the last run first: those of a run that have gradients of one kind."""
+    for run in reversed(share.runs):
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index in run:
+            gradient = own_gradient(share.params[index])
+            if gradient is not None:
+                kinds.setdefault((gradient.dtype, gradient.device), []).append(index)
+        yield from kinds.values()
+
+
+class EarlySends:
+    """Hears of gradients as backward makes them, and sends each run that is complete; one for an optimizer.
+
+    ``begin`` returns the averaging that is open, or starts one; it is gone with the optimizer.
+
+    Attributes:
+        is_held: gradients of this backward are to stay where they are, for a later one to add to.
+    """
+
+    def __init__(self, begin: weakref.WeakMethod[Callable[[], Averaging]]) -> None:
+        self.is_held = False
+        self._begin = begin
+        self._share: Share | None = None
+        self._handles: dict[int, RemovableHandle] = {}
+        self._expected: list[tuple[int, ...]] = []
+        self._dtypes: Presence = ()
+        self._place: dict[int, int] = {}
+        self._missing: list[set[int]] = []
+        self._next = 0
+
+    def listen(self, share: Share) -> None:
+        """Hear of the gradients of what trains of ``share``; nothing is expected before :meth:`expect`."""
+        self._share = share
+        self.expect(())
+        for index, param in enumerate(share.params):
+            if index not in self._handles and param.is_leaf and param.requires_grad:
+                self._handles[index] = param.register_post_accumulate_grad_hook(_hearing(weakref.ref(self), index))
+
+    def __del__(self) -> None:
+        for handle in self._handles.values():
+            handle.remove()
+
+    def expect(self, presence: Presence) -> None:
+        """Send in the next backwards what the ranks have agreed that they had in this step; (): send nothing."""
+        self._dtypes = presence
+        self._expected = []
+        assert self._share is not None  # listen() comes first
+        share = self._share
+        for run in reversed(share.runs) if presence else ():
+            kinds: dict[tuple[torch.dtype | None, torch.device], list[int]] = {}
+            for index in run:
+                if presence[index] is not None:
+                    kinds.setdefault((presence[index], share.params[index].device), []).append(index)
+            self._expected += map(tuple, kinds.values())
+        self.expect_again()
+
+    def expect_again(self) -> None:
+        """Begin again with nothing that has come."""
+        self._place = {index: place for place, indices in enumerate(self._expected) for index in indices}
+        self._missing = [set(indices) for indices in self._expected]
+        self._next = 0
+
+    def arrived(self, index: int) -> None:
+        """Hear that a gradient of parameter ``index`` is in ``.grad``."""
+        place = self._place.get(index)
+        if self.is_held or place is None or index not in self._missing[place]:
+            return
+        self._missing[place].discard(index)
+        while self._next < len(self._expected) and not self._missing[self._next]:
+            indices = self._expected[self._next]
+            if not self._are_as_expected(indices):
+                self._place = {}  # what is not sent now is looked at when all of them are there
+                return
+            begin = self._begin()
+            assert begin is not None  # who has this object has it
+            self._next += 1
+            begin().send_early(indices)
+
+    def _are_as_expected(self, indices: Sequence[int]) -> bool:
+        assert self._share is not None
+        for index in indices:
+            gradient = own_gradient(self._share.params[index])
+            if gradient is None or gradient.dtype != self._dtypes[index] or gradient.layout != torch.strided:
+                return False
+        return True
+
+
+def _hearing(sends_ref: weakref.ref[EarlySends], index: int) -> Callable[[torch.Tensor], None]:
+    def on_gradient(_: torch.Tensor) -> None:
+        sends = sends_ref()
+        if sends is not None:
+            sends.arrived(index)
+
+    return on_gradient
+
+
+# ---- The gradients of a share: compared between ranks, handed to the local step, clipped by the norm of all.
 
 
 def _describe_presence(share: Share, presence: Sequence[torch.dtype | None]) -> list[str]:

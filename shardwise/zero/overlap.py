@@ -4,7 +4,8 @@ All collectives start on the thread that runs backward, in the order of DDP's bu
 broadcasts from callbacks of the backend's threads, in an order that differs between ranks, and hangs on gloo.
 """
 
-# No ``from __future__ import annotations``: DDP compares the hook's annotations with the types themselves.
+from __future__ import annotations
+
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,15 +13,20 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.comm.owned import Owned, PendingBroadcast, PendingReduce, launch_broadcasts, reduce_to_owners
+from shardwise.collectives.owned import Owned, PendingBroadcast, PendingReduce, launch_broadcasts, reduce_to_owners
 from shardwise.errors import ConfigError
 from shardwise.torch_private import call_after_backward, graph_task_id
 from shardwise.zero.gradients import mark_spent
-from shardwise.zero.local_pieces import LocalPiece, elements_of, gradient_for, is_dense
+from shardwise.zero.optimizer import ZeroRedundancyOptimizer, share_stepper
+from shardwise.zero.partition import LocalPiece, elements_of, gradient_for, is_dense
 from shardwise.zero.stepper import ShareStepper
+
+# No ``from __future__ import annotations``: DDP compares the hook's annotations with the types themselves.
+
 
 DDPHook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
 Reduce = Literal["all", "owner"]
@@ -54,7 +60,7 @@ class _Bucket:
 
     indices: list[int]
     gradients: list[torch.Tensor]
-    reduced: "Future[torch.Tensor] | PendingReduce"
+    reduced: Future[torch.Tensor] | PendingReduce
     buffer: torch.Tensor
 
 
@@ -254,3 +260,84 @@ def _step_from_gradients(overlap: Overlap, running: _Backward) -> None:
 
 def _what(stepper: ShareStepper) -> str:
     return f"step number {stepper.num_steps + 1} in DDP's backward"
+
+
+# ---- Communication hooks that let a ZeroRedundancyOptimizer step inside the backward of torch's
+# DistributedDataParallel.
+
+
+def hook_with_zero_step(
+    hook: DDPHook | None,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+    *,
+    reduce: Reduce = "all",
+    warmup: Warmup = "update",
+) -> DDPHook:
+    """Return a hook that steps at the end of backward, bucket by bucket, while later buckets are still reduced.
+
+    Args:
+        hook: reduces a bucket's gradients, e.g. ``allreduce_hook`` (or a compressing one).
+        ddp: the module that the result is registered with, by ``ddp.register_comm_hook(None, result)``.
+        zero: made with ``overlap_with_ddp=True``.
+        shard_buckets: accepted for torch's sake; owners come from ``zero``'s partition, balanced over the whole model,
+            so the buckets are always shared between ranks.
+        reduce: "owner" sends gradients to their owners only and frees the others' (ZeRO-2): two units of volume per
+            step instead of three.  ``hook`` is not used then and must be ``allreduce_hook`` or None.
+        warmup: "skip" makes no step in the first two (static graph: three) iterations, as torch does; "update" does.
+
+    Results are bitwise those of ``overlap_with_ddp=False`` with the same gradients.
+    Raises: ConfigError (a ValueError) for arguments that do not go together.
+    Example:
+        >>> ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))  # doctest: +SKIP
+    """
+    return _make(hook, ddp, zero, reduce, warmup, is_interleaved=False)
+
+
+def hook_with_zero_step_interleaved(
+    hook: DDPHook | None,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+    *,
+    reduce: Reduce = "all",
+    warmup: Warmup = "update",
+) -> DDPHook:
+    """Return a hook that updates a bucket's parameters in backward, as soon as the next bucket is ready.
+
+    Arguments as for :func:`hook_with_zero_step`.  Parameters change while backward runs, so a parameter must not be
+    read in backward after its gradient is complete (autograd raises if a saved one was changed).  With
+    ``find_unused_parameters`` it steps at the end of backward, when it is known what was used.
+    """
+    return _make(hook, ddp, zero, reduce, warmup, is_interleaved=True)
+
+
+def _make(
+    hook: DDPHook | None,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    reduce: Reduce,
+    warmup: Warmup,
+    is_interleaved: bool,
+) -> DDPHook:
+    if not zero.overlap_with_ddp:
+        raise ConfigError("the hook needs ZeroRedundancyOptimizer(..., overlap_with_ddp=True)")
+    if reduce not in ("all", "owner") or warmup not in ("update", "skip"):
+        raise ConfigError(f"found reduce={reduce!r} and warmup={warmup!r}, expected 'all'|'owner' and 'update'|'skip'")
+    if reduce == "owner" and hook not in (None, allreduce_hook):
+        raise ConfigError("reduce='owner' reduces by itself: pass hook=None or allreduce_hook")
+    if reduce == "owner" and ddp.find_unused_parameters and not ddp.static_graph:
+        raise ConfigError(
+            "reduce='owner' cannot tell unused parameters from zero gradients: use reduce='all' or a DDP without "
+            "find_unused_parameters"
+        )
+    stepper = share_stepper(zero)
+    known = set(stepper.share.params)
+    strangers = sum(param.requires_grad and param not in known for param in ddp.parameters())
+    if strangers and reduce == "owner":
+        raise ConfigError(
+            f"{strangers} parameters of the module are not in the ZeroRedundancyOptimizer, so no rank owns their "
+            "gradients: pass them to it or use reduce='all'"
+        )
+    return make_hook(Overlap(hook or allreduce_hook, weakref.ref(ddp), stepper, reduce, warmup, is_interleaved))

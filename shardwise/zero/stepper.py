@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -10,23 +11,214 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.join import JoinHook
 
 from shardwise import torch_private
-from shardwise.comm.board import Board
-from shardwise.comm.buffers import BufferPool
-from shardwise.comm.matrices import sum_of
-from shardwise.comm.owned import PendingBroadcast, launch_broadcasts
+from shardwise.collectives.buffer_pool import BufferPool
+from shardwise.collectives.owned import (
+    PendingBroadcast,
+    launch_broadcasts,
+    ranks_that_are,
+    receive_tensor,
+    send_tensor,
+    sum_of,
+)
+from shardwise.consistency.agreement import Board
 from shardwise.errors import DesyncError, StateError
-from shardwise.layout.owners import OwnedSlice
-from shardwise.zero.arrivals import Arrivals
-from shardwise.zero.averaging import Averaging, AveragingContext, EarlySends
-from shardwise.zero.checks import describe_params
-from shardwise.zero.consolidate import Consolidated, consolidate
-from shardwise.zero.gradients import KnownGradients, attached
-from shardwise.zero.join import share_gradients
-from shardwise.zero.local import LocalOptimizer
-from shardwise.zero.same_gradients import check_same_params
-from shardwise.zero.share import Layout, Share, addresses_of, make_layout, moving_of, trainable_of
+from shardwise.layout import OwnedSlice
+from shardwise.zero.gradients import (
+    Averaging,
+    AveragingContext,
+    EarlySends,
+    KnownGradients,
+    attached,
+    check_same_params,
+)
+from shardwise.zero.partition import (
+    Layout,
+    LocalOptimizer,
+    Share,
+    addresses_of,
+    describe_params,
+    elements_of,
+    flat_view,
+    make_layout,
+    moving_of,
+    trainable_of,
+)
+from shardwise.zero.state_dict import Consolidated, consolidate
+
+# ---- Uneven inputs: what a ZeroRedundancyOptimizer does in torch's ``Join`` on ranks that have run out of inputs.
+
+
+class ZeroJoinHook(JoinHook):
+    """Step along with the active ranks.
+
+    ``step`` makes the step that they make now, with their gradients; ``end`` ends the exchange of gradients.
+    """
+
+    def __init__(self, step: Callable[[], object], end: Callable[[], object]) -> None:
+        self._step, self._end = step, end
+
+    def main_hook(self) -> None:
+        """Update this rank's share and pass it on."""
+        self._step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All ranks have run out of inputs."""
+        self._end()
+
+
+def share_gradients(share: Share, board: Board, is_active: bool, what: str) -> dict[OwnedSlice, torch.Tensor] | None:
+    """Give ranks that have joined the gradients of their pieces, from the first active rank.  Collective.
+
+    Returns what this rank has received; None on active ranks, which have gradients of their own.  DDP leaves a joined
+    rank with the gradients of its own last input; stepping on those, as torch's class does, would make its share of the
+    parameters drift.
+    """
+    active = ranks_that_are(is_active, board, share.params[0].device, what)
+    if not active:
+        return None
+    received: dict[OwnedSlice, torch.Tensor] | None = None
+    for rank in range(board.size):
+        if rank in active:
+            continue
+        if board.rank == active[0]:
+            _send(share, rank, board, what)
+        elif board.rank == rank:
+            received = _receive(share, active[0], board, what)
+    return received
+
+
+def _send(share: Share, to: int, board: Board, what: str) -> None:
+    theirs = [piece for piece in share.pieces if piece.owner == to]
+    if not theirs:
+        return
+    gradients = [share.params[piece.tensor].grad for piece in theirs]
+    is_present = [gradient is not None for gradient in gradients]
+    send_tensor(torch.tensor(is_present, dtype=torch.uint8, device=share.params[0].device), to, board, what)
+    for piece, gradient in zip(theirs, gradients, strict=True):
+        if gradient is not None:
+            param = share.params[piece.tensor]
+            elements = elements_of(piece, param, gradient).to(param.grad_dtype or param.dtype)
+            send_tensor(elements.contiguous(), to, board, what)
+
+
+def _receive(share: Share, source: int, board: Board, what: str) -> dict[OwnedSlice, torch.Tensor]:
+    received: dict[OwnedSlice, torch.Tensor] = {}
+    if not share.local_pieces:
+        return received
+    mask = torch.zeros(len(share.local_pieces), dtype=torch.uint8, device=share.params[0].device)
+    receive_tensor(mask, source, board, what)
+    for local, is_present in zip(share.local_pieces, mask.tolist(), strict=True):
+        if is_present:
+            # Fused optimizers pair parameter and gradient by memory order: equal shapes are not enough.
+            gradient = torch.empty_like(local.tensor, dtype=local.param.grad_dtype, requires_grad=False)
+            receive_tensor(flat_view(gradient), source, board, what)
+            received[local.piece] = gradient
+    return received
+
+
+# ---- Parameters whose new values are on their way: whoever reads one waits for it first.
+# Until then a parameter is of a class of its own, whose ``__torch_function__`` waits, makes it what it was, and goes on.  So
+# every way through torch's functions finds the new values, whoever takes it: modules, ``state_dict()``, users.  Views of
+# the memory that were made before, and arrays over it, are not asked.
+
+
+class Arrivals:
+    """The values that are on their way to parameters of one optimizer, run by run."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, _Run] = {}  # by the ids of the parameters, which the runs keep alive
+        self._classes: dict[type, type] = {}
+
+    @property
+    def are_all_here(self) -> bool:
+        """True if nothing is on its way."""
+        return not self._runs
+
+    def expect(self, params: Sequence[torch.Tensor], pending: Sequence[PendingBroadcast]) -> None:
+        """Let who reads any of ``params`` wait for ``pending`` first."""
+        if not pending:
+            return
+        run = _Run(params, pending)
+        for param in params:
+            self._runs[id(param)] = run
+        try:
+            for param in params:
+                param.__class__ = self._class_for(type(param))
+        except TypeError:  # a class that cannot be another for a while
+            self._receive(run)
+
+    def wait(self) -> None:
+        """Wait for all that is on its way.  Raises: DesyncError if the owner or another rank did not take part."""
+        while self._runs:
+            self._receive(next(iter(self._runs.values())))
+
+    def wait_for(self, values: object) -> None:
+        """Wait for the parameters among the leaves of ``values``; for all if there are none."""
+        runs = [run for leaf in torch_private.leaves_of(values) if (run := self._runs.get(id(leaf))) is not None]
+        for run in runs:
+            if not run.has_come:
+                self._receive(run)
+        if not runs:
+            self.wait()
+
+    def _receive(self, run: _Run) -> None:
+        for pending in run.pending:
+            pending.wait()
+        run.has_come = True
+        for param, kind in zip(run.params, run.kinds, strict=True):
+            self._runs.pop(id(param), None)
+            param.__class__ = kind
+
+    def _class_for(self, kind: type) -> type:
+        if kind not in self._classes:
+            self._classes[kind] = _awaited_class(kind, self)
+        return self._classes[kind]
+
+
+class _Run:
+    """Broadcasts that bring the new values of ``params``, which are of ``kinds`` otherwise."""
+
+    __slots__ = ("has_come", "kinds", "params", "pending")
+
+    def __init__(self, params: Sequence[torch.Tensor], pending: Sequence[PendingBroadcast]) -> None:
+        self.params, self.pending, self.kinds = params, pending, [type(param) for param in params]
+        self.has_come = False
+
+
+def _awaited_class(kind: Any, arrivals: Arrivals) -> type:
+    class Awaited(kind):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            if func in _READ_NO_VALUES:
+                with torch_private.without_torch_function():
+                    return func(*args, **(kwargs or {}))
+            arrivals.wait_for((args, kwargs))
+            return func(*args, **(kwargs or {}))
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            arrivals.wait_for(self)
+            return copy.deepcopy(self, memo)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            arrivals.wait_for(self)
+            return self.__reduce_ex__(protocol)
+
+    Awaited.__name__, Awaited.__qualname__, Awaited.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return Awaited
+
+
+def _accessors(*names: str) -> set[Any]:
+    found = {getattr(torch.Tensor, name) for name in names}
+    return {each for accessor in found for each in (accessor.__get__, accessor.__set__)}
+
+
+# What loops do between a step and the next forward: gradients are dropped, and whether they are there is asked.
+_READ_NO_VALUES = _accessors("grad", "requires_grad", "is_leaf", "grad_fn", "dtype", "device", "layout")
+
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from chaos.job import Job, Run, run_job
 from chaos.judge import Verdict, judge
 from chaos.program import DIVERGENCES, DOORS, ENGINE_DOORS, Outcome, Program
-from shardwise.comm.links.link import TRANSPORTS
-from shardwise.testing.faults import Fault
-from shardwise.testing.faults.fault import Kind
+from shardwise.collectives.routes import TRANSPORTS
+from shardwise.testing.faults import Fault, Kind
 
 # How each fault of the matrix is written.
 FAULTS: dict[str, tuple[Kind, type[BaseException]]] = {

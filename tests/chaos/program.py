@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-from shardwise.comm.links.link import Transport
+from shardwise.collectives.routes import Transport
 
 Door: TypeAlias = Literal["fully_shard", "hsdp", "replicate", "zero1", "zero2", "whole_matrix"]
 DOORS: tuple[Door, ...] = ("fully_shard", "hsdp", "replicate", "zero1", "zero2", "whole_matrix")

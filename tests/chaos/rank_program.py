@@ -26,9 +26,9 @@ from shardwise import (
     set_default_transport,
     transaction,
 )
+from shardwise import layout as bucket
 from shardwise.checkpoint import finish, load, save
-from shardwise.comm.links import send_recv
-from shardwise.layout import bucket
+from shardwise.collectives.host import send_recv
 from shardwise.torch_private import timeout_s_of
 
 _SAVED_AFTER, _LOADED_AFTER = 1, 2  # before the step in which faults strike: what they change stays

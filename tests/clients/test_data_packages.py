@@ -16,10 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from shardwise import ConfigError
 from shardwise.recipes.config import TrainConfig
-from shardwise.recipes.documents import TextSource
+from shardwise.recipes.data import TOKENIZER, TextSource, find_sources, open_vocabulary, split_sources, write_cache
 from shardwise.recipes.run_folder import Start, prepare_run, write_config
-from shardwise.recipes.text import find_sources, split_sources, write_cache
-from shardwise.recipes.tokens import TOKENIZER, open_vocabulary
 
 pytestmark = pytest.mark.clients
 DOCUMENTS = [f"document {n}: the cat sat on the mat, größer, 日本. " * (1 + n % 3) for n in range(300)]

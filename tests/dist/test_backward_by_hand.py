@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import init_device_mesh
 
 from shardwise import FSDPModule, StateError, fully_shard, replicate
-from shardwise.events import Op
+from shardwise.observe import Op
 from shardwise.testing.models import build
 
 

@@ -13,8 +13,7 @@ import pytest
 from torch import nn
 
 from shardwise.recipes.bench.contenders import CONTENDERS, choose_names
-from shardwise.recipes.bench.request import BenchConfig
-from shardwise.recipes.bench.setup import Setup
+from shardwise.recipes.bench.setup import BenchConfig, Setup
 from shardwise.recipes.bench.timing import RankTimes, time_steps
 from shardwise.recipes.gpt import GPT
 from shardwise.testing import WorkerPool

@@ -20,11 +20,10 @@ from helpers.ranks import on_ranks
 from helpers.runs import write_text
 
 import shardwise
-from shardwise import DesyncError, black_box
+from shardwise import DesyncError, observe
 from shardwise.cli.diagnose import find_records
 from shardwise.cli.main import main
-from shardwise.doctor.diagnosis import Diagnosis, diagnose
-from shardwise.doctor.words import in_words
+from shardwise.consistency.diagnosis import Diagnosis, diagnose, in_words
 from shardwise.testing import WorkerPool, faults
 
 PROGRAM = Program("fully_shard", "auto")
@@ -95,7 +94,7 @@ def waits_for_ever(folder: str) -> None:
     with shardwise.record(folder):
         tell("waiting")
         if dist.get_rank() == 0:
-            black_box.note(black_box.EVERYBODY, "the test")
+            observe.note(observe.EVERYBODY, "the test")
             dist.all_reduce(torch.zeros(()))  # in C++: no handler of Python's runs on this thread
         else:
             time.sleep(60)
@@ -177,19 +176,19 @@ def test_a_forked_child_does_not_write_as_its_parent(tmp_path: Path) -> None:
 
 def test_the_ring_is_bounded_and_so_is_the_file(tmp_path: Path) -> None:
     with shardwise.record(tmp_path) as recorder:
-        for number in range(3 * black_box.NUM_EVENTS):
-            black_box.note("a place", f"{number} " + "x" * 2000)
+        for number in range(3 * observe.NUM_EVENTS):
+            observe.note("a place", f"{number} " + "x" * 2000)
         for _ in range(18):
             path = recorder.write("again")
     assert path is not None
     assert path.stat().st_size < 4 * 2**20
-    assert len(black_box.entries()) == black_box.NUM_EVENTS
+    assert len(observe.entries()) == observe.NUM_EVENTS
 
 
 def test_what_a_process_did_before_it_recorded_is_not_written(tmp_path: Path) -> None:
-    black_box.note("before")
+    observe.note("before")
     with shardwise.record(tmp_path) as recorder:
-        black_box.note("within")
+        observe.note("within")
         recorder.write("a test")
     (found,) = find_records(tmp_path)[0]
     assert [event.place for event in found.events] == ["within"]
@@ -257,7 +256,7 @@ def test_a_training_run_writes_into_its_folder_by_itself(tmp_path: Path) -> None
 def diverges_after_engines_of_its_own(folder: str) -> None:
     if dist.get_rank() == 0:  # other ranks have made fewer
         for _ in range(2):
-            black_box.next_track("engine")
+            observe.next_track("engine")
     recorded(folder, None, "order")
 
 

@@ -16,9 +16,8 @@ from helpers.ends import Ends, make_link
 from helpers.inside import parts_from
 from helpers.ranks import on_ranks
 
-from shardwise.comm.links.send_recv import PeerLink
-from shardwise.comm.mending import break_off, mend
-from shardwise.comm.watched import await_collective, closed_to
+from shardwise.collectives.host.send_recv import PeerLink
+from shardwise.consistency.process_groups import await_collective, break_off, closed_to, mend
 
 LARGE = 1 << 23  # elements; much more than sockets hold
 # What gloo says itself, where it does; not that time is up.

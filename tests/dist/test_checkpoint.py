@@ -22,10 +22,8 @@ from torch import nn
 
 from shardwise import ShardedOptimizer, fully_shard
 from shardwise.checkpoint import CheckpointError, PerRank, RandomState, finish, load, save
-from shardwise.checkpoint.files import DiskFiles
-from shardwise.checkpoint.host_copy import HostCopy
-from shardwise.checkpoint.lock import note_of
-from shardwise.checkpoint.reader import read_manifest
+from shardwise.checkpoint.files import DiskFiles, note_of, read_manifest
+from shardwise.checkpoint.save import HostCopy
 
 
 class Wide(nn.Module):

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from shardwise.checkpoint.dcp import DcpReader, DcpWriter, TorchDcpReader
-from shardwise.checkpoint.files import DiskFiles
-from shardwise.checkpoint.reader import verify
+from shardwise.checkpoint.files import DiskFiles, verify
 from shardwise.errors import CheckpointError
 from shardwise.testing import WorkerPool
 

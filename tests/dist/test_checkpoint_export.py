@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard
 from shardwise.checkpoint import CheckpointError, DamagedCheckpointError, load, save
-from shardwise.checkpoint.export import export_model, export_torch
+from shardwise.checkpoint.convert import export_model, export_torch
 
 
 def _gpt2(seed: int) -> Any:

@@ -21,10 +21,10 @@ from helpers.ranks import on_ranks
 from helpers.ways import LINKS, SUM_SLOT_BYTES, WAYS, Way, way_over
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardwise.comm.communicator import Scale
-from shardwise.comm.links.routes import RoutedCommunicator
+from shardwise.collectives.protocol import Scale
+from shardwise.collectives.routes import RoutedCommunicator
 from shardwise.errors import TransportError
-from shardwise.layout.bucket import Bucket
+from shardwise.layout import Bucket
 
 # Rows that ranks share unevenly, fewer rows than ranks, columns, no elements, a scalar.
 UNEVEN: Shapes = (((7, 5), 0), ((3, 6), 1), ((3, 5), 0), ((5,), 0), ((1,), 0), ((0, 4), 0), ((), 0))

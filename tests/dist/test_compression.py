@@ -27,9 +27,9 @@ from shardwise import (
     transaction,
 )
 from shardwise.checkpoint import load, save
-from shardwise.comm.links import coded_sums
-from shardwise.engine.attachment import attachment_of
-from shardwise.engine.engine import engine_of
+from shardwise.collectives import compressed
+from shardwise.fsdp.engine import engine_of
+from shardwise.fsdp.roots import attachment_of
 
 BOTH = CompressionPolicy(gather="int8", reduce="int8", block=64, min_bytes=1024)
 REDUCE = CompressionPolicy(reduce="int8", block=64, min_bytes=1024)
@@ -367,5 +367,5 @@ def test_coded_sums_take_the_memory_of_three_units_or_of_what_may_be_open() -> N
     three, nine = peak_bytes(3), peak_bytes(9)
     assert 0 < nine <= three
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(coded_sums, "MOST_OPEN_BYTES", 0)
+        patched.setattr(compressed, "MOST_OPEN_BYTES", 0)
         assert peak_bytes(9) < nine

@@ -12,7 +12,7 @@ from helpers.ranks import on_ranks
 from torch import nn
 
 from shardwise import fully_shard, replicate, shard_model
-from shardwise.engine.attachment import attachment_of
+from shardwise.fsdp.roots import attachment_of
 
 
 def _model() -> nn.Sequential:

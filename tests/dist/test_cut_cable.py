@@ -18,7 +18,7 @@ import os, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 import shardwise
-from shardwise.comm.alive import on_host
+from shardwise.consistency.liveness import on_host
 
 rank, size, door, transport = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 host = rank * 2 // size

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import DesyncError, TransportError, policy, replicate
-from shardwise.comm.bulletin import Bulletin
-from shardwise.comm.links.link import Transport
-from shardwise.events import Op
+from shardwise.collectives.routes import Transport
+from shardwise.consistency.agreement import Bulletin
+from shardwise.observe import Op
 from shardwise.testing.models import Block
 
 NUM_BLOCKS, WIDTH = 6, 7

@@ -19,7 +19,7 @@ from helpers.jobs import Job, tell
 from torch import nn
 from torch.nn.modules import module as hooks
 
-from shardwise import black_box, fully_shard
+from shardwise import fully_shard, observe
 from shardwise.errors import ConfigError
 from shardwise.testing import WorkerPool, faults
 from shardwise.testing.faults import PLACES, Fault
@@ -188,10 +188,10 @@ def test_a_fault_strikes_in_whatever_thread_comes_to_the_place() -> None:
 
 
 def test_nothing_is_left_behind_when_a_fault_is_taken_back() -> None:
-    before = len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks), len(black_box.hearers)
+    before = len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks), len(observe.hearers)
     with faults.raise_at("forward"), faults.delay_at("backward"):
-        assert len(black_box.hearers) == before[2] + 2
-    assert before == (len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks), len(black_box.hearers))
+        assert len(observe.hearers) == before[2] + 2
+    assert before == (len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks), len(observe.hearers))
     nn.Linear(2, 2)(torch.ones(1, 2))  # not struck
 
 

@@ -25,7 +25,7 @@ import shardwise
 from shardwise.checkpoint import save
 from shardwise.cli.diagnose import ANALYZER, find_records, write_dumps
 from shardwise.cli.main import main
-from shardwise.doctor.rank_record import Event, Record, to_lines
+from shardwise.consistency.recorder import Event, Record, to_lines
 from shardwise.testing import WorkerPool, faults
 
 

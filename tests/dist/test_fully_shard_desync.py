@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import DesyncError, FSDPModule, fully_shard, replicate
-from shardwise.comm.links.link import Transport
+from shardwise.collectives.routes import Transport
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import Block
 

@@ -15,7 +15,7 @@ from helpers.sharded import build_sharded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.comm.links.link import Transport
+from shardwise.collectives.routes import Transport
 from shardwise.testing.models import MODELS, batch_for, build, units_of
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise import FSDPModule, StateError, describe_units, fully_shard, replicate, set_default_transport
-from shardwise.comm.links.link import Transport
-from shardwise.events import Op, OrderChanged
-from shardwise.plan.memory import peak_bytes
+from shardwise.collectives.routes import Transport
+from shardwise.observe import Op, OrderChanged
+from shardwise.plan.schedule import peak_bytes
 from shardwise.testing.models import Block, batch_for
 
 

@@ -27,8 +27,8 @@ from shardwise import (
     fully_shard,
     replicate,
 )
+from shardwise.fsdp.mesh import names_of
 from shardwise.testing.models import Block, batch_for, build
-from shardwise.units.axes import names_of
 
 ops = torch.ops.c10d
 

@@ -17,7 +17,7 @@ from fuzz.runner import Runner
 from fuzz.selftest import find
 from helpers.ranks import on_ranks
 
-from shardwise.events import Call, Op
+from shardwise.observe import Call, Op
 
 SEEDS: dict[str, tuple[int, ...]] = {
     "structure": (0, 2, 6),

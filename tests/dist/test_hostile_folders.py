@@ -23,13 +23,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from shardwise import ConfigError, record
 from shardwise.checkpoint import CheckpointError, DamagedCheckpointError, load
-from shardwise.checkpoint.convert import convert
-from shardwise.checkpoint.export import export_model
+from shardwise.checkpoint.convert import convert, export_model
 from shardwise.checkpoint.files import DiskFiles
-from shardwise.doctor.rank_record import read_record
+from shardwise.consistency.recorder import read_record
 from shardwise.errors import UnsafeFileError
-from shardwise.recipes.restart_log import Restart, note_restart
-from shardwise.recipes.run_folder import read_run_config
+from shardwise.recipes.run_folder import Restart, note_restart, read_run_config
 from shardwise.safe_files import open_append, open_input, read_bytes, replace_file
 
 

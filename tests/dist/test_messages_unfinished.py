@@ -21,9 +21,9 @@ from helpers.ranks import on_ranks
 from torch import nn
 
 from shardwise import DesyncError, fully_shard
-from shardwise.comm.communicator import Pending, Scale
-from shardwise.comm.links import unfinished
-from shardwise.comm.links.send_recv import PeerLink
+from shardwise.collectives.host import send_recv as unfinished
+from shardwise.collectives.host.send_recv import PeerLink
+from shardwise.collectives.protocol import Pending, Scale
 from shardwise.testing import WorkerPool
 
 LARGE = 1 << 20  # elements; more than sockets hold

@@ -16,7 +16,7 @@ from helpers.network import Listener, Networks, listeners, two_networks
 from helpers.ranks import on_ranks
 from helpers.runs import write_text
 
-from shardwise.recipes.ranks import RunRanks
+from shardwise.recipes.sharding import RunRanks
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/net/tcp").exists(), reason="reads the tables of sockets from /proc"

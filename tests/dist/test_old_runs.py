@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from shardwise import ConfigError
-from shardwise.recipes import loop, report
-from shardwise.recipes.checkpoints import RunProgress
+from shardwise.recipes import report
+from shardwise.recipes import train as loop
 from shardwise.recipes.config import ModelShape, TrainConfig
-from shardwise.recipes.ranks import RunRanks
-from shardwise.recipes.run_folder import Start
+from shardwise.recipes.run_folder import RunProgress, Start
+from shardwise.recipes.sharding import RunRanks
 from shardwise.recipes.train import train
 
 BASE = TrainConfig(

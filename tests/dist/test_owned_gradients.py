@@ -17,7 +17,7 @@ from helpers.ranks import on_ranks
 from helpers.zero_models import loss_of_rank, mixed_model, zero_of
 
 from shardwise import StateError, clip_grad_norm_
-from shardwise.optim.owned_gradient import OwnedGradient
+from shardwise.fsdp.clip import OwnedGradient
 
 
 @on_ranks(2, 4)

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import CompressionPolicy, fully_shard
 from shardwise.planner.dry_run import dry_run
+from shardwise.planner.profile import Setting
 from shardwise.planner.rank_units import rank_units
-from shardwise.planner.setting import Setting
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import Block
 

@@ -126,14 +126,14 @@ def test_what_differs_by_rounding_is_warned_of() -> None:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("shardwise.engine.replicas").addHandler(handler)
+    logging.getLogger("shardwise.fsdp.initial_values").addHandler(handler)
     model = Net().double()
     with torch.no_grad():
         model[0].weight.mul_(1 + 1e-15 * dist.get_rank())
     model = layers(model)
     for _ in range(2):
         forward(model)
-    logging.getLogger("shardwise.engine.replicas").removeHandler(handler)
+    logging.getLogger("shardwise.fsdp.initial_values").removeHandler(handler)
     assert len(told) == 1
     assert "ranks do not begin with the same bits; they differ by" in told[0]
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import init_device_mesh
 
 from shardwise import DesyncError, fully_shard, replicate
-from shardwise.comm.digest import SAMPLE_NUMEL, sample_of
+from shardwise.consistency.store import SAMPLE_NUMEL, sample_of
 
 Door = Callable[[nn.Module], nn.Module]
 
@@ -107,13 +107,13 @@ def test_what_differs_by_rounding_is_warned_of() -> None:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("shardwise.engine.replicas").addHandler(handler)
+    logging.getLogger("shardwise.fsdp.initial_values").addHandler(handler)
     model = net(torch.float64)
     spoil(model, 1e-15)
     model = whole(model)
     for _ in range(2):
         step(model)
-    logging.getLogger("shardwise.engine.replicas").removeHandler(handler)
+    logging.getLogger("shardwise.fsdp.initial_values").removeHandler(handler)
     assert len(told) == 1
     assert "replicas do not begin with the same bits; they differ by" in told[0]
 

@@ -20,9 +20,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import ReplicateModule, StateError, fully_shard, replicate
-from shardwise.api.replicate import OLDER_ARGUMENTS
-from shardwise.engine.attachment import attachment_of
-from shardwise.engine.roots import live_engine
+from shardwise.fsdp.api import OLDER_ARGUMENTS
+from shardwise.fsdp.roots import attachment_of, live_engine
 from shardwise.testing.models import Block
 
 DDP_TAKES = {*inspect.signature(DistributedDataParallel).parameters} - {"module"}  # torch 2.13 has one more

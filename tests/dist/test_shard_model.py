@@ -28,7 +28,7 @@ from shardwise import (
     replicate,
     shard_model,
 )
-from shardwise.events import Op
+from shardwise.observe import Op
 from shardwise.testing.models import Block
 
 EACH = ["", *(f"blocks.{n}" for n in range(5))]

@@ -25,8 +25,8 @@ from torch import nn
 
 import shardwise
 from shardwise import fully_shard
-from shardwise.comm.links.host import HostLink
-from shardwise.comm.links.segment import Segment, SegmentAddress
+from shardwise.collectives.host.local_peers import Segment, SegmentAddress
+from shardwise.collectives.host.shared_memory import HostLink
 from shardwise.testing.models import batch_for, build
 
 LIMIT_S = 30.0  # for survivors to end with an error, where a collective waits 60 s

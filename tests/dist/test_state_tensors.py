@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard
-from shardwise.api.zero import share_stepper
-from shardwise.comm.carve import carve
+from shardwise.collectives.buffer_pool import carve
 from shardwise.optim.elementwise import RETRY_EVERY
+from shardwise.zero.optimizer import share_stepper
 
 SIZES = ((6, 5), (5,), (4, 3), (3,), (1, 7), (2, 2))  # uneven, empty shards on four ranks
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

@@ -13,10 +13,8 @@ from helpers.ranks import on_ranks
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise import ZeroRedundancyOptimizer
-from shardwise.optim.pieces import PerPiece, copied, pieces_of
-from shardwise.optim.protocol import Stepper
-from shardwise.optim.registry import UpdateRule
-from shardwise.optim.steppers import make_stepper
+from shardwise.optim.pieces import PerPiece, Stepper, UpdateRule, copied, pieces_of
+from shardwise.optim.sharded_optimizer import make_stepper
 
 SHAPES = {"weight": (5, 3), "bias": (3,), "even": (4, 2), "last": (1, 6)}
 OPTIONS = {"lr": 0.1, "weight_decay": 0.01}

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, replicate, shard_model
-from shardwise.comm.carve import is_own
+from shardwise.collectives.buffer_pool import is_own
 from shardwise.testing.models import batch_for
 
 

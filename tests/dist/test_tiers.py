@@ -17,8 +17,8 @@ from helpers.undone import build, struck, train
 from torch import nn
 
 from shardwise import RejectedStep, describe_units, fully_shard
-from shardwise.comm.alive import on_host
-from shardwise.comm.links.send_recv import TAG_GATHER, TAG_SCATTER, PeerLink
+from shardwise.collectives.host.send_recv import TAG_GATHER, TAG_SCATTER, PeerLink
+from shardwise.consistency.liveness import on_host
 from shardwise.testing.models import batch_for
 
 TIERS = "shared memory, send/recv between hosts"

@@ -23,17 +23,15 @@ from shardwise import (
     fully_shard,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
+    observe,
     replicate,
-    spans,
 )
-from shardwise.events import Call, Op
+from shardwise.observe import Call, Op
+from shardwise.planner.advice import evaluate
 from shardwise.planner.dry_run import dry_run
-from shardwise.planner.hardware import HARDWARE
-from shardwise.planner.optimizer_calls import Transfer, hooked_transfers, optimizer_transfers
-from shardwise.planner.rank_units import rank_units
-from shardwise.planner.search import evaluate
-from shardwise.planner.setting import SEND_RECV, SHARED, Setting
-from shardwise.planner.step_order import steps_of
+from shardwise.planner.profile import SEND_RECV, SHARED, Setting
+from shardwise.planner.rank_time import HARDWARE
+from shardwise.planner.rank_units import Transfer, hooked_transfers, optimizer_transfers, rank_units, steps_of
 from shardwise.testing.models import Block
 
 
@@ -169,10 +167,10 @@ def test_nothing_is_said_while_nobody_listens() -> None:
     with shardwise.trace(model):
         pass
     places = ("units.unit", "engine.reductions", "engine.journal")
-    with mock.patch.object(spans, "begin", side_effect=AssertionError):
+    with mock.patch.object(observe, "begin", side_effect=AssertionError):
         for place in places:
             module = __import__(f"shardwise.{place}", fromlist=["begin"])
-            assert module.listeners is spans.listeners
+            assert module.listeners is observe.listeners
             assert not module.listeners
         patches = [mock.patch(f"shardwise.{place}.begin", side_effect=AssertionError) for place in places]
         for patch in patches:
@@ -199,9 +197,9 @@ def test_a_profiler_sees_transfers_of_every_way_by_name_while_it_is_on() -> None
         for unit in ("0", "1", "2"):
             for what in ("all_gather", "wait_all_gather", "reduce_scatter", "wait_reduce_scatter"):
                 assert f"shardwise::{what} {unit}" in names, f"{transport}: {what} {unit} is not in {sorted(names)}"
-        assert spans.listeners
+        assert observe.listeners
         step(model)
-        assert not spans.listeners
+        assert not observe.listeners
 
 
 def planned_calls(setting: Setting, width: int = 16) -> list[Call]:

@@ -15,8 +15,7 @@ from helpers.commands import COMMAND, Ended, is_alive, options, start, wait_for_
 from helpers.commands import run as run_command
 from helpers.runs import copy_cut_back, metrics_of, write_text
 
-from shardwise.checkpoint.files import DiskFiles
-from shardwise.checkpoint.reader import verify
+from shardwise.checkpoint.files import DiskFiles, verify
 from shardwise.one_host import remove_abandoned
 
 

@@ -21,8 +21,8 @@ from helpers.runs import copy_cut_back, metrics_of, write_text
 
 from shardwise.recipes import report
 from shardwise.recipes.config import ModelShape, TrainConfig, config_from_json
-from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Start, with_overrides
+from shardwise.recipes.sharding import RunRanks
 from shardwise.recipes.train import train
 from shardwise.testing import WorkerPool
 

@@ -19,13 +19,12 @@ from helpers.ranks import on_ranks
 from helpers.runs import metrics_of, write_text
 
 from shardwise import ConfigError
-from shardwise.cli.signals import stop_on_signals
+from shardwise.cli.train import stop_on_signals
 from shardwise.recipes import report
 from shardwise.recipes.config import ModelShape, TrainConfig
-from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Start
-from shardwise.recipes.stop import DivergedError, Listening, listen_to_nobody
-from shardwise.recipes.train import train
+from shardwise.recipes.sharding import RunRanks
+from shardwise.recipes.train import DivergedError, Listening, listen_to_nobody, train
 
 BASE = TrainConfig(
     model=ModelShape(layers=1, width=16, heads=2, context=16),

@@ -17,14 +17,13 @@ from helpers.runs import metrics_of, write_text
 from safetensors.torch import load_file, save_file
 
 from shardwise import CheckpointError, ConfigError
-from shardwise.checkpoint.export import export_model
+from shardwise.checkpoint.convert import export_model
 from shardwise.recipes import report
 from shardwise.recipes import train as main_job
 from shardwise.recipes.config import ModelShape, TrainConfig
-from shardwise.recipes.loop import Trainer, build_trainer
-from shardwise.recipes.ranks import RunRanks
 from shardwise.recipes.run_folder import Start
-from shardwise.recipes.train import train
+from shardwise.recipes.sharding import RunRanks
+from shardwise.recipes.train import Trainer, build_trainer, train
 from shardwise.testing import WorkerPool
 
 CONFIG = TrainConfig(

@@ -17,13 +17,11 @@ from helpers.commands import run as run_command
 from helpers.forked_ranks import ForkedRank, alive, fork_ranks
 from helpers.runs import metrics_of, write_text
 
-from shardwise.checkpoint.compare import compare_tensors, names_in
-from shardwise.checkpoint.files import DiskFiles
-from shardwise.checkpoint.folder import list_checkpoints
-from shardwise.checkpoint.reader import read_manifest
+from shardwise.checkpoint.convert import compare_tensors, names_in
+from shardwise.checkpoint.files import DiskFiles, list_checkpoints, read_manifest
 from shardwise.cli import local_ranks
 from shardwise.cli.main import main
-from shardwise.recipes.restart_log import read_restarts
+from shardwise.recipes.run_folder import read_restarts
 
 FAST = {"steps": 12, "eval_every": 12, "log_every": 4, "save_every": 2, "sample_bytes": 0, "keep": 2}
 

@@ -26,7 +26,7 @@ from shardwise import (
     replicate,
     set_default_transport,
 )
-from shardwise.comm.links.link import TRANSPORTS, Transport
+from shardwise.collectives.routes import TRANSPORTS, Transport
 from shardwise.testing.models import MODELS, batch_for, units_of
 
 

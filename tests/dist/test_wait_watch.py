@@ -20,10 +20,10 @@ from torch import nn
 
 import shardwise
 from shardwise import CheckpointError, DesyncError, fully_shard
-from shardwise.black_box import explain_end
 from shardwise.checkpoint import save
 from shardwise.cli.main import main
-from shardwise.doctor.recorder import default_place
+from shardwise.consistency.recorder import default_place
+from shardwise.observe import explain_end
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 BEGIN = """
@@ -146,7 +146,7 @@ def test_zero_seconds_say_and_write_nothing() -> None:
             time.sleep(1.0)
         model(torch.ones(2, 8)).sum().backward()
         assert said.getvalue() == ""
-        assert shardwise.doctor.recorder.place_of_records() is None
+        assert shardwise.consistency.recorder.place_of_records() is None
 
 
 @on_ranks(2)

@@ -9,7 +9,7 @@ from helpers.ranks import on_ranks
 from helpers.scripts import load_script
 
 from shardwise import ZeroRedundancyOptimizer
-from shardwise.api.zero import share_stepper
+from shardwise.zero.optimizer import share_stepper
 
 
 def _counts(width: int):

@@ -26,7 +26,7 @@ from shardwise import (
     fully_shard,
     hook_with_zero_step,
 )
-from shardwise.api.zero import share_stepper
+from shardwise.zero.optimizer import share_stepper
 
 NUM_STEPS = 4
 PARTITIONS = ("whole", "even")

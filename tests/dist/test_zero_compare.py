@@ -14,9 +14,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise import DesyncError, ZeroRedundancyOptimizer
-from shardwise.api.zero import share_stepper
-from shardwise.comm.board import Board
-from shardwise.comm.digest import digest_of
+from shardwise.consistency.agreement import Board
+from shardwise.consistency.store import digest_of
+from shardwise.zero.optimizer import share_stepper
 
 PARTITIONS = ("whole", "even")
 

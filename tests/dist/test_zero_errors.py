@@ -16,8 +16,8 @@ import torch.distributed as dist
 from helpers.ranks import on_ranks
 
 from shardwise import ConfigError, DesyncError, ShardwiseError, ZeroRedundancyOptimizer, fully_shard, replicate
-from shardwise.api.zero import share_stepper
 from shardwise.testing import WorkerPool
+from shardwise.zero.optimizer import share_stepper
 
 TIMEOUT_S = 3.0
 

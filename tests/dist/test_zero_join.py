@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise import ZeroRedundancyOptimizer
-from shardwise.api.zero import share_stepper
+from shardwise.zero.optimizer import share_stepper
 
 CPU = torch.device("cpu")
 

@@ -17,9 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
-from shardwise.api.zero import share_stepper
-from shardwise.comm.carve import are_neighbours
-from shardwise.comm.owned import PACK_BELOW_BYTES
+from shardwise.collectives.buffer_pool import are_neighbours
+from shardwise.collectives.owned import PACK_BELOW_BYTES
+from shardwise.zero.optimizer import share_stepper
 
 PARTITIONS = ("whole", "even")
 

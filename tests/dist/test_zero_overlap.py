@@ -20,7 +20,7 @@ from shardwise import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
-from shardwise.api.zero import share_stepper
+from shardwise.zero.optimizer import share_stepper
 
 NUM_STEPS = 5
 SGD_OPTIONS = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.001}

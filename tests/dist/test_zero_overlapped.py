@@ -14,9 +14,9 @@ from helpers.scripts import load_script
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise import ConfigError, StateError, ZeroRedundancyOptimizer, hook_with_zero_step, transaction
-from shardwise.api.zero import share_stepper
-from shardwise.layout import even
-from shardwise.optim.owned_gradient import OwnedGradient
+from shardwise import layout as even
+from shardwise.fsdp.clip import OwnedGradient
+from shardwise.zero.optimizer import share_stepper
 
 BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 

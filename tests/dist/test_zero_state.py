@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise import ZeroRedundancyOptimizer
-from shardwise.api.zero import share_stepper
+from shardwise.zero.optimizer import share_stepper
 
 
 def _model() -> torch.nn.Module:

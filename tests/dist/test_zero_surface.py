@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import SGD, Adam, AdamW
 
 from shardwise import ZeroRedundancyOptimizer
-from shardwise.api.zero import share_stepper
+from shardwise.zero.optimizer import share_stepper
 
 
 class SGDWithStepKWArg(SGD):

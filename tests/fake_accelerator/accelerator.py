@@ -20,8 +20,8 @@ import torch
 from fake_accelerator.allocations import Allocations, Violation
 from fake_accelerator.dispatch import Collective, OperationRecorder
 from fake_accelerator.timeline import HOST, FakeStream, Timeline
-from shardwise.black_box import hearing
-from shardwise.comm.lanes import standing_in
+from shardwise.collectives.streams import standing_in
+from shardwise.observe import hearing
 
 
 class FakeAccelerator:

@@ -28,8 +28,7 @@ from fuzz.record import Record
 from fuzz.sides import Side
 from fuzz.zoo import Mlp, Stack
 from shardwise.checkpoint import finish, load, save
-from shardwise.engine.attachment import attachment_of
-from shardwise.engine.roots import live_engine
+from shardwise.fsdp.roots import attachment_of, live_engine
 
 Meshes = dict[tuple[int, str], DeviceMesh]
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fuzz.codes import Codes
-from shardwise.engine.attachment import attachment_of
-from shardwise.engine.engine import Engine, engine_of
-from shardwise.events import Call, Event, Op
-from shardwise.plan.prefetch import StepPlan
+from shardwise.fsdp.engine import Engine, engine_of
+from shardwise.fsdp.roots import attachment_of
+from shardwise.observe import Call, Event, Op
+from shardwise.plan.schedule import StepPlan
 
 
 def most_full(calls: Iterable[Call], before: Mapping[str, int] | None = None) -> int:

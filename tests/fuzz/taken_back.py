@@ -12,38 +12,38 @@ from typing import Any, cast
 import torch
 
 from shardwise import torch_private
-from shardwise.api import module as api_module
-from shardwise.api.sharded_optimizer import ShardedOptimizer
-from shardwise.checkpoint.buffer_choice import BufferCheck
-from shardwise.engine import build, copying, roots, unwritten
-from shardwise.engine.engine import Engine
-from shardwise.engine.hooks import Hooks
-from shardwise.engine.reductions import Reductions
-from shardwise.optim import steppers
+from shardwise.checkpoint.state import BufferCheck
+from shardwise.fsdp import build, flat_buffer, roots
+from shardwise.fsdp import build as copying
+from shardwise.fsdp import module as api_module
+from shardwise.fsdp import roots as unwritten
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.flat_buffer import Allocator, FlatBucket, Memory, ParamStorage
+from shardwise.fsdp.gradients import Reduction
+from shardwise.fsdp.hooks import Hooks
+from shardwise.fsdp.param import Slot, UnitParam
+from shardwise.fsdp.reductions import Reductions
+from shardwise.fsdp.unit import Stage, Unit
+from shardwise.fsdp.user_writes import UserWrites
+from shardwise.optim import sharded_optimizer as steppers
 from shardwise.optim.elementwise import ElementwiseStep
-from shardwise.optim.forms import copy_options
+from shardwise.optim.sharded_optimizer import ShardedOptimizer
+from shardwise.optim.state_dict import copy_options
 from shardwise.torch_private import parameters_of
-from shardwise.units import flat_bucket
-from shardwise.units.backward import Stage
-from shardwise.units.flat_bucket import Allocator, FlatBucket, Memory
-from shardwise.units.gradients import Reduction
-from shardwise.units.param import Slot, UnitParam
-from shardwise.units.place import ParamStorage
-from shardwise.units.unit import Unit
-from shardwise.units.user_writes import UserWrites
-from shardwise.zero import checks, join, overlap, stepper
 from shardwise.zero import gradients as zero_gradients
-from shardwise.zero.local import LocalOptimizer
+from shardwise.zero import overlap, partition, stepper
+from shardwise.zero import stepper as join
+from shardwise.zero.partition import LocalOptimizer
 from shardwise.zero.stepper import ShareStepper
 
 # What the functions of these modules look up by name.
-_IN_BUCKET = cast(Any, flat_bucket)
+_IN_BUCKET = cast(Any, flat_buffer)
 _IN_BUILD = cast(Any, build)
 _IN_COPYING = cast(Any, copying)
 _IN_JOIN = cast(Any, join)
 _IN_OVERLAP = cast(Any, overlap)
 _IN_STEPPERS = cast(Any, steppers)
-_IN_CHECKS = cast(Any, checks)
+_IN_CHECKS = cast(Any, partition)
 _IN_ZERO_GRADIENTS = cast(Any, zero_gradients)
 _IN_API_MODULE = cast(Any, api_module)
 
@@ -154,7 +154,7 @@ def _share_memory_of_meta() -> None:
 
     def take(self: Allocator, numel: int, dtype: torch.dtype) -> Memory:
         shares = self.shares and numel and self.device.type == "meta"
-        found = flat_bucket.take_shareable(numel * dtype.itemsize) if shares else None
+        found = flat_buffer.take_shareable(numel * dtype.itemsize) if shares else None
         return call(self, numel, dtype) if found is None else Memory(found[0].view(dtype), found[1])
 
     cast(Any, Allocator).__call__ = take

@@ -21,7 +21,7 @@ from shardwise import (
     fully_shard,
     replicate,
 )
-from shardwise.plan.memory import peak_bytes
+from shardwise.plan.schedule import peak_bytes
 from shardwise.testing.models import Block
 
 pytestmark = pytest.mark.gpu

@@ -8,13 +8,12 @@ from typing import Protocol
 
 import torch
 
-from shardwise.comm.buffers import BufferPool
-from shardwise.comm.links.arena import take_shareable
-from shardwise.comm.links.parts import section_parts
-from shardwise.comm.links.send_recv import PeerLink
-from shardwise.layout.bucket import Bucket, build_bucket
-from shardwise.layout.shard import ChunkShard
-from shardwise.units.shards import FullBuffer, full_window
+from shardwise.collectives.buffer_pool import BufferPool
+from shardwise.collectives.host.local_peers import take_shareable
+from shardwise.collectives.host.send_recv import PeerLink
+from shardwise.collectives.routes import section_parts
+from shardwise.fsdp.flat_buffer import FullBuffer, full_window
+from shardwise.layout import Bucket, ChunkShard, build_bucket
 
 Shapes = tuple[tuple[tuple[int, ...], int], ...]  # of each tensor: its shape, and the dim along which it is cut
 # A large parameter cut along its rows, one cut along its columns (its parts have gaps), and a small one.

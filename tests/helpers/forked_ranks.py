@@ -18,9 +18,9 @@ from shardwise.cli.exits import LAUNCHER_VARIABLE
 
 PRELOAD = [
     "torch",
-    "shardwise.cli.rank",
+    "shardwise.cli.train",
     "shardwise.recipes.train",
-    "shardwise.recipes.run_log",
+    "shardwise.recipes.report",
     "shardwise.cli.main",
     "shardwise.testing.frozen",
 ]

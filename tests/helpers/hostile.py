@@ -22,19 +22,14 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint import finish, load, save
-from shardwise.checkpoint.blocks import sum_of
-from shardwise.checkpoint.convert import convert
-from shardwise.checkpoint.export import export_model, export_torch
-from shardwise.checkpoint.header import LENGTH_BYTES
+from shardwise.checkpoint.convert import convert, export_model, export_torch
+from shardwise.checkpoint.format import LENGTH_BYTES, sum_of
 from shardwise.cli.main import main as command
-from shardwise.doctor.diagnosis import diagnose
-from shardwise.doctor.rank_record import read_record
-from shardwise.doctor.words import in_words
+from shardwise.consistency.diagnosis import diagnose, in_words
+from shardwise.consistency.recorder import read_record
 from shardwise.errors import ShardwiseError
-from shardwise.recipes.checkpoints import read_progress
-from shardwise.recipes.restart_log import read_restarts
-from shardwise.recipes.run_folder import Start, check_start, read_metrics, read_run_config
-from shardwise.recipes.text import read_facts
+from shardwise.recipes.data import read_facts
+from shardwise.recipes.run_folder import Start, check_start, read_metrics, read_progress, read_restarts, read_run_config
 
 _SPARE_BYTES = 2**30
 _DEEP: list[Any] = []

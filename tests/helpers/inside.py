@@ -11,16 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shardwise.comm.links.send_recv
-import shardwise.layout.bucket
-import shardwise.units.shared_buckets
+import shardwise.collectives.host.send_recv
+import shardwise.fsdp.gradients
+import shardwise.layout
 from shardwise import set_default_transport
-from shardwise.comm.links.link import Transport
-from shardwise.comm.links.routes import RoutedCommunicator
-from shardwise.engine import engine as engines
-from shardwise.engine.attachment import attachment_of
-from shardwise.engine.engine import Engine
-from shardwise.events import Call, Event
+from shardwise.collectives.routes import RoutedCommunicator, Transport
+from shardwise.fsdp import engine as engines
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.roots import attachment_of
+from shardwise.observe import Call, Event
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -35,10 +34,10 @@ def engine_of(model: nn.Module) -> Engine:
 def parts_from(large_numel: int) -> Iterator[None]:
     """Let tensors of ``large_numel`` elements or more take the ways of large ones, and units of any make use messages."""
     with (
-        mock.patch.object(shardwise.comm.links.send_recv, "LEAST_BYTES_ON_HOST", 0),
-        mock.patch.object(shardwise.comm.links.send_recv, "MIN_LARGE_SHARE", 0.0),
-        mock.patch.object(shardwise.layout.bucket, "LARGE_NUMEL", large_numel),
-        mock.patch.object(shardwise.units.shared_buckets, "LARGE_BYTES", 4 * large_numel),
+        mock.patch.object(shardwise.collectives.host.send_recv, "LEAST_BYTES_ON_HOST", 0),
+        mock.patch.object(shardwise.collectives.host.send_recv, "MIN_LARGE_SHARE", 0.0),
+        mock.patch.object(shardwise.layout, "LARGE_NUMEL", large_numel),
+        mock.patch.object(shardwise.fsdp.gradients, "LARGE_BYTES", 4 * large_numel),
     ):
         yield
 
@@ -46,7 +45,7 @@ def parts_from(large_numel: int) -> Iterator[None]:
 @contextmanager
 def full_from(num_bytes: int) -> Iterator[None]:
     """Let a bucket be full with so many bytes."""
-    with mock.patch.object(shardwise.units.shared_buckets, "FULL_BYTES_ON_HOST", num_bytes):
+    with mock.patch.object(shardwise.fsdp.gradients, "FULL_BYTES_ON_HOST", num_bytes):
         yield
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from shardwise.comm.links.host import HostLink
-from shardwise.comm.links.mates import HostGroup
-from shardwise.comm.links.segment import HEADER_BYTES, Segment
+from shardwise.collectives.host.local_peers import HEADER_BYTES, HostGroup, Segment
+from shardwise.collectives.host.shared_memory import HostLink
 
 SEGMENT_BYTES = HEADER_BYTES + 4096
 SUM_SLOT_BYTES = 256

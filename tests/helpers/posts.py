@@ -11,9 +11,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from shardwise.comm.alive import announce, on_host
-from shardwise.comm.posts import Posts
-from shardwise.comm.store import JobStore
+from shardwise.consistency.agreement import Posts
+from shardwise.consistency.liveness import announce, on_host
+from shardwise.consistency.store import JobStore
 
 MEMBERS = (4, 5, 9)  # global ranks, so that a place is never mistaken for one
 _T = TypeVar("_T")

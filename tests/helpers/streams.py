@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.inside import engine_of
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate, shard_model
-from shardwise.plan.memory import peak_bytes
+from shardwise.plan.schedule import peak_bytes
 from shardwise.testing.models import MODELS, batch_for, units_of
 from shardwise.torch_private import forget_meshes
 

@@ -13,22 +13,25 @@ import torch.distributed as dist
 from helpers.ends import Ends, Shapes
 from helpers.fake_communicator import FakeCommunicator
 from helpers.inside import parts_from
-from shardwise.comm.alive import on_host
-from shardwise.comm.buffers import BufferPool
-from shardwise.comm.c10d import C10dCommunicator, all_gather_single, reduce_scatter_single
-from shardwise.comm.communicator import Communicator
-from shardwise.comm.lanes import Lane, device_of
-from shardwise.comm.links.arena import ArenaPlace
-from shardwise.comm.links.host import HostLink, outbox_bytes
-from shardwise.comm.links.in_place_sums import sums_bytes
-from shardwise.comm.links.inboxes import NUM_INBOXES, Inboxes
-from shardwise.comm.links.link import Link
-from shardwise.comm.links.mates import HostGroup
-from shardwise.comm.links.meet import TransportOffer, meet, read_posts
-from shardwise.comm.links.routes import RoutedCommunicator, Spans
-from shardwise.comm.links.segment import HEADER_BYTES, Segment, SegmentAddress
-from shardwise.comm.links.send_recv import PeerLink
-from shardwise.comm.links.tiers import TieredLink, column_of
+from shardwise.collectives.buffer_pool import BufferPool
+from shardwise.collectives.c10d import C10dCommunicator, all_gather_single, reduce_scatter_single
+from shardwise.collectives.host.hierarchy import TieredLink, column_of
+from shardwise.collectives.host.local_peers import (
+    HEADER_BYTES,
+    ArenaPlace,
+    HostGroup,
+    Segment,
+    SegmentAddress,
+    TransportOffer,
+    meet,
+    read_posts,
+)
+from shardwise.collectives.host.send_recv import NUM_INBOXES, Inboxes, PeerLink
+from shardwise.collectives.host.shared_memory import HostLink, outbox_bytes, sums_bytes
+from shardwise.collectives.protocol import Communicator
+from shardwise.collectives.routes import Link, RoutedCommunicator, Spans
+from shardwise.collectives.streams import Lane, device_of
+from shardwise.consistency.liveness import on_host
 
 SLOT_BYTES = 4096
 SUM_SLOT_BYTES = 1024

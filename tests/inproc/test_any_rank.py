@@ -13,7 +13,7 @@ from helpers.sharded import build_sharded
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise import fully_shard
-from shardwise.plan.memory import peak_bytes
+from shardwise.plan.schedule import peak_bytes
 from shardwise.testing.models import Block
 
 

@@ -10,7 +10,7 @@ import zlib
 
 import pytest
 
-from shardwise.comm import at_exit
+from shardwise.consistency import liveness
 
 
 def test_threads_that_run_without_the_lock_are_waited_for_and_those_that_rest_are_not() -> None:
@@ -21,7 +21,7 @@ def test_threads_that_run_without_the_lock_are_waited_for_and_those_that_rest_ar
     running.start()
     time.sleep(0.01)
     try:
-        at_exit.settle(60.0)
+        liveness.settle(60.0)
         assert not running.is_alive()
         assert resting.is_alive()
     finally:
@@ -40,7 +40,7 @@ def test_threads_that_never_rest_are_waited_for_until_the_limit() -> None:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        at_exit.settle(0.2)
+        liveness.settle(0.2)
         assert thread.is_alive()
     finally:
         over.set()
@@ -49,7 +49,7 @@ def test_threads_that_never_rest_are_waited_for_until_the_limit() -> None:
 
 _SCRIPT = """
 import torch, torch.distributed as dist
-import shardwise.comm.at_exit as at_exit
+import shardwise.consistency.liveness as at_exit
 from shardwise import fully_shard
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 at_exit.settle = lambda: print("settled", flush=True)

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from helpers.posts import announce_as, announce_elsewhere, make_posts
 
-from shardwise.comm import board
-from shardwise.comm.board import Board
+from shardwise.consistency import agreement
+from shardwise.consistency.agreement import Board
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 def test_ranks_on_a_host_that_does_not_answer_are_named_and_not_waited_for(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board, "GRACE_S", 1e6)
+    monkeypatch.setattr(agreement, "GRACE_S", 1e6)
     store = dist.HashStore()
     first, second, _ = make_posts(store)
     announce_as(store, 5, os.getpid())
@@ -37,7 +37,7 @@ def test_ranks_on_a_host_that_does_not_answer_are_named_and_not_waited_for(
 def test_a_rank_that_was_elsewhere_is_named_with_its_place(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board, "GRACE_S", 0.1)
+    monkeypatch.setattr(agreement, "GRACE_S", 0.1)
     first, second, last = make_posts()
     second.post("stuck", "step() number 3")
     last.post("stuck", "reduce_gradients() for step 3")

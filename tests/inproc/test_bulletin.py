@@ -9,10 +9,9 @@ import torch.distributed as dist
 from helpers.posts import announce_as, announce_elsewhere, gone_process, make_posts, on_threads
 
 from shardwise import DesyncError
-from shardwise.comm import bulletin
-from shardwise.comm.bulletin import Bulletin, Position
-from shardwise.comm.last_words import put
-from shardwise.comm.posts import Posts
+from shardwise.consistency import agreement
+from shardwise.consistency.agreement import Bulletin, Position, Posts
+from shardwise.consistency.failure_report import put
 
 
 def _raises(posts: Posts, plan: list[str]) -> str:
@@ -56,7 +55,7 @@ def test_a_rank_that_left_without_a_word_is_named_alone() -> None:
 def test_ranks_on_a_host_that_does_not_answer_are_named_and_not_waited_for(
     own: str, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulletin, "GRACE_S", 1e6)
+    monkeypatch.setattr(agreement, "GRACE_S", 1e6)
     store = dist.HashStore()
     posts = make_posts(store)
     announce_as(store, 5, os.getpid())

@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 
-from shardwise.comm.carve import are_neighbours, carve, is_own, join
+from shardwise.collectives.buffer_pool import are_neighbours, carve, is_own, join
 from shardwise.torch_private import storage_use_count
 
 

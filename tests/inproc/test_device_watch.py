@@ -14,11 +14,11 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from shardwise import TransportError, black_box
-from shardwise.comm import device_watch
-from shardwise.comm.alive import announce, say_left
-from shardwise.comm.device_watch import DeviceWatch, StreamProgress, raise_in
-from shardwise.comm.last_words import put
+from shardwise import TransportError, observe
+from shardwise.collectives import streams
+from shardwise.collectives.streams import DeviceWatch, StreamProgress, raise_in
+from shardwise.consistency.failure_report import put
+from shardwise.consistency.liveness import announce, say_left
 
 
 class Child:
@@ -131,9 +131,9 @@ def test_nobody_is_asked_while_anything_moves(
 ) -> None:
     asked, told = list[float](), threading.Event()
     job: list[dist.Store | None] = [store]
-    monkeypatch.setattr(device_watch, "store_of_job", lambda: job[0])
-    monkeypatch.setattr(device_watch, "_LOOK_S", 0.02)
-    monkeypatch.setattr(device_watch, "_STILL_S", 0.1)
+    monkeypatch.setattr(streams, "store_of_job", lambda: job[0])
+    monkeypatch.setattr(streams, "_LOOK_S", 0.02)
+    monkeypatch.setattr(streams, "_STILL_S", 0.1)
 
     class Listening(DeviceWatch):
         def reason(self, store: dist.Store, waited_s: float) -> str:
@@ -147,7 +147,7 @@ def test_nobody_is_asked_while_anything_moves(
     end = time.monotonic() + 0.6
     while time.monotonic() < end and not told.is_set():
         if moves:
-            black_box.note("all-gather")
+            observe.note("all-gather")
         time.sleep(0.01)
     job[0] = None  # ends the thread
     assert told.is_set() == (is_stuck and not moves) == bool(asked)
@@ -173,7 +173,7 @@ ENDING = """
 import sys, threading
 import torch.distributed as dist
 from multiprocessing.util import Finalize
-from shardwise.comm.device_watch import DeviceWatch
+from shardwise.collectives.streams import DeviceWatch
 store = dist.HashStore()
 watch = DeviceWatch(store, 0, range(2), 60.0, lambda: 100.0, lambda: None)
 Finalize(None, lambda: print("torn down"), exitpriority=-2000)

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardwise.units.earlier_gradients import EarlierGradients
-from shardwise.units.param import UnitParam
+from shardwise.fsdp.local_gradients import EarlierGradients
+from shardwise.fsdp.param import UnitParam
 
 
 class Plain:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fake_accelerator.accelerator import FakeAccelerator
 from helpers.streams import standing_for
 
-from shardwise.comm.lanes import Lane, device_of
+from shardwise.collectives.streams import Lane, device_of
 from shardwise.errors import StateError
 from shardwise.torch_private import swap_storage
 

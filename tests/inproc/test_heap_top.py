@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from shardwise.comm.heap_top import HeapTop
+from shardwise.collectives.buffer_pool import HeapTop
 
 HEAP = """
 import ctypes, sys, torch
-from shardwise.comm.heap_top import HeapTop
+from shardwise.collectives.buffer_pool import HeapTop
 
 libc = ctypes.CDLL(None)
 libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
@@ -53,7 +53,7 @@ print(heap.limit - heap.find_end())
 """
 STEPS = """
 import torch, shardwise
-from shardwise.engine.engine import live_engines
+from shardwise.fsdp.engine import live_engines
 
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))

@@ -10,9 +10,9 @@ import pytest
 from helpers.links import make_links
 
 from shardwise import TransportError
-from shardwise.comm.links import mates as shm
-from shardwise.comm.links.host import HostLink
-from shardwise.comm.links.link import SpanKind
+from shardwise.collectives.host import local_peers as shm
+from shardwise.collectives.host.shared_memory import HostLink
+from shardwise.collectives.routes import SpanKind
 
 FORWARD, BACKWARD = 0, shm._IN_BACKWARD
 

@@ -14,13 +14,21 @@ import torch.distributed as dist
 from helpers.posts import announce_as, announce_elsewhere, gone_process, make_posts
 
 from shardwise import DesyncError, TransportError, record
-from shardwise.comm import lost_peers
-from shardwise.comm.groups import patience_s
-from shardwise.comm.last_words import ASKS, cited, gone_in_words, out_of_reach, put, store_of_job, words_of
-from shardwise.comm.lost_peers import found_among
-from shardwise.comm.posts import begin_era
-from shardwise.comm.store import SILENCE
-from shardwise.doctor.rank_record import read_record
+from shardwise.consistency import failure_report
+from shardwise.consistency.agreement import begin_era
+from shardwise.consistency.failure_report import (
+    ASKS,
+    cited,
+    found_among,
+    gone_in_words,
+    out_of_reach,
+    put,
+    store_of_job,
+    words_of,
+)
+from shardwise.consistency.process_groups import patience_s
+from shardwise.consistency.recorder import read_record
+from shardwise.consistency.store import SILENCE
 
 
 @pytest.fixture
@@ -140,7 +148,7 @@ def test_ranks_of_other_hosts_are_out_of_reach_once_the_kernel_says_that_a_host_
 
 
 def test_a_host_that_does_not_answer_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_peers, "_SAY_S", 1e6)
+    monkeypatch.setattr(failure_report, "_SAY_S", 1e6)
     store = dist.HashStore()
     announce_elsewhere(store, 2)
     found = found_among([2], store, "Connection timed out")
@@ -148,7 +156,7 @@ def test_a_host_that_does_not_answer_is_named_and_not_waited_for(monkeypatch: py
 
 
 def test_of_a_backends_own_error_the_rank_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_peers, "_SAY_S", 0.2)
+    monkeypatch.setattr(failure_report, "_SAY_S", 0.2)
     store = dist.HashStore()
     put(store, 1, "RuntimeError: Timed out")
     found = found_among([1, 2], store)
@@ -159,7 +167,7 @@ def test_of_a_backends_own_error_the_rank_that_says_nothing_is_named(monkeypatch
 def test_a_backends_own_error_carries_what_is_known_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lost_peers, "found_among", lambda *_: "rank 1 is gone")
+    monkeypatch.setattr(failure_report, "found_among", lambda *_: "rank 1 is gone")
     with pytest.raises(RuntimeError) as raised, record(tmp_path):
         raise RuntimeError("Connection closed by peer")
     assert getattr(raised.value, "__notes__", ["shardwise: rank 1 is gone"]) == ["shardwise: rank 1 is gone"]

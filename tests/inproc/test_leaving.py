@@ -12,19 +12,18 @@ import pytest
 import torch.distributed as dist
 from helpers.posts import announce_as, announce_elsewhere
 
-from shardwise.black_box import explain_end
-from shardwise.comm import leaving
-from shardwise.comm.alive import is_gone, on_host, say_left
-from shardwise.comm.last_words import ASKS, put
-from shardwise.comm.leaving import leave_job, watch_end
+from shardwise.consistency import failure_report
+from shardwise.consistency.failure_report import ASKS, leave_job, put, watch_end
+from shardwise.consistency.liveness import is_gone, on_host, say_left
+from shardwise.observe import explain_end
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
     """A job of two ranks, of which this process is the first and the other is only in the store."""
-    monkeypatch.setattr(leaving, "_stores", {})
-    monkeypatch.setattr(leaving, "_is_leaving", [])
-    monkeypatch.setattr(leaving, "break_off_all", lambda members: None)
+    monkeypatch.setattr(failure_report, "_stores", {})
+    monkeypatch.setattr(failure_report, "_is_leaving", [])
+    monkeypatch.setattr(failure_report, "break_off_all", lambda members: None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.delattr("sys.last_value", raising=False)
     store = dist.HashStore()
@@ -63,7 +62,7 @@ def test_an_error_that_leaves_the_program_marks_its_rank_at_the_end_of_the_proce
     job: dist.Store,
 ) -> None:
     explain_end(KeyError("sample 7"))
-    store = leaving._stores[os.getpid()]
+    store = failure_report._stores[os.getpid()]
     assert not is_gone(store, 0)
     leave_job()
     assert is_gone(store, 0)
@@ -72,9 +71,9 @@ def test_an_error_that_leaves_the_program_marks_its_rank_at_the_end_of_the_proce
 def test_who_keeps_the_store_stays_until_the_others_have_ended(
     job: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leaving, "keeps_store", lambda store: True)
+    monkeypatch.setattr(failure_report, "keeps_store", lambda store: True)
     announce_as(job, 1, os.getpid())
-    leaving.will_leave(job)
+    failure_report.will_leave(job)
     left = threading.Thread(target=leave_job, daemon=True)
     left.start()
     time.sleep(0.3)
@@ -88,12 +87,12 @@ def test_who_keeps_the_store_stays_for_ranks_that_live_on_only_until_they_have_s
     job: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not while they ask there for the reason."""
-    monkeypatch.setattr(leaving, "keeps_store", lambda store: True)
-    monkeypatch.setattr(leaving, "_STAY_S", 600.0)
-    monkeypatch.setattr(leaving, "_LINGER_S", 0.1)
+    monkeypatch.setattr(failure_report, "keeps_store", lambda store: True)
+    monkeypatch.setattr(failure_report, "_STAY_S", 600.0)
+    monkeypatch.setattr(failure_report, "_LINGER_S", 0.1)
     announce_as(job, 1, os.getpid())
     put(job, 1, f"rank 1 failed{ASKS}")
-    leaving.will_leave(job)
+    failure_report.will_leave(job)
     left = threading.Thread(target=leave_job, daemon=True)
     left.start()
     time.sleep(0.5)
@@ -106,11 +105,11 @@ def test_who_keeps_the_store_stays_for_ranks_that_live_on_only_until_they_have_s
 def test_who_keeps_the_store_does_not_stay_for_ranks_of_a_host_that_does_not_answer(
     job: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leaving, "keeps_store", lambda store: True)
-    monkeypatch.setattr(leaving, "_STAY_S", 1e6)
+    monkeypatch.setattr(failure_report, "keeps_store", lambda store: True)
+    monkeypatch.setattr(failure_report, "_STAY_S", 1e6)
     monkeypatch.setattr("sys.last_value", RuntimeError("Read error: Connection timed out"), raising=False)
     announce_elsewhere(job, 1)
-    leaving.will_leave(job)
+    failure_report.will_leave(job)
     leave_job()  # ends
 
 
@@ -118,9 +117,9 @@ def test_nobody_waits_in_a_collective_for_a_rank_that_has_left(
     job: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[object] = []
-    monkeypatch.setattr(leaving, "break_off_all", lambda members: called.append(list(members)))
-    monkeypatch.setattr(leaving, "farewells", [lambda: called.append("words")])
-    leaving.will_leave(job)
+    monkeypatch.setattr(failure_report, "break_off_all", lambda members: called.append(list(members)))
+    monkeypatch.setattr(failure_report, "farewells", [lambda: called.append("words")])
+    failure_report.will_leave(job)
     leave_job()
     leave_job()  # once
     assert called == ["words", [0, 1]]

@@ -7,7 +7,7 @@ from typing import NoReturn
 import pytest
 import torch
 
-from shardwise.comm.lost_peers import naming_lost_peers
+from shardwise.consistency.failure_report import naming_lost_peers
 from shardwise.errors import DesyncError, StateError, TransportError
 
 

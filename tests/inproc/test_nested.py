@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from shardwise.engine.nested import cast_floating, map_tensors, tensors_in
+from shardwise.fsdp.hooks import cast_floating, map_tensors, tensors_in
 
 Pair = collections.namedtuple("Pair", ["a", "b"])
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from shardwise.planner.dry_run import DryRun, dry_run
 from shardwise.planner.profile import Profile
 from shardwise.recipes.config import ModelShape
-from shardwise.recipes.gpt import GPT
-from shardwise.recipes.llama import Llama, LlamaShape
+from shardwise.recipes.gpt import GPT, Llama, LlamaShape
 
 COUNT = 5
 counted: list[str] = []

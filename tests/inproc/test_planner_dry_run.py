@@ -14,10 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardwise
 from shardwise import ConfigError, fully_shard
 from shardwise.cli.main import main
-from shardwise.plan.visits import Edge
+from shardwise.plan.schedule import Edge
 from shardwise.planner.dry_run import dry_run
-from shardwise.planner.profile import StepMark
-from shardwise.planner.setting import UNIT_DOORS, Setting
+from shardwise.planner.profile import UNIT_DOORS, Setting, StepMark
 from shardwise.recipes.config import PRESETS
 from shardwise.recipes.gpt import GPT
 from shardwise.testing.models import Block, build

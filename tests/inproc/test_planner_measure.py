@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.planner import measure, measure_shared
-from shardwise.planner.dry_run import dry_run
-from shardwise.planner.hardware import HARDWARE, Wire
-from shardwise.planner.measure_shared import OnOneHost, measured_shared
-from shardwise.planner.op_watch import OpCall, TensorSpec
+from shardwise.planner import measure
+from shardwise.planner import measure as measure_shared
+from shardwise.planner.dry_run import OpCall, TensorSpec, dry_run
+from shardwise.planner.measure import OnOneHost, measured_shared
+from shardwise.planner.rank_time import HARDWARE, Wire
 
 FOUND = OnOneHost(Wire(3e9, 1e-4), 2e-4, 3e-5)
 

@@ -16,12 +16,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
 from shardwise import ConfigError
-from shardwise.planner.dry_run import dry_run
-from shardwise.planner.hardware import HARDWARE
-from shardwise.planner.paste import code_of
-from shardwise.planner.search import Choices, evaluate
-from shardwise.planner.setting import Setting
-from shardwise.planner.split import TensorSplit
+from shardwise.planner.advice import Choices, code_of, evaluate
+from shardwise.planner.dry_run import TensorSplit, dry_run
+from shardwise.planner.profile import Setting
+from shardwise.planner.rank_time import HARDWARE
 from shardwise.testing.models import Block
 
 WIDTH, INNER, BATCH, COUNT = 32, 128, 16, 3

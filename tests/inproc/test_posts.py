@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from helpers.posts import MEMBERS, announce_as, gone_process, make_posts, on_threads
 
-from shardwise.comm.posts import Posts, number_posts
+from shardwise.consistency.agreement import Posts, number_posts
 
 LATE = "late"
 

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 from helpers.posts import MEMBERS, make_posts, on_threads
 
-from shardwise.comm import roll_call
-from shardwise.comm.last_words import ASKS, put
-from shardwise.comm.roll_call import RollCall
+from shardwise.consistency import agreement
+from shardwise.consistency.agreement import RollCall
+from shardwise.consistency.failure_report import ASKS, put
 from shardwise.errors import TransportError
 
 SIZE = 3
@@ -53,7 +53,7 @@ def test_what_all_have_said_comes_in_rank_order_and_the_store_keeps_one_answer()
 
 
 def test_every_rank_names_the_one_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "GRACE_S", 5.0)
+    monkeypatch.setattr(agreement, "GRACE_S", 5.0)
 
     assert _on_threads(_without_rank_1, timeout_s=0.3)[0] == [
         f"rank 5 {LATE.format(0.3)}",

@@ -16,8 +16,8 @@ from helpers.links import SEGMENT_BYTES, make_links
 from helpers.posts import announce_as, gone_process
 
 from shardwise import TransportError
-from shardwise.comm.alive import Liveness, is_gone
-from shardwise.comm.links.segment import HEADER_BYTES, NUM_WORDS, Segment
+from shardwise.collectives.host.local_peers import HEADER_BYTES, NUM_WORDS, Segment
+from shardwise.consistency.liveness import Liveness, is_gone
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ import pytest
 from fake_accelerator.timeline import Work
 from helpers.streams import PROGRAMS, Seen, called, run
 
-from shardwise.comm import c10d
-from shardwise.comm.lanes import Lane, Lanes
-from shardwise.units import shared_buckets
-from shardwise.units.gradients import Reduction
-from shardwise.units.group import ShardGroup
+from shardwise.collectives import c10d
+from shardwise.collectives.streams import Lane, Lanes
+from shardwise.fsdp import gradients as shared_buckets
+from shardwise.fsdp.gradients import Reduction
+from shardwise.fsdp.param_group import ShardGroup
 
 ORDERS = ("wait_current", "wait_event", "current_waits")
 Site = tuple[str, ...]  # the function that orders, how, which lane

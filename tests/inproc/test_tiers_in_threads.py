@@ -15,15 +15,12 @@ import torch
 from helpers.ends import Ends, Gradients, Shapes
 from helpers.wires import FakeGroup, Wires
 
-from shardwise.comm.buffers import BufferPool
-from shardwise.comm.communicator import Scale
-from shardwise.comm.links.arena import ArenaPlace
-from shardwise.comm.links.host import HostLink, outbox_bytes
-from shardwise.comm.links.inboxes import NUM_INBOXES, Inboxes
-from shardwise.comm.links.mates import HostGroup
-from shardwise.comm.links.segment import HEADER_BYTES, Segment
-from shardwise.comm.links.send_recv import PeerLink
-from shardwise.comm.links.tiers import TieredLink, column_of
+from shardwise.collectives.buffer_pool import BufferPool
+from shardwise.collectives.host.hierarchy import TieredLink, column_of
+from shardwise.collectives.host.local_peers import HEADER_BYTES, ArenaPlace, HostGroup, Segment
+from shardwise.collectives.host.send_recv import NUM_INBOXES, Inboxes, PeerLink
+from shardwise.collectives.host.shared_memory import HostLink, outbox_bytes
+from shardwise.collectives.protocol import Scale
 from shardwise.errors import TransportError
 
 SLOT_BYTES = 4096

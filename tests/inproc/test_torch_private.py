@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import torch_private as private
-from shardwise.comm import c10d
-from shardwise.engine.hooks import dynamo_disabled
+from shardwise.collectives import c10d
+from shardwise.fsdp.hooks import dynamo_disabled
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import os, resource, signal, threading, time
-from shardwise.doctor.watch import Watch
+from shardwise.consistency.recorder import Watch
 
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 wanted = 1100

@@ -21,24 +21,32 @@ from hypothesis import strategies as st
 
 from shardwise import ConfigError
 from shardwise.cli import bench as bench_command
-from shardwise.cli.bench_args import BenchRequest, read_bench_request
+from shardwise.cli.bench import BenchRequest, read_bench_request
 from shardwise.cli.main import build_parser, main
-from shardwise.recipes.bench.chart import COLORS, draw_chart
-from shardwise.recipes.bench.contenders import CONTENDERS, choose_names
-from shardwise.recipes.bench.figures import LOSS_TOLERANCE, MeasuredMemory, Row, find_wrong_losses, largest, make_rows
-from shardwise.recipes.bench.fit import check_fit, held_bytes
-from shardwise.recipes.bench.probe import (
+from shardwise.recipes.bench.contenders import CONTENDERS, check_fit, choose_names, held_bytes
+from shardwise.recipes.bench.figures import (
+    COLORS,
+    LOSS_TOLERANCE,
+    MeasuredMemory,
+    Row,
+    draw_chart,
+    find_wrong_losses,
+    format_table,
+    largest,
+    make_rows,
+    title_of,
+    write_json,
+)
+from shardwise.recipes.bench.setup import SHAPES, BenchConfig, count_parameters, settle_ranks
+from shardwise.recipes.bench.timing import (
     PeakSampler,
+    RankTimes,
     available_bytes,
     loopback_bytes,
     malloc_live_bytes,
     peak_resident_bytes,
     resident,
 )
-from shardwise.recipes.bench.request import SHAPES, BenchConfig, settle_ranks
-from shardwise.recipes.bench.setup import count_parameters
-from shardwise.recipes.bench.tables import format_table, title_of, write_json
-from shardwise.recipes.bench.timing import RankTimes
 from shardwise.recipes.config import ModelShape
 from shardwise.recipes.gpt import build_gpt
 

@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.buckets import LEAST_BYTES, Sharing, UnitBucket, bucket_bytes, form_buckets, split_unit
-from shardwise.plan.visits import Edge, ExecutionOrder, Visit
+from shardwise.plan.schedule import (
+    LEAST_BYTES,
+    Edge,
+    ExecutionOrder,
+    Sharing,
+    UnitBucket,
+    Visit,
+    bucket_bytes,
+    form_buckets,
+    split_unit,
+)
 
 LIMIT = 100
 UNITS = st.integers(1, 12)

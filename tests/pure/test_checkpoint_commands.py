@@ -14,10 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from shardwise.checkpoint import finish, load, save
-from shardwise.checkpoint.files import DiskFiles
-from shardwise.checkpoint.plan import Window
-from shardwise.checkpoint.reader import read_manifest
-from shardwise.checkpoint.stream import stream, windows_of
+from shardwise.checkpoint.files import DiskFiles, read_manifest
+from shardwise.checkpoint.format import Window
+from shardwise.checkpoint.load import stream, windows_of
 from shardwise.cli.main import main
 
 

@@ -8,13 +8,10 @@ import pytest
 import torch
 from helpers.fake_disk import FakeDisk
 
-from shardwise.checkpoint.dtypes import bytes_of
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import clean, keep_last, list_checkpoints
-from shardwise.checkpoint.order import LoadRequests
-from shardwise.checkpoint.plan import Held, Window, share_out
-from shardwise.checkpoint.reader import read_manifest, read_requests, verify
-from shardwise.checkpoint.writer import SaveId, make_manifest, write_manifest, write_part
+from shardwise.checkpoint.contents import LoadRequests
+from shardwise.checkpoint.files import Files, clean, keep_last, list_checkpoints, read_manifest, read_requests, verify
+from shardwise.checkpoint.format import Held, Window, bytes_of, share_out
+from shardwise.checkpoint.save import SaveId, make_manifest, write_manifest, write_part
 from shardwise.errors import CheckpointError
 
 FOLDER = Path("/disk/run")

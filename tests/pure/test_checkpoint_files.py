@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint.files import DiskFiles, read_all, write_all
-from shardwise.checkpoint.lock import give_back, note_of, take
+from shardwise.checkpoint.files import DiskFiles, give_back, note_of, read_all, take, write_all
 from shardwise.errors import CheckpointError, DamagedCheckpointError
 
 

@@ -16,20 +16,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load as load_with_safetensors
 
-from shardwise.checkpoint.blocks import BlockSums, sum_of
-from shardwise.checkpoint.header import Entry, header_bytes, make_header, parse_header
-from shardwise.checkpoint.manifest import (
+from shardwise.checkpoint.contents import decode, encode
+from shardwise.checkpoint.format import (
+    DTYPE_BYTES,
+    SMALL_BYTES,
+    BlockSums,
+    Entry,
     FileRecord,
+    Held,
     Manifest,
     PartRecord,
     TensorRecord,
+    Window,
     from_bytes,
     from_fields,
+    header_bytes,
+    is_part_file,
+    join,
+    make_header,
+    parse_header,
+    plain,
+    runs_of,
+    share_out,
+    split,
+    step_folder,
+    step_of,
+    sum_of,
     to_bytes,
+    whole,
 )
-from shardwise.checkpoint.names import is_part_file, join, plain, split, step_folder, step_of
-from shardwise.checkpoint.plan import DTYPE_BYTES, SMALL_BYTES, Held, Window, runs_of, share_out, whole
-from shardwise.checkpoint.values import decode, encode
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 # ---- names ----

@@ -9,12 +9,10 @@ import pytest
 import torch
 from helpers.fake_disk import FakeDisk
 
-from shardwise.checkpoint.dtypes import bytes_of
-from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.order import LoadRequests
-from shardwise.checkpoint.plan import Held, Window, share_out
-from shardwise.checkpoint.reader import read_requests, verify
-from shardwise.checkpoint.writer import SaveId, make_manifest, write_manifest, write_part
+from shardwise.checkpoint.contents import LoadRequests
+from shardwise.checkpoint.files import read_requests, verify
+from shardwise.checkpoint.format import Held, Manifest, Window, bytes_of, share_out
+from shardwise.checkpoint.save import SaveId, make_manifest, write_manifest, write_part
 from shardwise.errors import DamagedCheckpointError
 
 FOLDER, BLOCK = Path("/disk/run"), 256

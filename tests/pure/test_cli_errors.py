@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from shardwise import ConfigError
-from shardwise.cli import launch
-from shardwise.cli.extras import check_extras
+from shardwise.cli import train
+from shardwise.cli.exits import check_extras
 from shardwise.cli.main import build_parser, main
-from shardwise.cli.train_args import read_train_request
+from shardwise.cli.train import read_train_request
 from shardwise.recipes.config import PRESETS, TrainConfig, config_to_json
 
 SMALL = ["--layers", "1", "--width", "8", "--heads", "2", "--context", "8"]
@@ -129,7 +129,7 @@ def test_the_advice_for_a_folder_in_use_works(capsys: pytest.CaptureFixture[str]
 def test_sizes_that_cannot_fit_are_refused_before_anything_is_started(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(launch, "host_memory_bytes", lambda: 16_000_000_000)
+    monkeypatch.setattr(train, "host_memory_bytes", lambda: 16_000_000_000)
     out = tmp_path / "out"
     for words, expected in (
         (

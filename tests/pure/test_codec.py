@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from shardwise import CompressionPolicy, ConfigError
-from shardwise.codec import block_codes
-from shardwise.codec.block_codes import BlockCode
-from shardwise.codec.coded_sections import CodedSection
-from shardwise.codec.compression_policy import Coding, takes
-from shardwise.layout.bucket import build_bucket
-from shardwise.layout.shard import ChunkShard
+from shardwise.collectives import codec as block_codes
+from shardwise.collectives.codec import BlockCode, CodedSection, Coding, takes
+from shardwise.layout import ChunkShard, build_bucket
 
 
 def there_and_back(code: BlockCode, rows: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise
-from shardwise.black_box import ERROR, EVERYBODY, WAITS
-from shardwise.doctor.diagnosis import diagnose, first_parting
-from shardwise.doctor.rank_record import Event, Reason, Record, Stack, from_lines, to_lines
-from shardwise.doctor.user_code import lines_of, own_line
-from shardwise.doctor.words import in_words
+from shardwise.consistency.diagnosis import diagnose, first_parting, in_words
+from shardwise.consistency.recorder import Event, Reason, Record, Stack, from_lines, lines_of, own_line, to_lines
+from shardwise.observe import ERROR, EVERYBODY, WAITS
 
 MAIN = 7
 TRACK = "engine 1"
@@ -173,10 +171,10 @@ def test_own_code_is_the_innermost_line_that_is_not_of_a_library() -> None:
 
 def test_a_line_of_the_package_is_never_own_code_and_one_in_a_folder_of_its_name_is() -> None:
     package = str(Path(shardwise.__file__).parent)
-    ours = (f"{package}/comm/posts.py:9 collect", "/site/torch/store.py:5 set")
+    ours = (f"{package}/consistency/agreement.py:9 collect", "/site/torch/store.py:5 set")
     assert own_line(ours) == "outside your code, in set()"
     assert own_line(("/home/me/shardwise/train.py:3 main", *ours)) == "/home/me/shardwise/train.py:3 main, in set()"
-    assert own_line(("/elsewhere/shardwise/comm/posts.py:9 collect",)) == "outside your code, in collect()"
+    assert own_line(("/elsewhere/shardwise/consistency/agreement.py:9 collect",)) == "outside your code, in collect()"
     trainer = "/usr/lib/python3.11/site-packages/some/trainer.py:7 fit"
     assert own_line((trainer, *ours)) == f"{trainer}, in set()"
     assert own_line(("/home/me/train.py:3 main", trainer)) == "/home/me/train.py:3 main, in fit()"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.black_box import ERROR, EVERYBODY
-from shardwise.doctor.flight_recorder import to_dumps
-from shardwise.doctor.rank_record import Event, Record, from_lines, to_lines
+from shardwise.consistency.diagnosis import to_dumps
+from shardwise.consistency.recorder import Event, Record, from_lines, to_lines
+from shardwise.observe import ERROR, EVERYBODY
 
 MAIN, ENGINE, BOARD = 7, "engine 1", "shardwise/zero/1"
 GROUPS = {ENGINE: (0, 1), BOARD: (0, 1)}

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.grouping import Child, group_blocks, repeated_blocks
-from shardwise.plan.naming import compress_paths
-from shardwise.plan.table import UnitRow, UnitTable
+from shardwise.plan.grouping import Child, UnitRow, UnitTable, compress_paths, group_blocks, repeated_blocks
 
 
 def blocks(sizes: list[int]) -> list[Child]:

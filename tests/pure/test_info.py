@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.cli import host_facts
-from shardwise.cli.host_facts import HostFacts, HostFeature, look_at_host, why_no_shared_memory
-from shardwise.cli.info import in_lines
+from shardwise.cli import info as host_facts
+from shardwise.cli.info import HostFacts, HostFeature, in_lines, look_at_host, why_no_shared_memory
 from shardwise.cli.main import main
 from shardwise.one_host import host_memory_bytes, usable_cores
 from shardwise.version import UNKNOWN, find_version

@@ -8,8 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardwise import LayoutError
-from shardwise.layout.bucket import build_bucket
-from shardwise.layout.shard import ChunkShard
+from shardwise.layout import ChunkShard, build_bucket
 
 shapes = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
 

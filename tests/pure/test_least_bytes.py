@@ -11,7 +11,7 @@ import torch
 from shardwise import ConfigError
 from shardwise.recipes.config import NUM_BYTES, SHARDS, ModelShape, TrainConfig, check_ranks
 from shardwise.recipes.gpt import build_gpt, next_byte_loss
-from shardwise.recipes.least_bytes import LeastBytes, MemoryLimit, check_room, count_gpt_parameters, least_bytes
+from shardwise.recipes.memory import LeastBytes, MemoryLimit, check_room, count_gpt_parameters, least_bytes
 
 SHAPE = ModelShape(layers=3, width=32, heads=4, context=16)
 CPU = MemoryLimit(1_000_000, None, "a rank has 1 MB")

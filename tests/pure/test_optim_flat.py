@@ -11,9 +11,8 @@ from torch import nn
 from shardwise import ConfigError, ShardedOptimizer
 from shardwise.optim.elementwise import MANY_LAYOUTS, ElementwiseStep
 from shardwise.optim.flat import LiveSlice, can_merge, find_joins, in_memory_order, make_run, merge_states, split_state
-from shardwise.optim.forms import in_form, is_flat, unflattened
-from shardwise.optim.named_state import ByName, NamedGroup
 from shardwise.optim.pieces import pieces_of
+from shardwise.optim.state_dict import ByName, NamedGroup, in_form, is_flat, unflattened
 
 
 def _windows(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

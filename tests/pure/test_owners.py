@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import ConfigError
-from shardwise.layout.even import RUN_NUMEL, boxes, even_pieces, even_ranges, runs_of
-from shardwise.layout.owners import add_loads, assign_owners, whole_pieces
+from shardwise.layout import RUN_NUMEL, add_loads, assign_owners, boxes, even_pieces, even_ranges, runs_of, whole_pieces
 
 NUMELS = st.lists(st.integers(0, 500), min_size=1, max_size=12)
 RANKS = st.integers(1, 9)

@@ -4,9 +4,9 @@ import json
 
 import torch
 
-from shardwise.comm.board import first_difference
-from shardwise.comm.owned import PACK_BELOW_BYTES, Owned, plan_broadcasts
-from shardwise.zero.local_pieces import flat_like, flat_view, owned_views, pack_params, partition_groups
+from shardwise.collectives.owned import PACK_BELOW_BYTES, Owned, plan_broadcasts
+from shardwise.consistency.agreement import first_difference
+from shardwise.zero.partition import flat_like, flat_view, owned_views, pack_params, partition_groups
 
 BIG = PACK_BELOW_BYTES // 4
 

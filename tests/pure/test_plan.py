@@ -11,12 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import StateError
-from shardwise.events import Call, Op
-from shardwise.plan.memory import peak_bytes, unsharded_bytes
-from shardwise.plan.policy import UnitPolicy
-from shardwise.plan.prefetch import PrefetchBudget, UnitFacts, plan_step
-from shardwise.plan.visits import Edge, ExecutionOrder, Visit
-from shardwise.units.state import LEGAL_MOVES, Gathering, GatherSource, Sharded, Subsharded, Unsharded, check_move
+from shardwise.fsdp.unit import LEGAL_MOVES, Gathering, GatherSource, Sharded, Subsharded, Unsharded, check_move
+from shardwise.observe import Call, Op
+from shardwise.plan.schedule import (
+    Edge,
+    ExecutionOrder,
+    PrefetchBudget,
+    UnitFacts,
+    UnitPolicy,
+    Visit,
+    peak_bytes,
+    plan_step,
+    unsharded_bytes,
+)
 
 
 def nested_order(num_blocks: int, with_backward: bool = True) -> ExecutionOrder:

@@ -11,18 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise import ConfigError, Hardware
-from shardwise.comm.buffers import size_class
-from shardwise.layout.shard import ChunkShard
+from shardwise.collectives.buffer_pool import size_class
+from shardwise.layout import ChunkShard
 from shardwise.plan.grouping import Child
-from shardwise.plan.visits import Edge
-from shardwise.planner.hardware import HARDWARE, hardware_json, read_hardware
-from shardwise.planner.profile import ParamFacts, Profile, StepMark, Stretch, Work
+from shardwise.plan.schedule import Edge
+from shardwise.planner.advice import Choices, Search, evaluate
+from shardwise.planner.profile import (
+    ONE_UNIT,
+    SEND_RECV,
+    SHARED,
+    TIERS,
+    ParamFacts,
+    Profile,
+    Setting,
+    StepMark,
+    Stretch,
+    Work,
+)
 from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of, pooled
-from shardwise.planner.rank_time import time_of
-from shardwise.planner.rank_units import rank_units
-from shardwise.planner.search import Choices, Search, evaluate
-from shardwise.planner.setting import ONE_UNIT, SEND_RECV, SHARED, TIERS, Setting
-from shardwise.planner.step_order import steps_of
+from shardwise.planner.rank_time import HARDWARE, hardware_json, read_hardware, time_of
+from shardwise.planner.rank_units import rank_units, steps_of
 
 MB = 1_000_000
 BLOCK, NORM = 4_096_000, 4096  # bytes of the parameters of a block, and of the root

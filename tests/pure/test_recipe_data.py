@@ -14,11 +14,19 @@ import torch
 
 from shardwise import ConfigError
 from shardwise.recipes.config import TrainConfig, check_config
-from shardwise.recipes.documents import TextSource, optional_module, read_documents
-from shardwise.recipes.own_model import build_own, check_module, try_own
+from shardwise.recipes.data import (
+    Bytes,
+    TextSource,
+    find_sources,
+    open_vocabulary,
+    open_windows,
+    optional_module,
+    read_documents,
+    split_sources,
+    write_cache,
+)
 from shardwise.recipes.run_folder import Start, prepare_run
-from shardwise.recipes.text import find_sources, open_windows, split_sources, write_cache
-from shardwise.recipes.tokens import Bytes, open_vocabulary
+from shardwise.recipes.sharding import build_own, check_module, try_own
 
 
 def _jsonl(path: Path, documents: Sequence[str], column: str = "text") -> Path:

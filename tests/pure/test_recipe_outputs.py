@@ -18,17 +18,21 @@ from rich.console import Console
 
 from shardwise.planner.rank_memory import UPDATE, Moment, RankMemory
 from shardwise.recipes.config import SHARDS, ModelShape, TrainConfig
-from shardwise.recipes.doors import DOORS, build_adamw
+from shardwise.recipes.data import Baseline, TextFacts, Windows
 from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
-from shardwise.recipes.held_bytes import HeldBytes, format_bytes, local_bytes, measure_held, unsharded_bytes
-from shardwise.recipes.loop import Trainer, _train_step
-from shardwise.recipes.progress import ProgressDisplay, memory_table
-from shardwise.recipes.ranks import RunRanks
-from shardwise.recipes.report import draw_report
+from shardwise.recipes.memory import (
+    HeldBytes,
+    HeldMemory,
+    StepMemory,
+    format_bytes,
+    local_bytes,
+    measure_held,
+    unsharded_bytes,
+)
+from shardwise.recipes.report import ProgressDisplay, RunJournal, TrainedStep, draw_report, memory_table
 from shardwise.recipes.run_folder import TrainRun
-from shardwise.recipes.run_log import RunJournal, TrainedStep
-from shardwise.recipes.step_memory import HeldMemory, StepMemory
-from shardwise.recipes.text import Baseline, TextFacts, Windows
+from shardwise.recipes.sharding import DOORS, RunRanks, build_adamw
+from shardwise.recipes.train import Trainer, _train_step
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, context=12)
 HELD = HeldMemory([HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import ConfigError
-from shardwise.recipes.text import (
+from shardwise.recipes.data import (
     TextSource,
     Windows,
     check_length,

@@ -15,17 +15,13 @@ from helpers.runs import write_text
 from shardwise import ConfigError
 from shardwise.checkpoint import CheckpointError
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL
-from shardwise.cli.local_ranks import Ended, FailedRank
+from shardwise.cli.local_ranks import Ended, FailedRank, RestartPolicy, RestartProgress, ranks_for, why_not
 from shardwise.cli.main import build_parser
-from shardwise.cli.rank import would_fail_again
-from shardwise.cli.restarts import RestartPolicy, RestartProgress, ranks_for, why_not
-from shardwise.cli.starts import name_start
-from shardwise.cli.train_args import read_train_request
+from shardwise.cli.train import name_start, read_train_request, would_fail_again
 from shardwise.errors import TransportError
 from shardwise.recipes.config import ModelShape, TrainConfig
-from shardwise.recipes.restart_log import Restart, StepFile, note_restart, read_restarts, steps_in
-from shardwise.recipes.run_folder import Start, prepare_run
-from shardwise.recipes.stop import DivergedError
+from shardwise.recipes.run_folder import Restart, Start, StepFile, note_restart, prepare_run, read_restarts, steps_in
+from shardwise.recipes.train import DivergedError
 
 THREE = RestartPolicy(3, None)
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import StateError
-from shardwise.units import backward as module
-from shardwise.units.backward import LEGAL_STEPS, Stage, UnitBackward
+from shardwise.fsdp import unit as module
+from shardwise.fsdp.unit import LEGAL_STEPS, Stage, UnitBackward
 
 MOVES: dict[str, Callable[[UnitBackward], object]] = {
     "enter": lambda each: each.enter(7),

@@ -74,8 +74,8 @@ from shardwise import (
     use_in,
 )
 from shardwise.checkpoint import Loaded, PerRank, RandomState, finish, load, save
+from shardwise.checkpoint.convert import export_model, export_torch
 from shardwise.checkpoint.dcp import DcpReader, DcpWriter, TorchDcpReader
-from shardwise.checkpoint.export import export_model, export_torch
 from shardwise.testing import WorkerPool, faults
 
 

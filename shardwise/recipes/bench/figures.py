@@ -3,10 +3,53 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import platform
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from shardwise.one_host import usable_cores
+from shardwise.recipes.bench.setup import SHAPES, BenchConfig
+
+# ---- What the figures were measured on; nothing that names the host.
+
+
+def describe_machine(num_threads: int) -> dict[str, object]:
+    """Return processor, cores, versions, threads per rank, GPUs and the date (UTC)."""
+    return {
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads_per_rank": num_threads,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def cpu_model() -> str:
+    """Return the name of the processor as the kernel tells it, else the machine's."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
 
 # Rounding: sums over ranks in another order, fused kernels.  bf16 has 8 bits: 5.5 is known to 1/32.
 LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
@@ -133,3 +176,122 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
         return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, high
+
+
+# ---- The picture of a benchmark: one bar per contender, its step time as a multiple of no communication at all.
+
+COLORS: Mapping[str, str] = MappingProxyType(
+    {"local": "#7f7f7f", "DDP": "#9467bd", "ZeRO": "#8c564b", "FSDP2": "#ff7f0e", "shardwise": "#1f77b4"}
+)
+
+
+def draw_chart(path: Path, title: str, rows: Sequence[Row]) -> None:
+    """Draw ``rows`` from the top down, coloured by family; written as PNG at ``path``."""
+    figure = Figure(figsize=(10.0, 1.6 + 0.34 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    names = [row.name for row in rows]
+    values = [row.x_local for row in rows]
+    axes.barh(names, values, color=[COLORS[row.family] for row in rows], height=0.72)
+    for index, row in enumerate(rows):
+        label = f"{row.x_local:.2f}  ({1000 * row.median_s:.1f} ms)"
+        axes.annotate(
+            label, xy=(row.x_local, index), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9
+        )
+    axes.axvline(1.0, color="#333333", linestyle="--", linewidth=1.0)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, 1.22 * max(values))
+    axes.set_xlabel("step time / local (shorter is faster; dashed: no communication at all)")
+    axes.set_title("\n".join(textwrap.wrap(title, 100)), fontsize=10)
+    shown = {row.family for row in rows}
+    handles = [Patch(color=color, label=family) for family, color in COLORS.items() if family in shown]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    figure.savefig(path, dpi=110)
+
+
+# ---- The rows as a table of text, and everything as JSON.
+
+MIB = 1 << 20
+_NUMBER_COLUMNS = ("step ms", "x local", "x FSDP2", "tokens/s", "live MiB", "RSS MiB", "wire MiB", "faults")
+NOTES: Mapping[str, str] = {
+    "time": "each round steps every contender once in an order drawn from the seed, between barriers; medians over rounds of "
+    "the slowest rank's time for forward, backward, optimizer step and zero_grad",
+    "memory": "of one contender alone in fresh processes, largest rank, above the process after imports and one tiny step",
+    "live": "highest sample of a 1 ms sampler in warm steps: malloc in use (mallinfo2) plus resident shared memory, pages "
+    "of n processes at 1/n; on CUDA max_memory_allocated",
+    "rss": "VmHWM, reset after imports; from building on",
+    "wire": "growth of the loopback device's counter over a warm step, all ranks together, with headers; valid on one host, "
+    "where other processes' traffic counts too (least of several steps)",
+    "faults": "minor page faults of a warm step",
+    "losses": f"after equal updates, compared with data parallelism by hand within {LOSS_TOLERANCE['fp32']:g} (fp32), "
+    f"{LOSS_TOLERANCE['bf16']:g} (bf16)",
+}
+
+
+def title_of(config: BenchConfig, num_parameters: int) -> str:
+    """Return one line that says what was measured."""
+    shape = SHAPES[config.shape].model
+    return (
+        f"{config.shape}: GPT of {shape.layers} blocks, width {shape.width}, {num_parameters / 1e6:.1f}M parameters; "
+        f"{config.batch} x {shape.context} tokens a rank, {config.ranks} rank(s) over {config.backend}; "
+        f"medians of {config.rounds} interleaved round(s)"
+    )
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Return the rows as aligned lines: step time, ratios, tokens per second, then memory ("-" where not measured)."""
+    lines = [("contender", *_NUMBER_COLUMNS), *((row.name, *_numbers(row)) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    )
+
+
+def _numbers(row: Row) -> tuple[str, ...]:
+    memory = row.memory
+    return (
+        f"{1000 * row.median_s:.1f}",
+        f"{row.x_local:.3f}",
+        "-" if row.x_fsdp2 is None else f"{row.x_fsdp2:.3f}",
+        f"{row.tokens_per_s:.0f}",
+        _mib(memory and memory.peak_live_bytes),
+        _mib(memory and memory.peak_rss_bytes),
+        _mib(memory and memory.wire_bytes_per_step),
+        "-" if memory is None or memory.faults_per_step is None else str(memory.faults_per_step),
+    )
+
+
+def _mib(count: int | None) -> str:
+    return "-" if count is None else f"{count / MIB:.1f}"
+
+
+def write_json(
+    path: Path,
+    config: BenchConfig,
+    rows: Sequence[Row],
+    machine: Mapping[str, object],
+    command: str,
+    num_parameters: int,
+) -> None:
+    """Write everything that was measured, on what, and how to read it."""
+    shape = SHAPES[config.shape]
+    values = {
+        "command": command,
+        "machine": machine,
+        "shape": {"name": config.shape, **dataclasses.asdict(shape.model), "parameters": num_parameters},
+        "ranks": config.ranks,
+        "backend": config.backend,
+        "batch_per_rank": config.batch,
+        "rounds": config.rounds,
+        "seed": config.seed,
+        "rows": [_rounded(dataclasses.asdict(row)) for row in rows],
+        "notes": NOTES,
+    }
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _rounded(row: dict[str, object]) -> dict[str, object]:
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in row.items()}

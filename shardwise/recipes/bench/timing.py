@@ -2,21 +2,179 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import random
+import resource
+import statistics
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardwise.recipes.bench import torchs_own as peers
 from shardwise.recipes.bench.contenders import CONTENDERS, Contender, Trained, build_trained
-from shardwise.recipes.bench.figures import find_wrong_losses
-from shardwise.recipes.bench.request import BenchConfig
-from shardwise.recipes.bench.setup import Setup, adamw, make_setup
+from shardwise.recipes.bench.figures import MeasuredMemory, find_wrong_losses
+from shardwise.recipes.bench.setup import BenchConfig, Setup, adamw, make_setup
 from shardwise.recipes.gpt import next_byte_loss
-from shardwise.recipes.ranks import RunRanks
+from shardwise.recipes.memory import peak_rss_bytes
+from shardwise.recipes.sharding import RunRanks
+
+# ---- What the kernel and the C library say about this process: memory, page faults, bytes on the loopback device.
+# None stands for what this host does not tell (Linux with glibc tells everything).
+
+SAMPLE_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Bytes of this process in memory now, and the most since :func:`reset_peak`."""
+
+    total: int
+    peak: int
+    anonymous: int
+    shared: int
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``: bytes, over all arenas."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+        )
+    ]  # fmt: skip
+
+
+def malloc_live_bytes() -> int | None:
+    """Return bytes malloc has handed out and not got back: in its arenas and mapped one by one."""
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        return None
+    ask.restype = _Mallinfo
+    found = ask()
+    return found.uordblks + found.hblkhd
+
+
+def resident() -> Resident | None:
+    """Return what is resident, from /proc/self/status."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    wanted = ("VmRSS", "VmHWM", "RssAnon", "RssShmem")
+    if not all(name in fields for name in wanted):
+        return None
+    return Resident(*(1024 * int(fields[name].split()[0]) for name in wanted))
+
+
+def others_part_of_shared() -> int:
+    """Return the bytes of resident shared memory that are other processes': each page belongs in equal parts to all users.
+
+    0 where the kernel does not tell.
+    """
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    own = next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:")), None)
+    now = resident()
+    return max(now.shared - own, 0) if own is not None and now is not None else 0
+
+
+def reset_peak() -> bool:
+    """Start counting ``Resident.peak`` anew; False if the kernel does not let us: then it counts from the start."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_resident_bytes() -> int:
+    """Return the largest resident set: since :func:`reset_peak` where that works, else since the process started."""
+    now = resident()
+    return peak_rss_bytes() if now is None else now.peak
+
+
+def available_bytes() -> int | None:
+    """Return the memory of this host that processes can still have without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return found[0] if found else None
+
+
+def minor_faults() -> int:
+    """Return how many page faults without input or output this process, all threads, has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def loopback_bytes() -> int | None:
+    """Return the bytes that this host's loopback device has sent, of all processes, headers counted."""
+    try:
+        lines = Path("/proc/net/dev").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        device, _, counters = line.partition(":")
+        if device.strip() == "lo":
+            return int(counters.split()[8])
+    return None
+
+
+class PeakSampler:
+    """Look at memory every millisecond on a thread of its own, and keep the highest of what was seen.
+
+    Attributes: ``live`` and ``shared``: most bytes live (malloc'ed and shared) and most shared at one moment, since the
+    start or :meth:`forget_live`; ``largest``: the sample with the largest resident set.
+    """
+
+    def __init__(self) -> None:
+        self.live: int | None = None
+        self.shared: int | None = None
+        self.largest: Resident | None = None
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="sample-memory", daemon=True)
+
+    def __enter__(self) -> PeakSampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def sample(self) -> None:
+        """Look once."""
+        with self._lock:  # from the first look on: what was seen before forget_live() must not be kept after it
+            live, now = malloc_live_bytes(), resident()
+            if now is not None:
+                self.shared = max(self.shared or 0, now.shared)
+                if self.largest is None or now.total > self.largest.total:
+                    self.largest = now
+                if live is not None:
+                    self.live = max(self.live or 0, live + now.shared)
+
+    def forget_live(self) -> None:
+        """Start ``live`` and ``shared`` anew."""
+        with self._lock:
+            self.live = self.shared = None
+
+    def _watch(self) -> None:
+        while not self._ended.wait(SAMPLE_S):
+            self.sample()
+
 
 WARM_UP = 4  # steps of each contender before the first that counts; the loss of the last of them is checked
 
@@ -99,3 +257,93 @@ def _reference_loss(setup: Setup, average: bool) -> Tensor:
             param.grad /= dist.get_world_size()
         optimizer.step()
     return loss.detach()
+
+
+# ---- Phase 2, on every rank of fresh processes: what one contender alone holds, faults and sends.
+
+NUM_COLD, NUM_WARM = 2, 3  # steps that allocate state and settle; steps that are measured, sampled and again unsampled
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """Memory of this process before there was a contender."""
+
+    live: int | None
+    resident: Resident | None
+    cuda: int
+
+
+def measure_memory(config: BenchConfig, name: str) -> MeasuredMemory:
+    """Train contender ``name`` for a few steps in this process, which must be a fresh one.  Collective."""
+    setup = make_setup(config)
+    peers.load()
+    _step_something_tiny(setup)
+    base = _look(setup)
+    reset_peak()
+    with PeakSampler() as sampler:
+        trained = build_trained(CONTENDERS[name], setup.build_model(), setup)
+        for _ in range(NUM_COLD):
+            take_step(trained, setup)
+        wait_for_all(setup)
+        sampler.forget_live()
+        if setup.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(setup.device)
+        for _ in range(NUM_WARM):
+            take_step(trained, setup)
+        wait_for_all(setup)
+        sampler.sample()
+    faults, wire = _count_faults_and_bytes(trained, setup)
+    return _describe(base, sampler, setup, faults, wire)
+
+
+def _step_something_tiny(setup: Setup) -> None:
+    """Make torch load what it loads on first use: autograd, optimizers, the collectives."""
+    model = nn.Linear(4, 4, device=setup.device)
+    optimizer = adamw(model)
+    model(torch.ones(1, 4, device=setup.device)).sum().backward()
+    optimizer.step()
+    wait_for_all(setup)
+
+
+def _look(setup: Setup) -> _Base:
+    gc.collect()
+    cuda = torch.cuda.memory_allocated(setup.device) if setup.device.type == "cuda" else 0
+    return _Base(malloc_live_bytes(), resident(), cuda)
+
+
+def _count_faults_and_bytes(trained: Trained, setup: Setup) -> tuple[int, int | None]:
+    """Return page faults of this rank and bytes of all ranks on loopback, per step.
+
+    Other processes of the host can only add bytes, so the least of several steps counts.
+    """
+    faults: list[int] = []
+    sent: list[int] = []
+    for _ in range(NUM_WARM):
+        wait_for_all(setup)
+        bytes_before = loopback_bytes()
+        wait_for_all(setup)  # no rank may send before every rank has read
+        faults_before = minor_faults()
+        take_step(trained, setup)
+        faults.append(minor_faults() - faults_before)
+        wait_for_all(setup)
+        bytes_after = loopback_bytes()
+        if bytes_before is not None and bytes_after is not None:
+            sent.append(bytes_after - bytes_before)
+    is_on_loopback = sent and setup.device.type == "cpu"
+    return int(statistics.median(faults)), min(sent) if is_on_loopback else None
+
+
+def _describe(base: _Base, sampler: PeakSampler, setup: Setup, faults: int, wire: int | None) -> MeasuredMemory:
+    largest, before = sampler.largest, base.resident
+    rss = anonymous = shared = live = peak_shared = None
+    if largest is not None and before is not None:
+        rss = max(peak_resident_bytes(), largest.total) - before.total  # either can miss a little
+        anonymous = largest.anonymous - before.anonymous
+        shared = largest.shared - before.shared
+        if sampler.shared is not None:
+            peak_shared = sampler.shared - before.shared
+        if sampler.live is not None and base.live is not None:
+            live = sampler.live - base.live - before.shared - others_part_of_shared()
+    if setup.device.type == "cuda":
+        live = torch.cuda.max_memory_allocated(setup.device) - base.cuda
+    return MeasuredMemory(live, peak_shared, rss, anonymous, shared, faults, wire)

@@ -1,1 +1,0 @@
-"""The doors: check arguments, choose what is sharded, attach it to modules."""

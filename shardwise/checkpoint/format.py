@@ -1,0 +1,773 @@
+"""The manifest: what a checkpoint holds, where, and the sums of all of it, its own included.  A value, and its JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+from typing import Any, cast
+
+import torch
+import xxhash
+
+from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpointError
+
+# ---- Who writes which part of which tensor, and which bytes of a part somebody needs.  Pure arithmetic.
+
+SMALL_BYTES = 64 * 2**10  # a replicated tensor below is the lowest rank's: counters and statistics stay together
+
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8, "C128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Window:
+    """A rectangular part of a tensor: where it starts and how large it is, per dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+    def meet(self, other: Window) -> Window | None:
+        """Return what both cover, None if that has no elements.
+
+        Example:
+            >>> Window((0, 0), (4, 3)).meet(Window((2, 0), (4, 3)))
+            Window(offsets=(2, 0), sizes=(2, 3))
+        """
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = [
+            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        ]
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Window(starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def whole(shape: Sequence[int]) -> Window:
+    """Return the window that is all of a tensor."""
+    return Window((0,) * len(shape), tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one rank holds of a tensor of ``shape``; ``is_lowest``: the lowest rank with the tensor writes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    windows: tuple[Window, ...]
+    is_lowest: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One part of a tensor and the rank that writes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    window: Window
+    rank: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the part."""
+        return self.window.numel * DTYPE_BYTES[self.dtype]
+
+    @property
+    def key(self) -> str:
+        """What the part is called in its file: the tensor's name, with the place of the part if it is not all."""
+        if self.window == whole(self.shape):
+            return self.name
+        return f"{self.name}@{','.join(map(str, self.window.offsets))}"
+
+
+def held_to_text(held: Iterable[Held]) -> str:
+    """Return what a rank holds as text, for the other ranks."""
+    rows = [[h.name, h.dtype, h.shape, [[w.offsets, w.sizes] for w in h.windows], h.is_lowest] for h in held]
+    return json.dumps(rows, separators=(",", ":"))
+
+
+def held_from_text(text: str) -> list[Held]:
+    """Return what :func:`held_to_text` wrote."""
+    rows: list[Any] = json.loads(text)
+    return [
+        Held(name, dtype, tuple(shape), tuple(Window(tuple(o), tuple(s)) for o, s in windows), is_lowest)
+        for name, dtype, shape, windows, is_lowest in rows
+    ]
+
+
+def share_out(held_by_rank: Sequence[Sequence[Held]]) -> tuple[Write, ...]:
+    """Return who writes what: each part of each tensor once, the parts that several ranks hold shared out by bytes.
+
+    The same on every rank, in the order in which files hold them: dtypes by size, so that all are aligned, then names.
+    Cost: O(n log n) in the parts of all ranks.
+    Raises: CheckpointError if ranks disagree about a tensor, or what they hold does not make it up.
+
+    Example:
+        >>> pair = [Held("a", "F32", (2,), (whole((2,)),))]
+        >>> [write.rank for write in share_out([pair, pair])]
+        [0]
+    """
+    holders: dict[str, dict[Window, list[int]]] = {}
+    first: dict[str, tuple[int, Held]] = {}
+    for rank, rows in enumerate(held_by_rank):
+        for held in rows:
+            known_rank, known = first.setdefault(held.name, (rank, held))
+            if (known.dtype, known.shape) != (held.dtype, held.shape):
+                raise CheckpointError(
+                    f"{held.name}: rank {known_rank} has {known.dtype} {list(known.shape)}, rank {rank} {held.dtype} "
+                    f"{list(held.shape)}; every rank must save the same state"
+                )
+            for window in held.windows:
+                if window.numel or not prod(held.shape):
+                    holders.setdefault(held.name, {}).setdefault(window, []).append(rank)
+    loads = [0] * len(held_by_rank)
+    writes: list[Write] = []
+    shared: list[tuple[Held, Window, list[int]]] = []
+    for name, (_, held) in first.items():
+        windows = holders.get(name, {})
+        _check_tiles(held, windows)
+        for window, ranks in windows.items():
+            num_bytes = window.numel * DTYPE_BYTES[held.dtype]
+            if len(ranks) == 1 or num_bytes < SMALL_BYTES or held.is_lowest:
+                writes.append(Write(name, held.dtype, held.shape, window, ranks[0]))
+                loads[ranks[0]] += num_bytes
+            else:
+                shared.append((held, window, ranks))
+    for held, window, ranks in sorted(shared, key=lambda item: (-item[1].numel * DTYPE_BYTES[item[0].dtype],)):
+        rank = min(ranks, key=lambda each: (loads[each], each))
+        writes.append(Write(held.name, held.dtype, held.shape, window, rank))
+        loads[rank] += writes[-1].num_bytes
+    return tuple(sorted(writes, key=lambda w: (-DTYPE_BYTES[w.dtype], w.name, w.window)))
+
+
+def _check_tiles(held: Held, windows: Iterable[Window]) -> None:
+    found = sorted(windows)
+    numel = sum(window.numel for window in found)
+    if numel != prod(held.shape) or overlapping(found) is not None or not found:
+        raise CheckpointError(
+            f"{held.name}: the ranks hold {numel} of its {prod(held.shape)} elements in {len(found)} part(s) that do not make "
+            "up the tensor; save from all ranks of its mesh, with the group that they form"
+        )
+
+
+def overlapping(windows: Sequence[Window]) -> tuple[Window, Window] | None:
+    """Return two of the sorted ``windows`` that have elements in common, None if there are none."""
+    open_: list[Window] = []
+    for window in windows:
+        if window.offsets:
+            open_ = [other for other in open_ if other.offsets[0] + other.sizes[0] > window.offsets[0]]
+        clash = next((other for other in open_ if window.numel and other.meet(window)), None)
+        if clash is not None:
+            return clash, window
+        open_.append(window)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes ``begin:end`` of a part, row-major, and where their elements lie.
+
+    ``sizes`` of the hull starting at ``offsets`` of the part; the wanted ones are ``wanted``, relative to the tensor.
+    """
+
+    begin: int
+    end: int
+    hull: Window
+    wanted: Window
+
+    @property
+    def is_exact(self) -> bool:
+        """True if all of the bytes are wanted."""
+        return self.hull.numel == self.wanted.numel
+
+
+def runs_of(part: Window, wanted: Window, itemsize: int, most_bytes: int) -> list[ByteRange]:
+    """Return the byte ranges of ``part`` to read for ``wanted``, a window within it, in ascending order.
+
+    Ranges hold rows of the part whole where those take up to ``most_bytes``, since files are read in blocks anyway; longer
+    rows are cut.
+
+    Example:
+        >>> [(run.begin, run.end) for run in runs_of(whole((4, 3)), Window((1, 0), (2, 3)), 4, 1024)]
+        [(12, 36)]
+    """
+    dims = len(part.sizes)
+    starts = [w - p for w, p in zip(wanted.offsets, part.offsets, strict=True)]
+    strides = [itemsize * prod(part.sizes[dim + 1 :]) for dim in range(dims)]
+    found: list[ByteRange] = []
+
+    def is_full(dim: int) -> bool:
+        return all(wanted.sizes[d] == part.sizes[d] for d in range(dim, dims))
+
+    def add(place: list[int], dim: int, first: int, count: int, base: int) -> None:
+        offsets = (*place, part.offsets[dim] + first, *part.offsets[dim + 1 :])
+        hull = Window(offsets, (*(1 for _ in place), count, *part.sizes[dim + 1 :]))
+        inner = (*place, part.offsets[dim] + first, *wanted.offsets[dim + 1 :])
+        window = Window(inner, (*(1 for _ in place), count, *wanted.sizes[dim + 1 :]))
+        begin = base + first * strides[dim]
+        found.append(ByteRange(begin, begin + count * strides[dim], hull, window))
+
+    def walk(place: list[int], dim: int, base: int) -> None:
+        first, count = starts[dim], wanted.sizes[dim]
+        if is_full(dim + 1):
+            add(place, dim, first, count, base)
+        elif strides[dim] <= most_bytes:
+            each = max(1, most_bytes // strides[dim])
+            for row in range(first, first + count, each):
+                add(place, dim, row, min(each, first + count - row), base)
+        else:
+            for row in range(first, first + count):
+                walk([*place, part.offsets[dim] + row], dim + 1, base + row * strides[dim])
+
+    if not dims:
+        return [ByteRange(0, itemsize, part, wanted)]
+    walk([], 0, 0)
+    return found
+
+
+# ---- What state is called in a checkpoint, and which names of files may stand in one.
+
+MANIFEST = "manifest.json"
+LOCK = ".lock"
+VERIFIED = ".verified"
+SAVING = ".saving-"
+REMOVING = ".removing-"
+REPLACED = ".replaced-"
+
+_STEP = re.compile(r"step-(\d{8,18})")
+_PART = re.compile(r"part-\d{5,9}\.safetensors")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpoint_wrapper put into names
+
+
+def join(*parts: str) -> str:
+    """Return one name of several parts; slashes within a part stay tellable.
+
+    Example:
+        >>> join("optimizer", "state", "head/weight", "exp_avg")
+        'optimizer/state/head%2Fweight/exp_avg'
+    """
+    return "/".join([part.replace("%", "%25").replace("/", "%2F") for part in parts])
+
+
+def split(name: str) -> list[str]:
+    """Return the parts that :func:`join` was given.
+
+    Example:
+        >>> split("optimizer/state/head%2Fweight/exp_avg")
+        ['optimizer', 'state', 'head/weight', 'exp_avg']
+    """
+    return [part.replace("%2F", "/").replace("%25", "%") for part in name.split("/")]
+
+
+def plain(fqn: str) -> str:
+    """Return the name that a parameter has in the model without wrappers.
+
+    Example:
+        >>> plain("_orig_mod.blocks.0._checkpoint_wrapped_module.weight")
+        'blocks.0.weight'
+    """
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
+
+
+def step_folder(step: int) -> str:
+    """Return the name of the folder of the checkpoint after ``step`` steps.
+
+    Example:
+        >>> step_folder(1234)
+        'step-00001234'
+    """
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a folder of that name; None for other names.
+
+    A checkpoint that was to be replaced by one of the same step, which never came, counts under its own step.
+    """
+    found = _STEP.fullmatch(name.removeprefix(REPLACED))
+    return int(found[1]) if found else None
+
+
+def part_file(number: int) -> str:
+    """Return the name of the file with the tensors of one rank."""
+    return f"part-{number:05d}.safetensors"
+
+
+def is_part_file(name: str) -> bool:
+    """Return True for names that :func:`part_file` makes: nothing else in a manifest leads to a file."""
+    return _PART.fullmatch(name) is not None
+
+
+# ---- Reading JSON that nobody vouches for: every field is asked for by type, and an error names the key.
+
+MOST_SIZE = 2**48  # of a tensor's dim, and bytes of a file
+_MOST_DIMS = 64
+
+
+def parse_json(data: bytes, what: str) -> dict[str, Any]:
+    """Return the JSON object in ``data``.  Raises: DamagedCheckpointError if that is none, or names a key twice."""
+    try:
+        found = json.loads(data.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{what}: not the JSON that was written ({str(error)[:120]})") from None
+    if not isinstance(found, dict):
+        raise DamagedCheckpointError(f"{what}: expected a JSON object, found {type(found).__name__}")
+    return cast(dict[str, Any], found)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def as_text(value: object, key: str) -> str:
+    """Return ``value`` if it is a string.  Raises: DamagedCheckpointError naming ``key``; so do all below."""
+    if not isinstance(value, str):
+        raise wrong(key, "a string", value)
+    return value
+
+
+def as_number(value: object, key: str, most: int = MOST_SIZE) -> int:
+    """Return ``value`` if it is a whole number from 0 to ``most``."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise wrong(key, f"a whole number from 0 to {most}", value)
+    return value
+
+
+def as_list(value: object, key: str, length: int | None = None) -> list[Any]:
+    """Return ``value`` if it is a list, of ``length`` if that is given."""
+    if not isinstance(value, list) or (length is not None and len(cast(list[Any], value)) != length):
+        raise wrong(key, "a list" + (f" of {length}" if length is not None else ""), value)
+    return cast(list[Any], value)
+
+
+def as_table(value: object, key: str) -> dict[str, Any]:
+    """Return ``value`` if it is a JSON object."""
+    if not isinstance(value, dict):
+        raise wrong(key, "an object", value)
+    return cast(dict[str, Any], value)
+
+
+def as_sizes(value: object, key: str) -> tuple[int, ...]:
+    """Return ``value`` if it is the shape of a tensor."""
+    found = as_list(value, key)
+    if len(found) > _MOST_DIMS:
+        raise wrong(key, f"up to {_MOST_DIMS} dims", value)
+    sizes = tuple(as_number(size, f"{key}[{dim}]") for dim, size in enumerate(found))
+    if prod(max(size, 1) for size in sizes) > MOST_SIZE:  # of an empty tensor, too: torch counts strides
+        raise wrong(key, f"dims whose product is at most {MOST_SIZE}", value)
+    return sizes
+
+
+def wrong(key: str, expected: str, found: object) -> DamagedCheckpointError:
+    """Return the error for a value of another type."""
+    return DamagedCheckpointError(f"{key}: expected {expected}, found {str(found)[:60]!r}")
+
+
+# ---- Checksums per block of a file: made while it is written, compared for exactly the blocks that are read.
+
+BLOCK_BYTES = 4 * 2**20
+
+
+def sum_of(data: bytes | bytearray | memoryview) -> str:
+    """Return the checksum of ``data``: XXH3, 128 bits, in hex."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+class BlockSums:
+    """Sums of the blocks of a stream of bytes.
+
+    Example:
+        >>> sums = BlockSums(4)
+        >>> sums.update(b"abcde")
+        >>> sums.finish() == [sum_of(b"abcd"), sum_of(b"e")]
+        True
+    """
+
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
+        self._sums: list[str] = []
+        self._open = xxhash.xxh3_128()
+        self._filled = 0
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        """Take the next bytes."""
+        view = memoryview(data).cast("B")
+        start = 0
+        while start < len(view):
+            stop = min(len(view), start + self._block_bytes - self._filled)
+            self._open.update(view[start:stop])
+            self._filled += stop - start
+            if self._filled == self._block_bytes:
+                self._close()
+            start = stop
+
+    def finish(self) -> list[str]:
+        """Return the sums of all blocks; the last one may be shorter."""
+        if self._filled:
+            self._close()
+        return self._sums
+
+    def _close(self) -> None:
+        self._sums.append(self._open.hexdigest())
+        self._open.reset()
+        self._filled = 0
+
+
+# ---- Dtypes under the names of the safetensors format, and tensors as bytes.
+
+_NAMES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
+    torch.complex128: "C128",  # in files as pairs of F64: safetensors has no such
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def dtype_name(dtype: torch.dtype, what: str) -> str:
+    """Return the name of ``dtype``.  Raises: ConfigError naming ``what`` for one that files cannot hold."""
+    if dtype not in _NAMES:
+        raise ConfigError(f"{what}: tensors of {dtype} cannot be saved; convert it to one of {', '.join(_DTYPES)}")
+    return _NAMES[dtype]
+
+
+def dtype_of(name: object, what: str) -> torch.dtype:
+    """Return the dtype of that name.  Raises: CheckpointError naming ``what``."""
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise CheckpointError(f"{what}: {name!r} is no dtype of this format")
+    return _DTYPES[name]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, on its own memory."""
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return cast(Any, flat.numpy()).data
+
+
+# ---- The header of a safetensors file: eight bytes of length, JSON, then the tensors one after the other.
+
+LENGTH_BYTES = 8
+MOST_BYTES = 100_000_000  # of a header: the bound of the safetensors library
+_META = "__metadata__"
+SAVE_KEY, STEP_KEY = "shardwise.save", "shardwise.step"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a file: bytes ``begin:end`` of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file holds; ``data_begin``: where the tensors begin."""
+
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+    data_begin: int
+
+
+def make_header(writes: Sequence[Write], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
+    """Return the first bytes of a file with the tensors of ``writes`` in this order, and where each tensor begins."""
+    fields: dict[str, Any] = {_META: dict(metadata)}
+    offset = 0
+    begins: list[int] = []
+    for write in writes:
+        dtype, sizes = write.dtype, list(write.window.sizes)
+        if dtype == "C128":  # the format has no such: pairs of numbers
+            dtype, sizes = "F64", [*sizes, 2]
+        begins.append(offset)
+        fields[write.key] = {"dtype": dtype, "shape": sizes, "data_offsets": [offset, offset + write.num_bytes]}
+        offset += write.num_bytes
+    body = json.dumps(fields, separators=(",", ":")).encode()
+    body += b" " * (-len(body) % 8)
+    start = LENGTH_BYTES + len(body)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body, [start + begin for begin in begins]
+
+
+def header_bytes(start: bytes, num_bytes: int, what: str) -> int:
+    """Return how many bytes of a file of ``num_bytes`` are header, from its first eight.
+
+    Raises: DamagedCheckpointError naming ``what`` if it cannot be.
+    """
+    length = int.from_bytes(start, "little")
+    if len(start) != LENGTH_BYTES or length > min(MOST_BYTES, num_bytes - LENGTH_BYTES):
+        raise DamagedCheckpointError(f"{what}: its header is said to be {length} bytes long, the file is {num_bytes}")
+    return LENGTH_BYTES + length
+
+
+def parse_header(data: bytes, num_bytes: int, what: str) -> Header:
+    """Return the header in the first bytes ``data`` of a file of ``num_bytes``.
+
+    Raises: DamagedCheckpointError, naming ``what`` and the key, for what is no header or does not fit the file.
+    """
+    fields = parse_json(data[LENGTH_BYTES:], f"{what}: header")
+    metadata = as_table(fields.pop(_META, {}), f"{what}: header.{_META}")
+    for key, value in metadata.items():
+        as_text(value, f"{what}: header.{_META}[{key[:40]!r}]")
+    entries: dict[str, Entry] = {}
+    for name, value in fields.items():
+        entries[name] = _entry(value, len(data), num_bytes, f"{what}: header[{name[:80]!r}]")
+    end = len(data)
+    for entry in sorted(entries.values(), key=lambda each: (each.begin, each.end)):
+        if entry.begin != end:
+            raise DamagedCheckpointError(
+                f"{what}: header: tensors leave a gap or overlap at byte {min(end, entry.begin)}"
+            )
+        end = entry.end
+    if end != num_bytes:
+        raise DamagedCheckpointError(f"{what}: header: its tensors end at byte {end}, the file at {num_bytes}")
+    return Header(entries, metadata, len(data))
+
+
+def _entry(value: object, data_begin: int, num_bytes: int, key: str) -> Entry:
+    fields = as_table(value, key)
+    dtype = as_text(fields.get("dtype"), f"{key}.dtype")
+    if dtype not in DTYPE_BYTES:
+        raise wrong(f"{key}.dtype", f"one of {', '.join(DTYPE_BYTES)}", dtype)
+    shape = as_sizes(fields.get("shape"), f"{key}.shape")
+    begin, end = (
+        as_number(each, f"{key}.data_offsets") for each in as_list(fields.get("data_offsets"), f"{key}.data_offsets", 2)
+    )
+    if begin > end or data_begin + end > num_bytes or end - begin != prod(shape) * DTYPE_BYTES[dtype]:
+        raise DamagedCheckpointError(
+            f"{key}: bytes {begin}:{end} for {list(shape)} of {dtype} in a file of {num_bytes}"
+        )
+    return Entry(dtype, shape, data_begin + begin, data_begin + end)
+
+
+FORMAT = "shardwise.checkpoint"
+VERSION = 1
+_SUM_BEGIN, _SUM_END = b',"sum":"', b'"}\n'
+_SUM_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file of tensors: ``sums[i]`` is that of its block ``i`` of ``block_bytes``; none in files of other tools."""
+
+    name: str
+    num_bytes: int
+    block_bytes: int
+    sums: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartRecord:
+    """A part of a tensor: bytes ``begin:end`` of file number ``file``, called ``key`` there."""
+
+    file: int
+    key: str
+    window: Window
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """A tensor under its plain name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[PartRecord, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What one save wrote.
+
+    Attributes:
+        save_id: 32 hex digits, in every file of the save.
+        num_ranks: ranks that saved; only state per rank depends on it.
+        ties: names of tensors that are another one's, by name.
+        values: state that is no tensor, encoded, by name.
+    """
+
+    save_id: str
+    step: int
+    num_ranks: int
+    files: tuple[FileRecord, ...]
+    tensors: Mapping[str, TensorRecord]
+    ties: Mapping[str, str] = field(default_factory=dict[str, str])
+    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def record_of(self, name: str) -> TensorRecord | None:
+        """Return the tensor called ``name``, also by a name that it shares."""
+        return self.tensors.get(self.ties.get(name, name))
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """Return the manifest as JSON that ends with the sum over all before it."""
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save": manifest.save_id,
+        "step": manifest.step,
+        "ranks": manifest.num_ranks,
+        "files": [
+            {"name": file.name, "bytes": file.num_bytes, "block_bytes": file.block_bytes, "sums": list(file.sums)}
+            for file in manifest.files
+        ],
+        "tensors": {
+            name: {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "parts": [
+                    [part.file, part.key, list(part.window.offsets), list(part.window.sizes), part.begin, part.end]
+                    for part in tensor.parts
+                ],
+            }
+            for name, tensor in manifest.tensors.items()
+        },
+        "ties": dict(manifest.ties),
+        "values": dict(manifest.values),
+    }
+    data = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()[:-1]
+    return data + _SUM_BEGIN + sum_of(data).encode() + _SUM_END
+
+
+def from_bytes(data: bytes, what: str = MANIFEST) -> Manifest:
+    """Return the manifest in ``data``.
+
+    Memory: a small multiple of ``data``; no size in it is believed before it fits the sizes of the files.
+    Raises: DamagedCheckpointError, which names ``what`` and the key, for any other bytes than were written.
+    """
+    tail = len(_SUM_BEGIN) + _SUM_BYTES + len(_SUM_END)
+    body, end = data[:-tail], data[-tail:]
+    if end != _SUM_BEGIN + sum_of(body).encode() + _SUM_END:
+        raise DamagedCheckpointError(f"{what}: its own sum does not fit its {len(data)} bytes: cut off, or changed")
+    return from_fields(parse_json(body + b"}", what), what)
+
+
+def from_fields(fields: dict[str, Any], what: str) -> Manifest:
+    """Return the manifest with these fields.  Raises: DamagedCheckpointError naming the first key that is wrong."""
+    if fields.get("format") != FORMAT or fields.get("version") != VERSION:
+        raise DamagedCheckpointError(
+            f"{what}: format {str(fields.get('format'))[:40]!r} version {str(fields.get('version'))[:8]}, expected "
+            f"{FORMAT!r} version {VERSION}: it is of another version of shardwise, or no checkpoint"
+        )
+    save_id = as_text(fields.get("save"), f"{what}: save")
+    if len(save_id) != 32 or set(save_id) - set("0123456789abcdef"):
+        raise wrong(f"{what}: save", "32 hex digits", save_id)
+    files = tuple(
+        _file(value, f"{what}: files[{i}]") for i, value in enumerate(as_list(fields.get("files"), f"{what}: files"))
+    )
+    if len({file.name for file in files}) != len(files):
+        raise DamagedCheckpointError(f"{what}: files: a name is there twice")
+    tensors = {
+        name: _tensor(value, files, f"{what}: tensors[{name[:80]!r}]")
+        for name, value in as_table(fields.get("tensors"), f"{what}: tensors").items()
+    }
+    _check_disjoint(tensors, files, what)
+    ties = as_table(fields.get("ties"), f"{what}: ties")
+    for name, first in ties.items():
+        if as_text(first, f"{what}: ties[{name[:80]!r}]") not in tensors or name in tensors:
+            raise DamagedCheckpointError(
+                f"{what}: ties[{name[:80]!r}]: {first[:80]!r} is no tensor, or {name[:80]!r} is"
+            )
+    return Manifest(
+        save_id,
+        as_number(fields.get("step"), f"{what}: step"),
+        as_number(fields.get("ranks"), f"{what}: ranks", 2**31),
+        files,
+        tensors,
+        ties,
+        as_table(fields.get("values"), f"{what}: values"),
+    )
+
+
+def _file(value: object, key: str) -> FileRecord:
+    fields = as_table(value, key)
+    name = as_text(fields.get("name"), f"{key}.name")
+    if not is_part_file(name):
+        raise wrong(f"{key}.name", "part-NNNNN.safetensors", name)
+    num_bytes = as_number(fields.get("bytes"), f"{key}.bytes")
+    block_bytes = as_number(fields.get("block_bytes"), f"{key}.block_bytes", 2**30)
+    sums = as_list(fields.get("sums"), f"{key}.sums")
+    if block_bytes < 1 or len(sums) != -(-num_bytes // block_bytes):
+        raise DamagedCheckpointError(f"{key}: {len(sums)} sums for {num_bytes} bytes in blocks of {block_bytes}")
+    return FileRecord(name, num_bytes, block_bytes, tuple(as_text(each, f"{key}.sums") for each in sums))
+
+
+def _tensor(value: object, files: Sequence[FileRecord], key: str) -> TensorRecord:
+    fields = as_table(value, key)
+    dtype = as_text(fields.get("dtype"), f"{key}.dtype")
+    if dtype not in DTYPE_BYTES:
+        raise wrong(f"{key}.dtype", f"one of {', '.join(DTYPE_BYTES)}", dtype)
+    shape = as_sizes(fields.get("shape"), f"{key}.shape")
+    parts = tuple(
+        _part(each, shape, dtype, files, f"{key}.parts[{i}]")
+        for i, each in enumerate(as_list(fields.get("parts"), f"{key}.parts"))
+    )
+    numel = sum(part.window.numel for part in parts)
+    if numel != prod(shape) or overlapping(sorted(part.window for part in parts)) is not None or not parts:
+        raise DamagedCheckpointError(f"{key}: {len(parts)} parts of {numel} elements do not make up {list(shape)}")
+    return TensorRecord(dtype, shape, parts)
+
+
+def _part(value: object, shape: tuple[int, ...], dtype: str, files: Sequence[FileRecord], key: str) -> PartRecord:
+    file, name, offsets, sizes, begin, end = as_list(value, key, 6)
+    number = as_number(file, f"{key}[0]", len(files) - 1)
+    window = Window(as_sizes(offsets, f"{key}[2]"), as_sizes(sizes, f"{key}[3]"))
+    begin, end = as_number(begin, f"{key}[4]"), as_number(end, f"{key}[5]")
+    if len(window.offsets) != len(shape) or len(window.sizes) != len(shape):
+        raise wrong(f"{key}[2:4]", f"{len(shape)} dims", [offsets, sizes])
+    if any(o + s > n for o, s, n in zip(window.offsets, window.sizes, shape, strict=True)):
+        raise wrong(f"{key}[2:4]", f"a part of {list(shape)}", [offsets, sizes])
+    if end - begin != window.numel * DTYPE_BYTES[dtype] or end > files[number].num_bytes:
+        raise DamagedCheckpointError(
+            f"{key}: bytes {begin}:{end} for {window.numel} of {dtype}, in {files[number].name} of {files[number].num_bytes}"
+        )
+    return PartRecord(number, as_text(name, f"{key}[1]"), window, begin, end)
+
+
+def _check_disjoint(tensors: Mapping[str, TensorRecord], files: Sequence[FileRecord], what: str) -> None:
+    """Two tensors on the same bytes would take memory beyond the files' size."""
+    ranges = sorted(
+        (part.file, part.begin, part.end) for t in tensors.values() for part in t.parts if part.end > part.begin
+    )
+    for (file, _, end), (other, begin, _) in pairwise(ranges):
+        if file == other and begin < end:
+            raise DamagedCheckpointError(f"{what}: two tensors share bytes {begin}:{end} of {files[file].name}")

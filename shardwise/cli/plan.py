@@ -1,0 +1,219 @@
+"""``shardwise plan``: its options, and what it does."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from shardwise.cli.exits import check_extras
+from shardwise.errors import ConfigError
+from shardwise.planner.advice import Choices, Plan, plan, with_hosts
+from shardwise.planner.profile import DOORS, ONE_UNIT, OPTIMIZERS
+from shardwise.planner.rank_time import HARDWARE, hardware_json, read_hardware
+from shardwise.recipes.config import NUM_BYTES, PRESETS, TrainConfig
+from shardwise.recipes.gpt import GPT, LLAMAS, Llama
+from shardwise.recipes.memory import planned_model
+from shardwise.recipes.sharding import HEADS, LLAMA_HEADS
+from shardwise.safe_files import replace_file
+
+_GPT = "gpt-"
+_PRESETS = (*LLAMAS, *(_GPT + name for name in PRESETS))
+
+
+def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add ``plan``."""
+    parser = commands.add_parser(
+        "plan",
+        help="say what training a model on many ranks would hold and take, before it runs",
+        description="Compare doors, meshes, sizes of units, recomputation and offload for a model on any number of ranks. "
+        "Needs no GPU, no other process and no memory for the model.",
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--preset", choices=_PRESETS, help="a model of known shape")
+    model.add_argument(
+        "--model-from",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that makes the model; it is called on the meta device",
+    )
+    for name, default, meaning in (
+        ("ranks", 8, "ranks, those that split a block together included"),
+        ("batch", 1, "sequences of a microbatch, on each data-parallel rank"),
+        ("seq", 2048, "tokens of a sequence"),
+        ("accumulate", 1, "microbatches of a step"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default: {default})")
+    parser.add_argument(
+        "--hosts", type=int, metavar="N", help="hosts that the ranks are on (default: as the hardware says)"
+    )
+    parser.add_argument(
+        "--hardware",
+        default="h100",
+        metavar="NAME",
+        help=f"{', '.join(HARDWARE)}, or a JSON file (default: h100)",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="with --hardware cpu: time this machine's operations, and how its processes share memory, first",
+    )
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="bf16", help="of the computation (default: bf16)"
+    )
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)")
+    parser.add_argument(
+        "--tp",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="numbers of ranks to split every block over: tensor parallelism (default: 1, none)",
+    )
+    parser.add_argument(
+        "--tp-plan",
+        metavar="MODULE:NAME",
+        help="with --model-from: what parallelize_module takes for one block of the model (a preset has its own)",
+    )
+    parser.add_argument("--doors", nargs="+", choices=DOORS, help="ways to consider (default: all but DDP)")
+    parser.add_argument("--out", metavar="FOLDER", help="write plan.json, train.py and memory.png there")
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Print the plan, and write it down if asked to; return 0.  Raises: ConfigError."""
+    if arguments.out is not None:
+        check_extras(("matplotlib",), "plan")
+    hardware = read_hardware(arguments.hardware)
+    if arguments.hosts is not None:
+        hardware = with_hosts(hardware, arguments.ranks, arguments.hosts)
+    choices = Choices(
+        precision=arguments.precision,
+        accumulate=arguments.accumulate,
+        optimizer=arguments.optimizer,
+        measures=arguments.measure,
+        threads=torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1,  # as train gives a rank
+        tensor=tuple(arguments.tp),
+        tensor_plan=_tensor_plan_of(arguments),
+    )
+    if arguments.doors is not None:
+        choices = replace(choices, doors=tuple(arguments.doors))
+    inputs = (arguments.batch, arguments.seq)
+    found = plan(_model_of(arguments), inputs, arguments.ranks, hardware=hardware, choices=choices)
+    show(found, arguments.out)
+    command = _train_command(arguments, found)
+    if command:
+        print(f"\nor, with the model of this preset: {command}")
+    if arguments.measure and arguments.out is not None:
+        path = Path(arguments.out) / "hardware.json"
+        path.write_text(hardware_json(found.hardware))
+        print(f"what was measured: {path}; next time, in place of --measure: --hardware {path}")
+    return 0
+
+
+def _train_command(arguments: argparse.Namespace, found: Plan) -> str:
+    """Return the command that trains the best way, where ``shardwise train`` has the model and the way; else nothing."""
+    preset = str(arguments.preset or "").removeprefix(_GPT)
+    if found.best is None or preset not in PRESETS or arguments.optimizer != "adamw":
+        return ""
+    setting = found.best.setting
+    words = [f"--model {preset} --context {arguments.seq} --shard {setting.door} --nproc {arguments.ranks}"]
+    words.append(f"--batch {arguments.batch * setting.ranks * setting.accumulate} --dtype {setting.precision}")
+    if setting.door in ("full", "hybrid"):
+        size = "1024G" if setting.min_unit_bytes >= ONE_UNIT else str(setting.min_unit_bytes)
+        words.append(f"--min-unit-bytes {size}")
+    for name, value, default in (
+        ("replicas", setting.replicas, 1),
+        ("tp", setting.tensor, 1),
+        ("accumulate", setting.accumulate, 1),
+    ):
+        words += [f"--{name} {value}"] if value != default else []
+    words += [f"--{name}" for name, is_on in (("recompute", setting.recompute), ("offload", setting.offload)) if is_on]
+    return " ".join(["shardwise train", *words])
+
+
+def show(found: Plan, out: str | None) -> None:
+    """Print a plan and its code; write both, and the picture, to the folder ``out``."""
+    print(found.table())
+    print(f"\n{found.code()}", end="")
+    if out is None:
+        return
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder, "plan.json", found.to_json())
+    replace_file(folder, "train.py", found.code())
+    found.picture(folder / "memory.png")
+    print(f"written: {folder}/plan.json, train.py, memory.png")
+
+
+def plan_training(config: TrainConfig, ranks: int, device: str) -> int:
+    """Print what the run of ``config`` on ``ranks`` ranks would hold and take; return 0."""
+    choices = Choices(
+        doors=(config.shard,),
+        unit_bytes=(config.min_unit_bytes,),
+        recompute=(config.recompute,),
+        offload=(config.offload,),
+        precision=config.dtype,
+        accumulate=config.accumulate,
+        tensor=(config.tp,),
+        tensor_plan=HEADS,
+    )
+    batch = max(config.batch // (ranks // config.tp * config.accumulate), 1)
+    hardware = HARDWARE["cpu" if device == "cpu" else "h100"]
+    if device == "cpu":  # all ranks of the command are on this host
+        hardware = with_hosts(hardware, ranks, 1)
+    size = (batch, config.model.context)
+    found = plan(
+        lambda: planned_model(replace(config, recompute=False), NUM_BYTES),
+        size,
+        ranks,
+        hardware=hardware,
+        choices=choices,
+    )
+    print(found.table())
+    return 0
+
+
+def _model_of(arguments: argparse.Namespace) -> Callable[[], nn.Module]:
+    if arguments.preset is not None:
+        name = str(arguments.preset)
+        if name in LLAMAS:
+            return lambda: Llama(LLAMAS[name])
+        shape = replace(PRESETS[name.removeprefix(_GPT)], context=arguments.seq)
+        return lambda: GPT(shape)
+    return cast(
+        "Callable[[], nn.Module]", _named(arguments.model_from, "--model-from", "FUNCTION, such as my_model:build")
+    )
+
+
+def _tensor_plan_of(arguments: argparse.Namespace) -> Mapping[str, ParallelStyle]:
+    if arguments.preset is not None:
+        return LLAMA_HEADS if str(arguments.preset) in LLAMAS else HEADS
+    if arguments.tp_plan is None:
+        return {}
+    found = _named(arguments.tp_plan, "--tp-plan", "NAME, such as my_model:TP_PLAN")
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"--tp-plan {arguments.tp_plan} is a {type(found).__name__}, expected what parallelize_module takes"
+        )
+    return cast("Mapping[str, ParallelStyle]", found)
+
+
+def _named(source: str, option: str, expected: str) -> object:
+    """Return what MODULE:NAME names.  Raises: ConfigError."""
+    module, _, name = source.partition(":")
+    if not name:
+        raise ConfigError(f"{option} is {source!r}, expected MODULE:{expected}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{option} {source}: {error}") from error

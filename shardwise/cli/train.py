@@ -1,0 +1,658 @@
+"""Check what ``shardwise train`` was asked for, then start ranks on this host, or run as the one that a launcher started."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import errno
+import json
+import logging
+import os
+import re
+import secrets
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, LAUNCHER_VARIABLE, STORE_VARIABLE, check_extras
+from shardwise.cli.local_ranks import (
+    RestartPolicy,
+    attempt_from,
+    job_of,
+    launch_ranks,
+    launch_with_restarts,
+    needs_no_network,
+)
+from shardwise.collectives.routes import TRANSPORTS
+from shardwise.collectives.streams import watch_device
+from shardwise.consistency.process_groups import check_peers
+from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError
+from shardwise.one_host import host_memory_bytes, stay_on_loopback, usable_cores
+from shardwise.recipes.config import DTYPES, PRESETS, SHARDS, TrainConfig, check_config, check_ranks
+from shardwise.recipes.data import open_vocabulary
+from shardwise.recipes.memory import MemoryLimit, check_room, format_bytes
+from shardwise.recipes.plain_text import plain
+from shardwise.recipes.run_folder import (
+    Restart,
+    Start,
+    check_own_module,
+    check_start,
+    merge_resumed,
+    new_folder,
+    read_run_config,
+    tokenizer_of,
+    with_overrides,
+)
+from shardwise.recipes.sharding import DOORS, RunRanks
+from shardwise.recipes.train import DivergedError, train
+
+# ---- A name for one start of a job's ranks, agreed through a store that may hold what earlier starts have left in
+# it.
+
+_START, _HERE, _ALL = "shardwise/start", "shardwise/start/here", "shardwise/start/all"
+_PAUSE_S = 0.01
+
+
+def name_start(store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -> str:
+    """Return a text that these ``num_ranks`` processes have in common with no others, earlier ones of their ranks included.
+
+    torchrun keeps its store from start to start; addresses of processes that have ended would be taken for those of now.
+    Rank 0 makes the name up; it is agreed once every rank has answered to it, and each has seen its own answer among all.
+    Raises: TransportError naming the ranks that did not join in time.
+    """
+    own, deadline = secrets.token_hex(8), time.monotonic() + timeout_s
+    if rank == 0:
+        store.set(_START, own)
+        return _gather(store, own, num_ranks, deadline)
+    answered = ""
+    while time.monotonic() < deadline:
+        name = _read(store, _START)
+        if name and name != answered:
+            store.set(f"{_HERE}/{rank}", json.dumps([name, own]))
+            answered = name
+        found = _read(store, _ALL)
+        if found and json.loads(found)["answers"].get(str(rank)) == own:
+            return str(json.loads(found)["name"])
+        time.sleep(_PAUSE_S)
+    raise TransportError(f"rank 0 did not join within {timeout_s:g} s")
+
+
+def _gather(store: dist.Store, name: str, num_ranks: int, deadline: float) -> str:
+    answers: dict[str, str] = {}
+    while len(answers) < num_ranks - 1:
+        for rank in range(1, num_ranks):
+            said = json.loads(_read(store, f"{_HERE}/{rank}") or "[null, null]")
+            if said[0] == name:
+                answers[str(rank)] = said[1]
+        if time.monotonic() > deadline:
+            late = [str(rank) for rank in range(1, num_ranks) if str(rank) not in answers]
+            raise TransportError(f"rank(s) {', '.join(late[:8])} did not join in time")
+        time.sleep(_PAUSE_S)
+    store.set(_ALL, json.dumps({"name": name, "answers": answers}))
+    return name
+
+
+def _read(store: dist.Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+# ---- SIGTERM and Ctrl-C while a run trains: the first asks it to save and leave, the second ends it at once.
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def stop_on_signals(second_ends: bool) -> Generator[Callable[[], int], None, None]:
+    """Note the first signal; give a function that returns its number, 0 before.
+
+    Args:
+        second_ends: leave the second one to the system: it ends this process also where Python does not run, in a
+            collective that waits.  False where a launcher sees to it, and one Ctrl-C may come by two ways.
+    """
+    noted: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        noted.append(number)
+        for each in SIGNALS if second_ends else ():
+            signal.signal(each, signal.SIG_DFL)
+        if second_ends and sys.stdout.isatty():
+            sys.stdout.write("\x1b[?25h")  # whoever is ended by the system cannot give the cursor back
+            sys.stdout.flush()
+
+    before = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield lambda: noted[0] if noted else 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---- The options of ``shardwise train``, read into a frozen request.
+
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[kKmMgG]?)(?:i?[bB])?")
+_SIZES = {"preset": "model", "layers": "layers", "width": "width", "heads": "heads"}
+DEVICES = ("auto", "cpu", "cuda")
+_NOT_CONFIG = frozenset(
+    {"command", "preset", "nproc", "device", "out", "resume", "max_restarts", "min_nproc", "plan", "trace", "private"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRequest:
+    """What was asked for.  ``nproc`` None means: choose; ``launched_ranks`` is set when a launcher started us.
+
+    ``terms``: of restarts by our own launcher.  ``only_plans``: say what the run would hold and take, and stop.
+    """
+
+    config: TrainConfig
+    start: Start
+    nproc: int | None
+    device: str
+    launched_ranks: int | None
+    terms: RestartPolicy
+    only_plans: bool = False
+
+
+def add_train_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add ``train``.  Options not given leave no attribute, so that --resume can tell them from defaults."""
+    parser = commands.add_parser(
+        "train",
+        help="train a byte-level GPT on text",
+        description="Train a byte-level GPT on text, on all local cores or GPUs, or under torchrun.",
+        argument_default=argparse.SUPPRESS,
+    )
+    _add_model_options(parser)
+    _add_training_options(parser)
+    _add_run_options(parser)
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", dest="preset", choices=tuple(PRESETS), help="a preset of sizes (default: tiny)")
+    group.add_argument(
+        "--model-from",
+        metavar="MODULE:FUNCTION",
+        help="train the model that this function returns: int64 tokens (batch, seq) to logits (batch, seq, vocabulary); it is "
+        "given vocabulary and context if it has such parameters (default: shardwise's own GPT)",
+    )
+    for name, meaning in (
+        ("layers", "number of blocks"),
+        ("width", "features per position; divisible by --heads"),
+        ("heads", "attention heads"),
+        ("context", "bytes, or tokens, that the model sees at once"),
+    ):
+        group.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
+
+
+def _add_training_options(parser: argparse.ArgumentParser) -> None:
+    default = TrainConfig()
+    doors = "; ".join(f"{name} = {door.summary}" for name, door in DOORS.items())
+    group = parser.add_argument_group("training")
+    group.add_argument("--shard", choices=SHARDS, help=f"{doors} (default: {default.shard})")
+    for name, meaning in (
+        ("offload", "keep shards, gradients and optimizer state in host memory"),
+        ("recompute", "keep only the inputs of blocks for backward, and compute blocks again there"),
+        ("compile", "compile the attention and MLP of every block with torch.compile"),
+    ):
+        group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=f"{meaning} (default: off)")
+    group.add_argument(
+        "--min-unit-bytes",
+        type=read_num_bytes,
+        metavar="SIZE",
+        help="merge neighbouring blocks until a unit has this many bytes of parameters, with --shard full and hybrid; "
+        f"512k, 1.5M (powers of 1024); 0: never (default: {default.min_unit_bytes / 2**20:g}M)",
+    )
+    group.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        help="how CPU ranks exchange tensors, with --shard full and hybrid: auto = shared memory within a host, gloo = "
+        f"messages, collective = gloo's collectives (default: {default.transport})",
+    )
+    group.add_argument("--compile-backend", metavar="NAME", help=argparse.SUPPRESS)
+    group.add_argument("--dtype", choices=DTYPES, help=f"type of the computation (default: {default.dtype})")
+    group.add_argument(
+        "--data",
+        metavar="PATH",
+        help="a text, .jsonl or .parquet file, a folder of such files, or one that datasets.save_to_disk wrote (default: "
+        "Python's standard library)",
+    )
+    group.add_argument(
+        "--text-column",
+        metavar="NAME",
+        help=f"of JSONL, Parquet and datasets: the text (default: {default.text_column})",
+    )
+    group.add_argument(
+        "--tokenizer", metavar="PATH", help="a tokenizer.json of the tokenizers package (default: bytes)"
+    )
+    group.add_argument(
+        "--init", metavar="PATH", help="begin with these safetensors weights, a file or a folder (default: random)"
+    )
+    for name, meaning in (
+        ("replicas", "whole copies of the model, with --shard hybrid"),
+        ("tp", "ranks that share the heads and columns of every block (tensor parallelism)"),
+        ("steps", "optimizer steps in all"),
+        ("batch", "sequences per step, of all ranks together"),
+        ("accumulate", "microbatches per step and rank"),
+        ("warmup", "steps of linear warm-up, before the cosine"),
+        ("seed", "of the weights, the order of the text and the sample"),
+        ("log-every", "steps between two lines of figures"),
+        ("eval-every", "steps between two validations"),
+        ("eval-windows", "windows of the validation text to measure"),
+        ("save-every", "steps between two checkpoints"),
+        ("keep", "checkpoints to keep"),
+        ("sample-bytes", "length of the sample at the end, in bytes or tokens"),
+    ):
+        value = getattr(default, name.replace("-", "_"))
+        group.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning} (default: {value})")
+    for name, meaning in (
+        ("lr", "highest learning rate"),
+        ("weight-decay", "of AdamW, on matrices"),
+        ("clip", "largest norm of the gradients; 0: clip nothing"),
+    ):
+        value = getattr(default, name.replace("-", "_"))
+        group.add_argument(f"--{name}", type=float, metavar="X", help=f"{meaning} (default: {value})")
+
+
+def read_num_bytes(text: str) -> int:
+    """Read ``0``, ``4096``, ``512k``, ``1.5M`` or ``2GiB``; units are powers of 1024.  Raises: ArgumentTypeError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size, expected a number of bytes such as 0, 4096, 512k or 1.5M"
+        )
+    return int(float(match["number"]) * 1024 ** " kmg".index(match["unit"].lower() or " "))
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("run")
+    group.add_argument("--out", metavar="FOLDER", help="run folder, new or empty (default: runs/<time>)")
+    group.add_argument("--resume", metavar="RUN", help="continue this run folder from its last checkpoint")
+    group.add_argument(
+        "--nproc", type=int, metavar="N", help="local ranks (default: every GPU, or the CPU cores up to 2)"
+    )
+    group.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="start ranks that failed again, up to N times, from the newest checkpoint that is whole (default: 0)",
+    )
+    group.add_argument(
+        "--min-nproc",
+        type=int,
+        metavar="M",
+        help="restart on the ranks that are left after some were killed, if M are (default: always on as many as before)",
+    )
+    group.add_argument(
+        "--trace", type=int, metavar="STEPS", help="record every call of STEPS steps after the first, one file per rank"
+    )
+    group.add_argument("--plan", action="store_true", help="say what the run would hold and take, and stop")
+    group.add_argument(
+        "--private", action="store_true", help="let no other user read what is written (default: as umask says)"
+    )
+    group.add_argument("--device", choices=DEVICES, help="where to compute (default: auto = GPUs if there are any)")
+
+
+def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, str]) -> TrainRequest:
+    """Turn parsed options into a checked request.  Raises: ConfigError."""
+    given: dict[str, object] = dict(vars(arguments))
+    launched_ranks = _launched_ranks(environment)
+    terms = _read_terms(given, environment)
+    start = Start(_path(given.get("out")), _path(given.get("resume")), trace_steps=_trace_steps(given.get("trace")))
+    start = _restarted(start, environment)
+    config = _read_config(given, start)
+    sizes = [f"--{_SIZES[name]}" for name in _SIZES if name in given]
+    if config.model_from is not None and sizes:
+        raise ConfigError(
+            f"{', '.join(sizes)}: of shardwise's own GPT. Leave them out: --model-from {config.model_from} says its own."
+        )
+    check_config(config)
+    nproc = given.get("nproc")
+    assert nproc is None or isinstance(nproc, int)
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"--nproc is {nproc}, expected at least 1.")
+    device, only_plans = str(given.get("device", "auto")), bool(given.get("plan", False))
+    return TrainRequest(config, start, nproc, device, launched_ranks, terms, only_plans)
+
+
+def _read_terms(given: Mapping[str, object], environment: Mapping[str, str]) -> RestartPolicy:
+    most, least = given.get("max_restarts", 0), given.get("min_nproc")
+    assert isinstance(most, int)
+    assert least is None or isinstance(least, int)
+    if most < 0:
+        raise ConfigError(f"--max-restarts is {most}, expected 0 or more.")
+    if least is not None and (least < 1 or not most):
+        raise ConfigError(f"--min-nproc is {least}, expected at least 1, together with --max-restarts.")
+    if most and "RANK" in environment and LAUNCHER_VARIABLE not in environment:
+        raise ConfigError("--max-restarts: these ranks were started by another launcher. Give the option to torchrun.")
+    return RestartPolicy(most, least)
+
+
+def _restarted(start: Start, environment: Mapping[str, str]) -> Start:
+    """Return ``start`` with what the process that starts this rank, and would start it again, has told it.
+
+    Raises: ConfigError if it could not find the run again.
+    """
+    attempt, job = attempt_from(environment), job_of(environment)
+    if attempt is not None:
+        out = Path(attempt.folder) if start.resume is None else None
+        restart = Restart(attempt.number, attempt.cause) if attempt.number else None
+        return replace(start, out=out, job=job, restart=restart, step_file=Path(attempt.step_file))
+    if job is None:
+        return start
+    if int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) and start.out is None and start.resume is None:
+        raise ConfigError(
+            "torchrun --max-restarts: a restart would not find its run. Name the run's folder with --out."
+        )
+    number = int(environment["TORCHELASTIC_RESTART_COUNT"])
+    cause = "torchrun has started all ranks again"
+    return replace(start, job=job, restart=Restart(number, cause) if number else None)
+
+
+def _trace_steps(value: object) -> int:
+    if value is None:
+        return 0
+    assert isinstance(value, int)
+    if value < 1:
+        raise ConfigError(f"--trace is {value}, expected at least 1 step.")
+    return value
+
+
+def _path(value: object) -> Path | None:
+    return None if value is None else Path(str(value))
+
+
+def _read_config(given: Mapping[str, object], start: Start) -> TrainConfig:
+    values = {name: value for name, value in given.items() if name not in _NOT_CONFIG}
+    if start.resume is None:
+        preset = PRESETS[str(given.get("preset", "tiny"))]
+        return with_overrides(TrainConfig(model=preset), values)
+    if start.out is not None:
+        raise ConfigError("--resume continues in its own folder: leave --out out.")
+    saved = read_run_config(start.resume)
+    if "model_from" not in given:
+        check_own_module(start.resume, saved)
+    if "preset" in given:
+        shape = PRESETS[str(given["preset"])]
+        values = {name: getattr(shape, name) for name in ("layers", "width", "heads", "context")} | values
+    return merge_resumed(saved, with_overrides(saved, values), start.resume)
+
+
+def _launched_ranks(environment: Mapping[str, str]) -> int | None:
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return None
+    try:
+        rank, num_ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    except (KeyError, ValueError) as error:
+        raise ConfigError("RANK and WORLD_SIZE must both be set to whole numbers, as torchrun does.") from error
+    if not 0 <= rank < num_ranks:
+        raise ConfigError(f"RANK is {rank}, expected 0 to {num_ranks - 1} (WORLD_SIZE is {num_ranks}).")
+    return num_ranks
+
+
+# ---- One rank of ``shardwise train``: join the process group, train, and say once why the run failed if it does.
+
+TIMEOUT = timedelta(minutes=10)
+_CLAIM = "shardwise/failure"
+_REFUSING_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h: the signal that this process gets when its parent ends
+_PATIENCE_S = 3.0  # the rank that failed first has the better reason, and a launcher the best
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "socket timeout",
+    " is gone",
+    " are gone",
+    " did not all make this call",
+)
+
+
+def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, str]) -> int:
+    """Train as one rank; return 0, or 128 plus the signal on which it saved and left; a failure ends this process at once."""
+    warnings.filterwarnings("ignore", module=r"torch\.")
+    logging.disable(logging.ERROR)  # torch logs tracebacks of failures that are reported below, once
+    if LAUNCHER_VARIABLE in environment:
+        _end_with(int(environment[LAUNCHER_VARIABLE]))
+    elif request.launched_ranks is None:
+        stay_on_loopback(os.environ)
+        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # as Ctrl-C: leave in order
+    if device_type == "cpu" and "OMP_NUM_THREADS" not in environment:
+        torch.set_num_threads(1)
+    claim: Callable[[], bool] = lambda: environment.get("RANK", "0") == "0"  # noqa: E731  replaced below
+    try:
+        device = _choose_own_device(device_type, environment)
+        place = _meet(request, environment)
+        claim = lambda: place.store.add(_CLAIM, 1) == 1  # noqa: E731
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        if device_type == "cuda":  # our watch raises, and names; torch's would end the process by SIGABRT
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        dist.init_process_group(
+            backend, store=place.store, rank=place.rank, world_size=place.num_ranks, timeout=TIMEOUT
+        )
+        check_peers()
+        watch_device(device)
+        is_alone = request.launched_ranks is None
+        listening = partial(stop_on_signals, second_ends=is_alone)
+        number = train(request.start, request.config, RunRanks(place.rank, place.num_ranks, device), listening)
+        dist.destroy_process_group()
+        if number and is_alone:
+            print(f"shardwise: ended by {signal.Signals(number).name}", file=sys.stderr)
+        return 128 + number if number else 0
+    except KeyboardInterrupt:
+        if request.launched_ranks is None:
+            raise
+        _end(128 + signal.SIGINT)
+    except Exception as error:
+        _fail(error, claim, environment.get("RANK", "0"), request.start.resume or request.start.out)
+    return EXIT_FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class _RankPlace:
+    """Where this process stands among the ranks, and the store through which they meet."""
+
+    store: dist.Store
+    rank: int
+    num_ranks: int
+
+
+def _meet(request: TrainRequest, environment: Mapping[str, str]) -> _RankPlace:
+    if request.launched_ranks is None:
+        return _RankPlace(dist.HashStore(), 0, 1)
+    if STORE_VARIABLE not in environment:
+        found, rank, num_ranks = next(rendezvous("env://", timeout=TIMEOUT))
+        name = name_start(found, rank, num_ranks, TIMEOUT.total_seconds())
+        return _RankPlace(dist.PrefixStore(f"shardwise/{name}", found), rank, num_ranks)
+    store = dist.FileStore(environment[STORE_VARIABLE], request.launched_ranks)
+    store.set_timeout(TIMEOUT)
+    return _RankPlace(store, int(environment["RANK"]), request.launched_ranks)
+
+
+def _choose_own_device(device_type: str, environment: Mapping[str, str]) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    local_rank = int(environment.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()}. "
+            f"Start at most that many ranks per host."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _fail(error: Exception, claim: Callable[[], bool], rank: str, run: Path | None) -> None:
+    """Print the reason once over all ranks and end this process, so that the launcher ends the others."""
+    message = explain(error)
+    if _is_lost_peer(error):
+        time.sleep(_PATIENCE_S)
+        message = message or "another rank ended without giving a reason (killed, or out of memory?)"
+    try:
+        is_speaker = claim()
+    except Exception:  # the store went with the rank that failed first, which has spoken
+        is_speaker = rank == "0"
+    if is_speaker:
+        if message is None:
+            traceback.print_exception(error)
+            message = f"rank {rank} failed unexpectedly ({type(error).__name__}); the traceback is above"
+        print(f"shardwise: error: {plain(message)}", file=sys.stderr)
+        if run is not None and (isinstance(error, DesyncError | TransportError) or _is_lost_peer(error)):
+            print(f"shardwise: what each rank did last: shardwise diagnose {run}", file=sys.stderr)
+    is_final = LAUNCHER_VARIABLE in os.environ and would_fail_again(error)
+    _end(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FINAL if is_final else EXIT_FAILED)
+
+
+def would_fail_again(error: BaseException) -> bool:
+    """Return True for what a restart cannot mend: training that diverged, output that nobody reads, a disk that takes nothing.
+
+    Example:
+        >>> would_fail_again(OSError(errno.ENOSPC, "No space left on device")), would_fail_again(MemoryError())
+        (True, False)
+    """
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, DivergedError | BrokenPipeError):
+            return True
+        if isinstance(found, OSError) and found.errno in _REFUSING_DISK:
+            return True
+        found = found.__cause__
+    return False
+
+
+def _end(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)  # an ordinary exit waits for threads that may wait for other ranks
+
+
+def explain(error: BaseException) -> str | None:
+    """Return one sentence a user can act on, or None if the error is not one we expect."""
+    if isinstance(error, ShardwiseError):
+        return str(error)
+    if isinstance(error, BrokenPipeError):
+        return "standard output was closed; the run stopped. Continue it with --resume."
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of GPU memory. Use a smaller --batch or more --accumulate, more ranks, or a smaller model."
+    if isinstance(error, OSError) and not _is_lost_peer(error):
+        where = f" {error.filename}" if error.filename else ""
+        return f"cannot read or write{where}: {error.strerror or error}. Complete checkpoints are as they were."
+    if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error):
+        return f"the port at which the ranks meet is in use ({error}). Choose another MASTER_PORT."
+    return None
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | ConnectionError) and any(words in text for words in _LOST_PEER)
+
+
+def _end_with(launcher: int) -> None:
+    """End this process at once when the launcher is gone: no rank outlives it, or has a last word."""
+    if sys.platform == "linux":  # all ranks at one moment: none is left that could report the others' end as a failure
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=watch, name="watch-launcher", daemon=True).start()
+
+
+def run_train(request: TrainRequest, words: Sequence[str]) -> int:
+    """Check what can be checked in one process, then train; return the exit code.  Raises: ConfigError."""
+    check_extras(("rich", "tensorboard", "matplotlib"))
+    device_type = choose_device(request.device)
+    if request.launched_ranks is not None:
+        if LAUNCHER_VARIABLE not in os.environ:  # else our own launcher has looked
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", request.launched_ranks))
+            _check_room(request, device_type, request.launched_ranks, local)
+        return _run_here(request, device_type)
+    if request.config.model_from is not None:
+        from shardwise.recipes.sharding import check_module
+
+        check_module(request.config.model_from)
+    nproc = request.nproc or default_nproc(device_type)
+    if device_type == "cuda" and nproc > torch.cuda.device_count():
+        raise ConfigError(
+            f"--nproc {nproc}: this host has {torch.cuda.device_count()} GPU(s), and every rank needs one of its own. "
+            f"Use --nproc {torch.cuda.device_count()}, or --device cpu."
+        )
+    if request.only_plans:
+        from shardwise.cli.plan import plan_training
+
+        check_ranks(request.config, nproc)
+        return plan_training(request.config, nproc, device_type)
+    _check_room(request, device_type, nproc, nproc)
+    check_start(request.start, request.config)
+    if request.terms.min_nproc is not None and request.terms.min_nproc > nproc:
+        raise ConfigError(
+            f"--min-nproc is {request.terms.min_nproc}, expected at most the {nproc} rank(s) of the start."
+        )
+    if request.terms.max_restarts:
+        folder = request.start.resume or new_folder(request.start.out)
+        return launch_with_restarts(folder, request.config, request.terms, nproc, device_type, words)
+    if nproc == 1:
+        return _run_here(request, device_type)
+    is_private = needs_no_network(request.config, device_type)
+    return launch_ranks(nproc, device_type, words, request.start.resume or request.start.out, is_private)
+
+
+def _run_here(request: TrainRequest, device_type: str) -> int:
+
+    return run_rank(request, device_type, os.environ)
+
+
+def _check_room(request: TrainRequest, device_type: str, num_ranks: int, local_ranks: int) -> None:
+    check_ranks(request.config, num_ranks)
+    room = _room_of(device_type, local_ranks)
+    if room is not None:
+        vocabulary = open_vocabulary(tokenizer_of(request.start, request.config))
+        check_room(request.config, num_ranks, room, vocabulary.size)
+
+
+def _room_of(device_type: str, local_ranks: int) -> MemoryLimit | None:
+    """Return the memory of one of ``local_ranks`` ranks on this host; None where the system does not tell."""
+    host = host_memory_bytes()
+    share = sys.maxsize if host is None else host // local_ranks
+    if device_type == "cuda":
+        each = (torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
+        num_bytes = min(each)
+        return MemoryLimit(num_bytes, share, f"the smallest GPU here has {format_bytes(num_bytes)}")
+    if host is None:
+        return None
+    whole = f"this host has {format_bytes(host)}"
+    return MemoryLimit(
+        share, None, whole if local_ranks == 1 else f"{whole} for {local_ranks} ranks: {format_bytes(share)} each"
+    )
+
+
+def choose_device(asked: str) -> str:
+    """Return "cuda" or "cpu".  Raises: ConfigError if GPUs are asked for and there are none."""
+    has_gpu = torch.cuda.is_available()
+    if asked == "cuda" and not has_gpu:
+        raise ConfigError("--device cuda: torch finds no GPU on this host. Use --device cpu or auto.")
+    return "cuda" if has_gpu and asked != "cpu" else "cpu"
+
+
+def default_nproc(device_type: str) -> int:
+    """Return every GPU, or the usable CPU cores up to 2."""
+    if device_type == "cuda":
+        return torch.cuda.device_count()
+    return min(2, usable_cores())

@@ -1,0 +1,1 @@
+"""How bytes move: collectives, streams, buffers, compression. It knows no unit and no module."""

@@ -1,0 +1,338 @@
+"""Memory for unsharded parameters and for collectives, on loan from a pool."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise import torch_private
+from shardwise.collectives.streams import device_of
+from shardwise.errors import StateError
+
+# ---- Memory of the host that steps use again and again, kept from going back to the kernel between them.
+# glibc gives the end of its heap back once enough of it is free: after a backward that is what activations and gradients
+# lay in, which the next step takes again, a page fault for every 4 KiB.  One small block at the end of the heap keeps what
+# lies below it.  No option of malloc is changed, and without the block everything goes back.
+
+_BLOCK_BYTES = 1 << 16  # less than glibc ever maps by itself: a block comes from the heap
+_NEAR_BYTES = 1 << 20  # this much above the block may come and go: 256 pages
+_MOST_PIECES = 256  # taken at most to come to the end of the heap
+_RETRY_BYTES = 1 << 26  # what the heap must grow by for another search, where one ended before the end
+
+
+@functools.cache
+def _glibc() -> ctypes.CDLL | None:
+    """Return the C library; None if it is not glibc, since others keep memory otherwise."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return None
+    library.sbrk.restype, library.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.realloc.restype, library.realloc.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
+    library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
+    return library
+
+
+def _free(pieces: Iterable[int]) -> None:
+    library = _glibc()
+    assert library is not None
+    for piece in pieces:
+        library.free(piece)
+
+
+class HeapTop:
+    """A block at the end of the heap, moved as the heap grows, and freed with this object.
+
+    Attributes:
+        find_end: tells where the heap ends.  Once that is past ``limit``, somebody calls :meth:`keep`.
+        num_moves: how often a block was looked for: a few times in the first steps, hardly ever after.
+        is_on: False where the host's malloc has no such heap, and for other devices.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._library = _glibc() if device.type == "cpu" else None
+        self._block: list[int] = []  # one at most
+        self.find_end: Callable[[], int] = int  # 0
+        if self._library is not None:
+            self.find_end = functools.partial(self._library.sbrk, 0)
+        self.limit = 0
+        self.num_moves = 0
+        weakref.finalize(self, _free, self._block).atexit = False
+
+    @property
+    def is_on(self) -> bool:
+        return self._library is not None
+
+    def keep(self) -> None:
+        """Keep what the heap has grown to since the last call: to be called where much memory is in use, as in a backward."""
+        if self._library is None:
+            return
+        self.num_moves += 1
+        held: list[int] = []
+        block = self._take_at_end(self._library, held)
+        if block:
+            held += self._block
+            self._block[:] = [block]
+        self.limit = self.find_end() + (_NEAR_BYTES if block else _RETRY_BYTES)
+        _free(held)
+
+    def _take_at_end(self, library: ctypes.CDLL, held: list[int]) -> int:
+        """Return a block from where the heap ended, 0 if there is none; ``held``: what was taken on the way.
+
+        malloc takes from the end what no hole below is large enough for: pieces are doubled until the heap grows for one.
+        """
+        size, largest = _BLOCK_BYTES, sys.maxsize
+        for _ in range(_MOST_PIECES):
+            end = self.find_end()
+            piece = library.malloc(size)
+            if not piece:
+                return 0
+            if piece > self.find_end():  # mapped by itself
+                library.free(piece)
+                if size == _BLOCK_BYTES:  # another malloc, or the arena of another thread
+                    self._library, self.find_end = None, int
+                    return 0
+                size = largest = size // 2
+            elif self.find_end() > end:
+                if end - piece > _NEAR_BYTES:
+                    # It begins where the last free bytes did: they are filled, and the next piece is behind them.
+                    held.append(library.realloc(piece, end - piece - _BLOCK_BYTES))
+                    piece = library.malloc(size)
+                return library.realloc(piece, _BLOCK_BYTES) if piece else 0
+            else:
+                held.append(piece)
+                size = min(2 * size, largest)
+        return 0
+
+
+# ---- Tensors with storages of their own inside one allocation.
+# Neighbours in memory travel and update in one piece.  Views of one tensor would do for that, but not for those who keep
+# them: a view has the storage of all its neighbours, so saving one saves them all, and ``data_ptr() == 0``, by which torch
+# tells wrapper subclasses such as DTensor, holds for the first alone.  What is carved out here is like any tensor: storage
+# offset 0, a storage of just its own bytes.  The allocation lives as long as anything carved out of it.
+
+
+class _Extent:
+    """Bytes at an address, in the words that array libraries share; ``keep`` stays alive with whatever reads them."""
+
+    __slots__ = ("_address", "_num_bytes", "keep")
+
+    def __init__(self, address: int, num_bytes: int, keep: object) -> None:
+        self._address, self._num_bytes, self.keep = address, num_bytes, keep
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {"data": (self._address, False), "shape": (self._num_bytes,), "typestr": "|u1", "version": 3}
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"data": (self._address, False), "shape": (self._num_bytes,), "typestr": "|u1", "version": 3}
+
+
+def _bytes_at(address: int, num_bytes: int, device: torch.device, keep: object) -> torch.Tensor:
+    extent = _Extent(address, num_bytes, keep)
+    if device.type == "cpu":
+        return torch.from_numpy(np.asarray(extent))
+    return torch.as_tensor(extent, device=device)
+
+
+def carve(flat: torch.Tensor, start: int, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:
+    """Return a tensor of ``shape`` on the elements of the 1-D tensor ``flat`` from ``start`` on, with a storage of its own.
+
+    ``stride``: of a tensor without gaps; None: row-major.
+    """
+    found = carve_all(flat, [(start, tuple(shape))])[0]
+    return found if stride is None else found.as_strided(tuple(shape), tuple(stride))
+
+
+def carve_all(flat: torch.Tensor, places: Sequence[tuple[int, tuple[int, ...]]]) -> list[torch.Tensor]:
+    """Return :func:`carve` for each (start, shape).  Cost on CPU: about 3 us each, hardly more than a view."""
+    dtype, device, itemsize = flat.dtype, flat.device, flat.element_size()
+    is_cpu = device.type == "cpu"
+    array = flat.detach().view(torch.uint8).numpy() if is_cpu else None
+    found: list[torch.Tensor] = []
+    for start, shape in places:
+        numel = math.prod(shape)
+        if not numel or device.type == "meta":
+            found.append(torch.empty(shape, dtype=dtype, device=device))
+        elif array is not None:
+            part = torch.frombuffer(array, dtype=dtype, count=numel, offset=start * itemsize)
+            found.append(part if len(shape) == 1 else part.view(shape))
+        else:
+            address = flat.data_ptr() + start * itemsize
+            found.append(_bytes_at(address, numel * itemsize, device, flat).view(dtype).view(shape))
+    return found
+
+
+def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one 1-D tensor over ``tensors``, which lie one after the other in memory without gaps; it keeps them alive.
+
+    They may have storages of their own, and need not be of one allocation.
+    """
+    real = [tensor for tensor in tensors if tensor.numel()] or tensors[:1]
+    return join_from(real[0], sum(tensor.numel() for tensor in real), tuple(tensors))
+
+
+def join_from(first: torch.Tensor, numel: int, keep: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return ``numel`` elements from where ``first`` starts, 1-D; ``keep``, in whose memory they lie, stays alive with it."""
+    if not numel or first.device.type == "meta":
+        return torch.empty(numel, dtype=first.dtype, device=first.device)
+    return _bytes_at(first.data_ptr(), numel * first.element_size(), first.device, keep).view(first.dtype)
+
+
+def are_neighbours(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return True if ``tensors``, contiguous and of one dtype, lie one after the other without gaps; empty ones anywhere."""
+    end = None
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes:
+            start = tensor.data_ptr()
+            if end is not None and start != end:
+                return False
+            end = start + num_bytes
+    return True
+
+
+def is_own(tensor: torch.Tensor) -> bool:
+    """Return True if ``tensor`` has a storage of just its own bytes."""
+    num_bytes = tensor.untyped_storage().nbytes()
+    return tensor.storage_offset() == 0 and num_bytes == tensor.numel() * tensor.element_size()
+
+
+_MIN_BYTES = 512
+
+
+def size_class(num_bytes: int) -> int:
+    """Return ``num_bytes`` rounded up to one of eight sizes per doubling, so that near sizes share storages.
+
+    Storages are reused within a class alone: then a step that needed enough of them once finds enough ever after.
+    """
+    if num_bytes <= _MIN_BYTES:
+        return _MIN_BYTES
+    grain = 1 << max((num_bytes - 1).bit_length() - 4, 0)
+    return -(-num_bytes // grain) * grain
+
+
+class _Slab:
+    """A storage of the pool and the tensors that loans of it have asked for: the same objects every time."""
+
+    __slots__ = ("storage", "tensors")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.tensors: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+
+
+class Lease:
+    """One storage on loan; :meth:`release` ends the loan, once."""
+
+    __slots__ = ("_pool", "num_bytes", "size", "slab", "storage")
+
+    def __init__(self, pool: BufferPool, slab: _Slab, num_bytes: int, size: int) -> None:
+        """``size``: of the class of ``num_bytes``, which is how large the storage is."""
+        self._pool: BufferPool | None = pool
+        self.slab = slab
+        self.storage = slab.storage
+        self.num_bytes = num_bytes
+        self.size = size
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the loaned bytes as a 1-D tensor of ``num_bytes // itemsize`` elements.
+
+        A later loan of the same storage, size and dtype gets the same object: windows of it may be kept by its identity.
+        """
+        key = (dtype, self.num_bytes)
+        tensor = self.slab.tensors.get(key)
+        if tensor is None:
+            with torch.inference_mode(False):
+                empty = torch.empty(0, dtype=dtype, device=self.storage.device)
+                tensor = empty.set_(self.storage, 0, (self.num_bytes // dtype.itemsize,), (1,))
+            self.slab.tensors[key] = tensor
+        return tensor
+
+    def release(self) -> None:
+        """Give the storage back; the caller must not touch its bytes any more."""
+        if self._pool is None:
+            raise StateError("this lease was released before; release a buffer once, where its last reader ends")
+        pool, self._pool = self._pool, None
+        pool.leased_bytes -= self.num_bytes
+        if not pool.keeps:
+            torch_private.swap_storage(
+                self.storage, torch.empty(0, dtype=torch.uint8, device=pool.device).untyped_storage()
+            )
+        pool.free.setdefault(self.size, []).append(self.slab)
+
+    def lose(self) -> object:
+        """End the loan without giving the storage back: somebody may still write to it.  Returns what keeps it alive."""
+        if self._pool is not None:
+            pool, self._pool = self._pool, None
+            pool.leased_bytes -= self.num_bytes
+        return self.slab
+
+
+class BufferPool:
+    """Storages of one device that outlive their loans, so that a step allocates nothing once warm.
+
+    On an accelerator the framework's caching allocator is the pool, and it knows about streams: no memory is kept here, but
+    the empty storages are, so that tensors and windows over them serve the next loan.
+
+    Attributes:
+        device: where the storages are.
+        leased_bytes: bytes on loan now.  peak_leased_bytes: their maximum since :meth:`reset_peak`.
+        num_allocations: storages made so far; constant once warm.
+        keeps: the memory that comes back is lent again.  free: the idle storages, by size.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.keeps = not device_of(device).has_lanes
+        self.free: dict[int, list[_Slab]] = {}
+        self._sizes: dict[int, int] = {}
+        self.leased_bytes = 0
+        self.peak_leased_bytes = 0
+        self.num_allocations = 0
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that the pool holds and nobody uses."""
+        return sum(size * len(slabs) for size, slabs in self.free.items()) if self.keeps else 0
+
+    def lease(self, num_bytes: int) -> Lease:
+        """Lend a storage of at least ``num_bytes``: an idle one of its size class, or a new one."""
+        self.leased_bytes += num_bytes
+        if self.leased_bytes > self.peak_leased_bytes:
+            self.peak_leased_bytes = self.leased_bytes
+        size = self._sizes.get(num_bytes)
+        if size is None:
+            size = self._sizes[num_bytes] = size_class(num_bytes)
+        idle = self.free.get(size)
+        if idle and self.keeps:
+            return Lease(self, idle.pop(), num_bytes, size)
+        storage = torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
+        if idle:
+            slab = idle.pop()
+            torch_private.swap_storage(slab.storage, storage)
+            return Lease(self, slab, num_bytes, size)
+        self.num_allocations += 1
+        return Lease(self, _Slab(storage), num_bytes, size)
+
+    def lend(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Lease]:
+        """Lend a 1-D tensor of ``numel`` elements; return it and the loan."""
+        lease = self.lease(numel * dtype.itemsize)
+        return lease.tensor(dtype), lease
+
+    def reset_peak(self) -> None:
+        """Start a new measurement of ``peak_leased_bytes``."""
+        self.peak_leased_bytes = self.leased_bytes
+
+    def trim(self) -> None:
+        """Give all idle storages back to the allocator."""
+        self.free.clear()

@@ -1,0 +1,398 @@
+"""Any backend through torch.distributed: one packed buffer per collective.
+
+Collectives are looked up on ``torch.distributed`` at every call, so tools and tests may wrap them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+
+from shardwise import torch_private
+from shardwise.collectives.buffer_pool import BufferPool, Lease
+from shardwise.collectives.protocol import (
+    AllGatherFunction,
+    CustomCollectives,
+    GatherEnds,
+    Pending,
+    ReduceScatterFunction,
+    Scale,
+    ScatterEnds,
+    SumContents,
+)
+from shardwise.collectives.streams import Lane
+from shardwise.consistency.failure_report import name_partners
+from shardwise.consistency.process_groups import FIRST, await_collective, outlast
+from shardwise.observe import EVERYBODY, now, remember, thread
+
+# pyright: reportDeprecated=false
+# torch renamed the collectives in 2.13; older versions have the old names alone.
+
+
+# torch's own functions spend a part of their time on what cannot be here: other classes of tensors, strangers to the group,
+# collectives that are put off.  Who has replaced them, to count or to change collectives, is asked.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_single(
+    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool = True
+) -> dist.Work | None:
+    """Launch ``output = concat(shard of every rank)``; torch renamed this collective in 2.13."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    if async_op and function is _ALL_GATHER and not output.is_complex():
+        gathering = AllgatherOptions()
+        gathering.asyncOp = True
+        return getattr(group, torch_private.ALL_GATHER_METHOD)(output, shard, gathering)
+    return function(output, shard, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(
+    output: torch.Tensor, packed: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = True
+) -> dist.Work | None:
+    """Launch ``output = my section of op(packed of every rank)``."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    if async_op and function is _REDUCE_SCATTER:
+        scattering = ReduceScatterOptions()
+        scattering.reduceOp, scattering.asyncOp = op, True
+        return getattr(group, torch_private.REDUCE_SCATTER_METHOD)(output, packed, scattering)
+    return function(output, packed, group=group, op=op, async_op=async_op)
+
+
+def all_to_all_rows(
+    received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """Launch: row r of ``sent`` goes to rank r, whose row comes to ``received``; both (ranks, bytes) and contiguous."""
+    return dist.all_to_all_single(received, sent, group=group, async_op=async_op)
+
+
+class Launched:
+    """A collective of ``group`` on the host whose end runs once: wait for the work, deliver, give the buffers back."""
+
+    __slots__ = ("_end", "_forget", "_group", "_work")
+    holds_input = True
+
+    def __init__(
+        self, work: dist.Work | None, end: Callable[[], None], forget: Callable[[], None], group: dist.ProcessGroup
+    ) -> None:
+        self._work, self._group = work, group
+        self._end: Callable[[], None] | None = end
+        self._forget = forget
+
+    def is_done(self) -> bool:
+        return self._end is None or self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        end, self._end = self._end, None
+        if end is None:
+            return
+        if self._work is not None:
+            remember((now(), thread(), "", 0, EVERYBODY, ""))
+            try:
+                self._wait(self._work)
+            except RuntimeError as error:
+                name_partners(error, self._group)
+                raise
+        end()
+
+    def cancel(self) -> None:
+        # The backend may still write to the buffers: they must live until it is done, whatever it says.
+        end, self._end = self._end, None
+        if end is None or self._work is None:
+            return
+        with contextlib.suppress(RuntimeError):  # a peer may be gone; then the buffers are lost with it
+            self._wait(self._work)
+            self._forget()
+
+    def _wait(self, work: dist.Work) -> None:
+        if type(work) is not dist.Work:  # of a user's own collective
+            work.wait()
+            return
+        try:
+            work.wait(FIRST)
+        except RuntimeError:
+            outlast(work, self._group)
+
+
+class OnLane:
+    """A collective that a lane has been given with all that it needs: whoever waits for it comes after the lane.
+
+    ``end`` delivers and gives buffers back.  ``forget`` gives them back alone.  ``fetch``: the lane that has allocated
+    ``keeps``, which this lane reads, and may use its memory again only after that.
+    """
+
+    __slots__ = ("_end", "_fetch", "_forget", "_keeps", "_lane", "_mark")
+    holds_input = True
+
+    def __init__(
+        self, lane: Lane, end: Callable[[], None], forget: Callable[[], None], keeps: object, fetch: Lane | None = None
+    ) -> None:
+        self._lane = lane
+        self._mark = lane.mark()
+        self._end: Callable[[], None] | None = end
+        self._forget = forget
+        self._keeps = keeps
+        self._fetch = fetch
+
+    def is_done(self) -> bool:
+        # Asking the device would let memory be free at other times on every rank, and the plan be wrong.
+        return self._end is None
+
+    def wait(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            self._come_after()
+            end()
+
+    def cancel(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            self._come_after()
+            self._forget()
+
+    def _come_after(self) -> None:
+        self._lane.current_waits(self._mark)
+        if self._fetch is not None:
+            self._fetch.wait_event(self._mark)
+        self._keeps = None
+
+
+class OnLaneInPlace:
+    """An all-reduce that a lane has been given: there is nothing to deliver, and nothing to give back."""
+
+    __slots__ = ("_lane",)
+    holds_input = False
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    def is_done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._lane.current_waits(self._lane.mark())
+
+    cancel = wait
+
+
+def fetch_alone(fetch: Lane, pieces: GatherEnds) -> Pending:
+    """Bring full parameters from the host to a rank that has all of them there, beside other work."""
+    with fetch.run():
+        shard = pieces.shard()
+
+    def end() -> None:
+        pieces.deliver(shard)
+        fetch.wait_current()  # it allocated what the current stream has read
+
+    return OnLane(fetch, end, lambda: None, None)
+
+
+class C10dCommunicator:
+    """A process group, its lane and the pool that its buffers come from.  ``fetch``: the lane on which shards come from the
+    host, if that is where they live."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        lane: Lane,
+        pool: BufferPool,
+        custom: CustomCollectives | None = None,
+        fetch: Lane | None = None,
+    ) -> None:
+        self.group = group
+        self.lane = lane
+        self.fetch = fetch
+        self.pool = pool
+        self.custom = custom or CustomCollectives()
+        self._size = group.size()
+        self._rank = group.rank()
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    def all_gather(self, pieces: GatherEnds) -> Pending:
+        """Gather sections into one packed buffer, which ``wait`` hands to ``pieces.deliver``.
+
+        The lane does not wait for the current stream: whoever has changed the shards orders it after the change.
+        """
+        if self.lane.is_concurrent:
+            return self._all_gather_on_lane(pieces)
+        shard = pieces.shard()
+        packed, lease = self._buffer(shard.numel() * self._size, shard, self.custom.all_gather)
+        work = self._start_gather(packed, shard, async_op=True)
+
+        def end() -> None:
+            pieces.deliver(packed)
+            forget()
+
+        def forget() -> None:
+            if lease is not None:
+                lease.release()
+
+        return Launched(work, end, forget, self.group)
+
+    def _all_gather_on_lane(self, pieces: GatherEnds) -> Pending:
+        lane, fetch = self.lane, self.fetch
+        with lane.run() if fetch is None else fetch.run():
+            shard = pieces.shard()
+        if fetch is not None:
+            lane.wait_event(fetch.mark())
+        with lane.run():
+            packed, lease = self._buffer(shard.numel() * self._size, shard, self.custom.all_gather)
+            work = self._start_gather(packed, shard, async_op=False)
+            if work is not None:
+                work.wait()  # the lane does, not the host
+
+        def end() -> None:
+            pieces.deliver(packed)
+            # The lane allocated it and the current stream has read it: the lane's next user must come after that.
+            lane.wait_current()
+            forget()
+
+        def forget() -> None:
+            if lease is not None:
+                lease.release()
+
+        return OnLane(lane, end, forget, (packed, shard), fetch)
+
+    def _start_gather(self, packed: torch.Tensor, shard: torch.Tensor, async_op: bool) -> dist.Work | None:
+        if self.custom.all_gather is None:
+            return all_gather_single(packed, shard, self.group, async_op)
+        return self.custom.all_gather(packed, shard, self.group, async_op=async_op)
+
+    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
+        """Fill one packed buffer, reduce it, and hand this rank's section to ``pieces.deliver``: on a lane at once, on the
+        host when it is waited for.  The buffer stays on loan until then, in either case."""
+        like = torch.empty(0, dtype=pieces.dtype, device=self.pool.device)
+        packed, lease = self._buffer(pieces.section_numel * self._size, like, self.custom.reduce_scatter)
+        pieces.fill(packed)
+        by = resolve_scale(scale, self._size)
+        if self.lane.is_concurrent:
+            return self._reduce_scatter_on_lane(pieces, by, packed, lease)
+        output, work = self._start_scatter(pieces, by, packed, async_op=True)
+
+        def end() -> None:
+            if by.after is not None:
+                output.div_(by.after)
+            forget()
+            pieces.deliver(output)
+
+        def forget() -> None:
+            if lease is not None:
+                lease.release()
+
+        return Launched(work, end, forget, self.group)
+
+    def _reduce_scatter_on_lane(
+        self, pieces: ScatterEnds, by: Arithmetic, packed: torch.Tensor, lease: Lease | None
+    ) -> Pending:
+        lane = self.lane
+        lane.wait_current()
+        with lane.run():
+            output, work = self._start_scatter(pieces, by, packed, async_op=False)
+            if work is not None:
+                work.wait()  # the lane does, not the host
+            if by.after is not None:
+                output.div_(by.after)
+            pieces.deliver(output)
+
+        def end() -> None:
+            # The current stream allocated it and has come after the lane that read it: its next user does.
+            if lease is not None:
+                lease.release()
+
+        return OnLane(lane, end, end, packed)
+
+    def _start_scatter(
+        self, pieces: ScatterEnds, by: Arithmetic, packed: torch.Tensor, async_op: bool
+    ) -> tuple[torch.Tensor, dist.Work | None]:
+        custom = self.custom.reduce_scatter
+        if custom is None:
+            output = pieces.target()
+        else:
+            output = custom.allocate((pieces.section_numel,), dtype=pieces.dtype, device=packed.device)
+        if by.before is not None:
+            packed.div_(by.before)
+        if custom is None:
+            return output, reduce_scatter_single(output, packed, self.group, by.op, async_op)
+        return output, custom(output, packed, self.group, by.op, async_op=async_op)
+
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Pending:
+        """Reduce ``tensor`` over the group, in place; on a lane, after what the current stream has been given."""
+        if self.lane.is_concurrent:
+            self.lane.wait_current()
+            with self.lane.run():
+                self.all_reduce_here(tensor, scale)
+            return OnLaneInPlace(self.lane)
+        by, mark = resolve_scale(scale, self._size), None if contents is None else contents.mark
+        summed = tensor if mark is None else mark.put()
+        if by.before is not None:
+            summed.div_(by.before)
+        work = dist.all_reduce(summed, op=by.op, group=self.group, async_op=True)
+
+        def end() -> None:
+            if by.after is not None:
+                summed.div_(by.after)
+            if mark is not None:
+                divisor = float(self._size) if scale.divisor is None else scale.divisor
+                mark.check(1.0 / divisor, dist.get_process_group_ranks(self.group), dist.get_rank())
+
+        return Launched(work, end, lambda: None, self.group)
+
+    def all_reduce_here(self, tensor: torch.Tensor, scale: Scale) -> None:
+        """Reduce ``tensor`` over the group, in place, on the current stream; on the host it is waited for."""
+        by = resolve_scale(scale, self._size)
+        if by.before is not None:
+            tensor.div_(by.before)
+        if self.lane.is_concurrent:
+            dist.all_reduce(tensor, op=by.op, group=self.group)
+        else:
+            await_collective(dist.all_reduce(tensor, op=by.op, group=self.group, async_op=True), self.group)
+        if by.after is not None:
+            tensor.div_(by.after)
+
+    def _buffer(
+        self, numel: int, like: torch.Tensor, custom: AllGatherFunction | ReduceScatterFunction | None
+    ) -> tuple[torch.Tensor, Lease | None]:
+        if custom is not None:
+            return custom.allocate((numel,), dtype=like.dtype, device=self.pool.device), None
+        if self.custom.allocates_from_group:
+            backend = torch_private.backend_of(self.group, self.pool.device)
+            if backend.supports_tensor_alloc(self.pool.device):
+                return backend.allocate_tensor(numel, dtype=like.dtype, device=self.pool.device), None
+        return self.pool.lend(numel, like.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How a backend carries out a scale: divide by ``before`` (None: do not), reduce by ``op``, divide by ``after``."""
+
+    before: float | None
+    op: Any
+    after: float | None
+
+
+def resolve_scale(scale: Scale, size: int) -> Arithmetic:
+    """Return what carries out ``scale`` on a group of ``size`` ranks."""
+    divisor = float(size) if scale.divisor is None else scale.divisor
+    if scale.split:
+        before = 1.0
+        while divisor % before == 0 and divisor / before > before:
+            before *= 2
+        return Arithmetic(before if before != 1 else None, dist.ReduceOp.SUM, divisor / before)
+    if divisor == 1:
+        return Arithmetic(None, dist.ReduceOp.SUM, None)
+    if divisor == size and not scale.sum_only:
+        return Arithmetic(None, dist.ReduceOp.AVG, None)
+    return Arithmetic(None, dist.ReduceOp.SUM, divisor)

@@ -1,0 +1,594 @@
+"""Coded tensors between ranks: gathered as bytes; gradients to their ranks in an all-to-all, summed there in rank order.
+
+Collectives are those of the process group's backend, on its lane, so that it is the same on CPU and GPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from shardwise import torch_private
+from shardwise.collectives.buffer_pool import BufferPool, Lease
+from shardwise.collectives.c10d import (
+    C10dCommunicator,
+    Launched,
+    OnLane,
+    OnLaneInPlace,
+    all_gather_single,
+    all_to_all_rows,
+)
+from shardwise.collectives.codec import BlockCode, CodedSection, Coding, CompressionPolicy, takes
+from shardwise.collectives.protocol import (
+    BucketEnds,
+    GatherEnds,
+    NamedTensor,
+    Pending,
+    Scale,
+    ScatterEnds,
+    SectionContents,
+    SumContents,
+)
+from shardwise.collectives.routes import LeftOut, Link, RoutedCommunicator, Spans, section_parts
+from shardwise.consistency.process_groups import await_collective
+from shardwise.layout import Bucket, align
+from shardwise.observe import hearers, note, now, remember, tell, thread
+
+# ---- What coding has lost of gradients, summed over the ranks that lost it: how it is saved, at any number of ranks.
+
+
+def sum_at_owners(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return (n,) the sum over ranks, in rank order, of their rows for this one; ``rows`` (ranks, n), float32.  Collective."""
+    received = torch.empty_like(rows)
+    await_collective(all_to_all_rows(received, rows.contiguous(), group, async_op=True), group)
+    total = torch.zeros_like(rows[0])
+    for row in received:
+        total += row
+    return total
+
+
+def sum_everywhere(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum over ranks of ``row`` (n,), float32, the same bits on all.  Collective."""
+    total = row.clone()
+    await_collective(dist.all_reduce(total, group=group, async_op=True), group)
+    return total
+
+
+def own_part(total: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """Return ``total`` (n,) with zeros in all but the ``rank``-th of ``size`` parts: the ranks' sum is ``total`` again."""
+    part = -(-total.numel() // size)
+    kept = torch.zeros_like(total)
+    window = slice(rank * part, (rank + 1) * part)
+    kept[window] = total[window]
+    return kept
+
+
+# ---- What the coding of some tensors remembers: what it has lost of gradients, how far off it was, and what it has
+# saved.
+
+_MOST_LAYOUTS = 64
+
+
+@dataclass(slots=True)
+class Meter:
+    """How far coding was off, and the bytes that it has sent.
+
+    Attributes:
+        what: "gather" or "reduction".  bound: what to warn above.
+        num_calls: collectives so far.
+        last, worst: relative error, in the 2-norm, of the last one and the largest; 0-dim tensors where the tensors are.
+        sent_bytes: that this rank has sent.  plain_bytes: that it would have sent uncoded, by the same collectives.
+    """
+
+    what: str
+    bound: float
+    num_calls: int = 0
+    last: torch.Tensor | None = None
+    worst: torch.Tensor | None = None
+    sent_bytes: int = 0
+    plain_bytes: int = 0
+    has_warned: bool = False
+
+    def see(self, was: torch.Tensor, lost: torch.Tensor, params: Sequence[NamedTensor]) -> None:
+        """Note the :func:`norm_of` what was coded, and of what coding has lost of it, once for each collective.
+
+        On an accelerator nobody waits for it.
+        """
+        last = lost / was.clamp_min(torch.finfo(torch.float32).tiny)
+        self.worst = last if self.worst is None else torch.fmax(self.worst, last)
+        self.last = last
+        self.num_calls += 1
+        if last.device.type == "cpu":
+            self.warn(params)
+
+    def warn(self, params: Sequence[NamedTensor]) -> None:
+        """Warn, once, if the largest error is above the bound."""
+        if self.has_warned or self.worst is None or not self.worst.item() > self.bound:
+            return
+        self.has_warned = True
+        first = params[0].fqn if params else "?"
+        warnings.warn(
+            f"compression: coding has changed a {self.what} of the unit of '{first}' by {self.worst.item():.3g} of its 2-norm, "
+            f"above warn_above={self.bound}. Take smaller blocks or 'bf16', or name what is so uneven in "
+            "CompressionPolicy(exact=...)",
+            stacklevel=2,
+        )
+
+    def count(self, sent: int, plain: int) -> None:
+        """Count the bytes of one collective."""
+        self.sent_bytes += sent
+        self.plain_bytes += plain
+
+
+def norm_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm of all elements of ``tensors``, float32, 0-dim."""
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]))
+
+
+@dataclass(slots=True, eq=False)
+class Compression:
+    """The coding of the parameters that gather and reduce together.
+
+    Attributes:
+        policy: what the user wants.
+        residuals: by parameter, what coding has lost of its gradients and the next ones are to bring: float32 rows, one
+            for each rank of the reduce-scatter (its section), or one alone between replicas.
+        gathers, reductions: how far off they were.
+    """
+
+    policy: CompressionPolicy
+    residuals: dict[NamedTensor, torch.Tensor] = field(default_factory=dict[NamedTensor, torch.Tensor])
+    gathers: Meter = field(init=False)
+    reductions: Meter = field(init=False)
+    _sections: dict[tuple[int, torch.dtype, Coding], tuple[Bucket, CodedSection]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gathers = Meter("gather", self.policy.warn_above)
+        self.reductions = Meter("reduction", self.policy.warn_above)
+        self._sections = {}
+
+    def section_of(self, contents: SectionContents, dtype: torch.dtype, coding: Coding) -> CodedSection:
+        """Return how sections of ``contents`` in ``dtype`` become messages; without runs if none of the tensors is coded."""
+        layout = contents.layout
+        key = (id(layout), dtype, coding)
+        known = self._sections.get(key)
+        if known is None:
+            if len(self._sections) >= _MOST_LAYOUTS:
+                self._sections.clear()
+            saves = dtype.is_floating_point and (coding == "int8" or dtype.itemsize > 2)
+            shapes = [shard.shape for shard in layout.shards]
+            named = zip(contents.params, shapes, strict=True)
+            is_coded = [saves and takes(self.policy, param.fqn, shape, dtype.itemsize) for param, shape in named]
+            made = CodedSection.of(layout, is_coded, dtype, BlockCode(coding, self.policy.block))
+            known = self._sections[key] = (layout, made)  # with the layout: its id stays its own
+        return known[1]
+
+    def add_residuals(self, rows: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> None:
+        """Add what earlier gradients of ``params`` have lost to ``rows`` (R, coded elements or more)."""
+        if self.policy.error_feedback:
+            for tensor, _, numel, start in section.runs:
+                residual = self.residuals.get(params[tensor])
+                if residual is not None and residual.shape == (rows.shape[0], numel):
+                    rows.narrow(1, start, numel).add_(residual)
+
+    def keep_residuals(self, lost: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> None:
+        """Keep ``lost`` (as ``rows`` of :meth:`add_residuals`) for the next gradients; what is not finite is not kept."""
+        if not self.policy.error_feedback:
+            return
+        for tensor, _, numel, start in section.runs:
+            shape = (lost.shape[0], numel)
+            residual = self.residuals.get(params[tensor])
+            if residual is None or residual.shape != shape:
+                residual = self.residuals[params[tensor]] = torch.empty(shape, dtype=torch.float32, device=lost.device)
+            residual.copy_(lost.narrow(1, start, numel)).nan_to_num_(0.0, 0.0, 0.0)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of what is kept for the next gradients."""
+        return sum(each.nbytes for each in self.residuals.values())
+
+    def mark(self) -> Callable[[], None]:
+        """Return what brings residuals back to what they are now."""
+        was = {param: residual.clone() for param, residual in self.residuals.items()}
+
+        def put_back() -> None:
+            self.residuals.clear()
+            self.residuals.update(was)
+
+        return put_back
+
+    def round_trip(self, shard: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return ``shard`` of the parameter ``name`` of ``shape`` as all ranks have it after an all-gather in ``dtype``."""
+        cast = shard.detach().to(dtype)
+        coding = self.policy.gather
+        saves = coding == "int8" or dtype.itemsize > 2
+        if coding is None or not (saves and takes(self.policy, name, shape, dtype.itemsize)) or not shard.numel():
+            return cast
+        code, block = BlockCode(coding, self.policy.block), self.policy.block
+        numel = -(-shard.numel() // block) * block
+        row = torch.zeros(1, numel, dtype=torch.float32, device=shard.device)
+        row[0, : shard.numel()].copy_(cast.reshape(-1))
+        coded = torch.empty(1, code.num_bytes(numel), dtype=torch.uint8, device=shard.device)
+        code.encode(row, coded)
+        return code.decode(coded, numel)[0, : shard.numel()].view(shard.shape).to(dtype)
+
+
+# ---- Coded sums over replicas: a part to each rank, which sums it; what it has summed, coded again, to all.
+# Two collectives, one after the other, with work of the host between them.  It waits for neither where the second is launched
+# after backward has gone on.
+
+MOST_OPEN_BYTES = 1 << 26  # of sums that have not ended; one that is larger may have another of its size beside it
+
+
+@dataclass(slots=True, eq=False)
+class CodedSum:
+    """One sum on its way: :meth:`begin`, :meth:`turn` and :meth:`end`, each once, on every rank in one order.
+
+    Attributes:
+        packed, compression: the ranks, and how what they send is coded.
+        tensor: 1-D; what is summed, in place.  section, params: what of it is coded, and what it is of.
+    """
+
+    packed: C10dCommunicator
+    compression: Compression
+    section: CodedSection
+    tensor: torch.Tensor
+    params: Sequence[NamedTensor]
+    scale: Scale
+    has_turned: bool = False
+    has_ended: bool = False
+    _numel: int = field(init=False)  # of what one rank sums
+    _rows: torch.Tensor = field(init=False)  # what is sent, then what coding has lost of it, then the sum
+    _sent: torch.Tensor = field(init=False)
+    _received: torch.Tensor = field(init=False)
+    _rest: torch.Tensor | None = None
+    _exact: Pending | None = None  # the sum of the rest
+    _on_way: Pending | None = None
+    _leases: list[Lease] = field(default_factory=list[Lease])
+
+    def begin(self) -> None:
+        """Send every rank the part that it sums, and what is exact to all."""
+        packed, compression, section, params = self.packed, self.compression, self.section, self.params
+        size, code = packed.size, section.code
+        self._sum_rest()
+        numel = self._numel = align(-(-section.coded_numel // size), code.block)
+        num_bytes = align(code.num_bytes(numel), 16)
+        whole = self._lend(size * numel, torch.float32).view(1, -1)
+        section.take_coded(self.tensor.view(1, -1), whole)
+        compression.add_residuals(whole, section, params)
+        rows = self._rows = whole.view(size, numel)
+        self._sent = self._lend(size * num_bytes, torch.uint8).view(size, num_bytes)
+        self._received = self._lend(size * num_bytes, torch.uint8).view(size, num_bytes)
+        was = norm_of([rows])
+        code.encode(rows, self._codes(self._sent), rows)
+        compression.reductions.see(was, norm_of([rows]), params)
+        compression.reductions.count(
+            2 * num_bytes * (size - 1), 2 * section.coded_numel * self.tensor.dtype.itemsize * (size - 1) // size
+        )
+        self._on_way = self._launched(all_to_all_rows(self._received, self._sent, packed.group, self._is_async))
+
+    def turn(self) -> None:
+        """Sum the part that this rank has got, and send that to all."""
+        self.has_turned = True
+        code, rows, numel = self.section.code, self._rows, self._numel
+        self._wait()
+        total = torch.zeros(1, numel, dtype=torch.float32, device=rows.device)
+        for row in self._received.unsqueeze(1):
+            total += code.decode(self._codes(row), numel)
+        result = self._sent[:1]  # has been sent
+        code.encode(total, self._codes(result), total)
+        rows[self.packed.rank] += total[0]  # lost of the sum: its rank brings it with its own next gradient
+        self.compression.keep_residuals(rows.view(1, -1), self.section, self.params)
+        work = all_gather_single(self._received.view(-1), result.view(-1), self.packed.group, self._is_async)
+        self._on_way = self._launched(work)
+
+    def end(self) -> None:
+        """Put the sum in its place."""
+        self.has_ended = True
+        self._wait()
+        section = self.section
+        section.code.decode_run(self._codes(self._received), self._numel, 0, self._rows)
+        size = self.packed.size
+        total = self._rows.view(1, -1).div_(float(size) if self.scale.divisor is None else self.scale.divisor)
+        section.put_coded(total, self.tensor.view(1, -1))
+        if self._exact is not None:
+            self._exact.wait()
+        if self._rest is not None:
+            windows = self._windows()
+            torch_private.copy_all(windows, list(self._rest.split([window.numel() for window in windows])))
+        for lease in self._leases:
+            lease.release()
+        self._leases.clear()
+
+    def cancel(self) -> None:
+        """Let what is on its way end, if it can, and forget it; other ranks do at the same place."""
+        self.has_turned = self.has_ended = True
+        on_way, exact, self._on_way, self._exact = self._on_way, self._exact, None, None
+        for pending in (on_way, exact):
+            if pending is not None:
+                pending.cancel()
+        for lease in self._leases:
+            lease.lose()  # what has not ended may still be written to
+        self._leases.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes until it has ended, but for what is exact and for scales."""
+        return 6 * self.section.coded_numel  # float32, and codes in two buffers
+
+    def shares_with(self, other: CodedSum) -> bool:
+        """Return True if both are of gradients of one parameter: what one of them has lost, the next is to bring."""
+        return self.compression is other.compression and not {*map(id, self.params)}.isdisjoint(map(id, other.params))
+
+    def _sum_rest(self) -> None:
+        windows = self._windows()
+        if not windows:
+            return
+        self._rest = torch.cat(windows)
+        if self._is_async:
+            self._exact = self.packed.all_reduce(self._rest, self.scale)
+        else:
+            self.packed.all_reduce_here(self._rest, self.scale)
+
+    def _windows(self) -> list[torch.Tensor]:
+        return [self.tensor.narrow(0, start, numel) for start, numel in self.section.rest]
+
+    def _codes(self, messages: torch.Tensor) -> torch.Tensor:
+        return messages[:, : self.section.code.num_bytes(self._numel)]
+
+    def _lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        flat, lease = self.packed.pool.lend(numel, dtype)
+        self._leases.append(lease)
+        return flat
+
+    @property
+    def _is_async(self) -> bool:
+        return not self.packed.lane.is_concurrent
+
+    def _launched(self, work: torch.distributed.Work | None) -> Pending:
+        return Launched(work, lambda: None, lambda: None, self.packed.group)
+
+    def _wait(self) -> None:
+        on_way, self._on_way = self._on_way, None
+        if on_way is not None:
+            on_way.wait()
+
+
+class CodedSums:
+    """Sums that have begun and not ended, in their order, of all groups of an engine.
+
+    They turn when the next unit's have begun and end when those of the one after it have, or where somebody waits for them or
+    for the one before, or where more would take too much memory: places to which every rank comes in the same order.  So they
+    travel while backward goes on.
+
+    Attributes:
+        open: those sums.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[CodedSum] = []
+        self._num_earlier = 0  # of those: begun before the last go_on()
+
+    def launch(self, coded: CodedSum) -> Pending:
+        """Begin ``coded``."""
+        while self.open and sum([each.num_bytes for each in self.open]) > max(MOST_OPEN_BYTES, coded.num_bytes):
+            self.end(self.open[0])
+        for each in [each for each in self.open if each.shares_with(coded)]:
+            self._turn(each)
+        coded.begin()
+        self.open.append(coded)
+        return _CodedSum(self, coded)
+
+    def go_on(self) -> None:
+        """Let end what had turned, and let turn what had begun, before this was called the last time."""
+        earlier = self.open[: self._num_earlier]
+        turned = [each for each in earlier if each.has_turned]
+        if earlier:
+            self._turn(earlier[-1])
+        for each in turned:
+            self.end(each)
+        self._num_earlier = len(self.open)
+
+    def end(self, coded: CodedSum) -> None:
+        """Let ``coded`` end, if it has not; let turn what comes before it, and the one after it."""
+        if coded.has_ended:
+            return
+        self._turn(coded)
+        following = self.open[self.open.index(coded) + 1 :][:1]
+        for each in following:
+            self._turn(each)
+        self.forget(coded)
+        coded.end()
+
+    def forget(self, coded: CodedSum) -> None:
+        """Leave ``coded`` out from here on."""
+        if coded in self.open:
+            number = self.open.index(coded)
+            self._num_earlier -= number < self._num_earlier
+            del self.open[number]
+
+    def _turn(self, coded: CodedSum) -> None:
+        """Let ``coded`` turn and those before it, if they have not."""
+        for each in self.open[: self.open.index(coded) + 1]:
+            if not each.has_turned:
+                each.turn()
+
+
+class _CodedSum:
+    """A sum that was begun, for whoever waits for it."""
+
+    __slots__ = ("_coded", "_sums")
+    holds_input = False
+
+    def __init__(self, sums: CodedSums, coded: CodedSum) -> None:
+        self._sums = sums
+        self._coded: CodedSum | None = coded
+
+    def is_done(self) -> bool:
+        return self._coded is None
+
+    def wait(self) -> None:
+        coded, self._coded = self._coded, None
+        if coded is not None:
+            self._sums.end(coded)
+
+    def cancel(self) -> None:
+        coded, self._coded = self._coded, None
+        if coded is not None and not coded.has_ended:
+            self._sums.forget(coded)
+            coded.cancel()
+
+
+class _CodedGather:
+    """The ends of an all-gather of coded sections: every rank decodes all of them, its own as well."""
+
+    def __init__(
+        self, ends: Sequence[BucketEnds], sections: Sequence[CodedSection], compression: Compression, pool: BufferPool
+    ) -> None:
+        self._ends = ends
+        self._sections = sections
+        self._compression = compression
+        self._pool = pool
+        self._message_bytes = sum(section.message_bytes for section in sections)
+
+    def buckets(self) -> Sequence[BucketEnds]:
+        return ()
+
+    def shard(self) -> torch.Tensor:
+        message = torch.zeros(1, self._message_bytes, dtype=torch.uint8, device=self._pool.device)
+        start = 0
+        norms: list[torch.Tensor] = []
+        lost: list[torch.Tensor] = []
+        for ends, section in zip(self._ends, self._sections, strict=True):
+            part, mine = message.narrow(1, start, section.message_bytes), ends.section().view(1, -1)
+            section.put_rest(mine, part)
+            if section.runs:
+                rows = section.take_coded(mine)
+                norms.append(norm_of([rows]))
+                section.code.encode(rows, section.codes_in(part), rows)
+                lost.append(rows)
+            start += section.message_bytes
+        params = [param for ends in self._ends for param in ends.params]
+        self._compression.gathers.see(norm_of(norms), norm_of(lost), params)
+        return message.view(-1)
+
+    def deliver(self, packed: torch.Tensor) -> None:
+        messages, start = packed.view(-1, self._message_bytes), 0
+        size = messages.shape[0]
+        for ends, section in zip(self._ends, self._sections, strict=True):
+            flat, lease = self._pool.lend(size * section.numel, section.dtype)
+            rows = flat.view(size, section.numel)
+            section.decode(messages.narrow(1, start, section.message_bytes), rows)
+            for rank in range(size):
+                torch_private.copy_all(ends.full_parts(rank), section_parts(ends.layout, rows[rank], rank))
+            lease.release()
+            start += section.message_bytes
+
+
+class CompressedCommunicator(RoutedCommunicator):
+    """One group of ranks whose tensors travel coded; what is not coded travels by the backend, never by a link.
+
+    Collectives that a user has set of their own go before.
+    """
+
+    def __init__(self, packed: C10dCommunicator, spans: Spans, compression: Compression, sums: CodedSums) -> None:
+        super().__init__(packed, spans)
+        self._compression = compression
+        self._sums = sums
+
+    @property
+    def planned_link(self) -> Link | None:
+        return None
+
+    def all_gather(self, pieces: GatherEnds) -> Pending:
+        """Gather sections as messages of bytes."""
+        remember((now(), thread(), "", 0, "all-gather", ""))
+        if hearers and tell("all-gather", "", pieces):
+            return LeftOut(pieces, self.size)
+        coding, packed, ends = self._compression.policy.gather, self.packed, pieces.buckets()
+        if coding is None or packed.custom.all_gather is not None:
+            return packed.all_gather(pieces)
+        sections = [self._compression.section_of(each, each.full_dtype, coding) for each in ends]
+        if not any(section.runs for section in sections):
+            return packed.all_gather(pieces)
+        others = self.size - 1
+        plain = sum(section.numel * section.dtype.itemsize for section in sections)
+        self._compression.gathers.count(sum(each.message_bytes for each in sections) * others, plain * others)
+        return packed.all_gather(_CodedGather(ends, sections, self._compression, packed.pool))
+
+    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
+        """Send every rank its section, coded; sum what comes in float32, in rank order; scale the sum."""
+        remember((now(), thread(), "", 0, "reduction", pieces.label))
+        if hearers and tell("reduction", pieces.label, pieces):
+            return LeftOut(pieces)
+        coding, packed = self._compression.policy.reduce, self.packed
+        if coding is None or packed.custom.reduce_scatter is not None:
+            return packed.reduce_scatter(pieces, scale)
+        section = self._compression.section_of(pieces, pieces.dtype, coding)
+        if not section.runs:
+            return packed.reduce_scatter(pieces, scale)
+        lane, size = packed.lane, self.size
+        flat, lease = packed.pool.lend(section.numel * size, pieces.dtype)
+        pieces.fill(flat)
+        self._compression.reductions.count(
+            section.message_bytes * (size - 1), section.numel * pieces.dtype.itemsize * (size - 1)
+        )
+        if lane.is_concurrent:
+            lane.wait_current()
+            with lane.run():
+                sent = self._messages(flat.view(size, -1), section, pieces.params)
+                received = torch.empty_like(sent)
+                work = all_to_all_rows(received, sent, packed.group, async_op=False)
+                if work is not None:
+                    work.wait()  # the lane does, not the host
+                self._deliver_sum(pieces, section, received, scale)
+            return OnLane(lane, lease.release, lease.release, flat)
+        sent = self._messages(flat.view(size, -1), section, pieces.params)
+        lease.release()
+        received = torch.empty_like(sent)
+        work = all_to_all_rows(received, sent, packed.group, async_op=True)
+        return Launched(work, lambda: self._deliver_sum(pieces, section, received, scale), lambda: None, packed.group)
+
+    def _messages(self, rows: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> torch.Tensor:
+        messages = torch.zeros(rows.shape[0], section.message_bytes, dtype=torch.uint8, device=rows.device)
+        section.put_rest(rows, messages)
+        coded = section.take_coded(rows)
+        self._compression.add_residuals(coded, section, params)
+        was = norm_of([coded])
+        section.code.encode(coded, section.codes_in(messages), coded)  # is what that has lost from here on
+        self._compression.keep_residuals(coded, section, params)
+        self._compression.reductions.see(was, norm_of([coded]), params)
+        return messages
+
+    def _deliver_sum(self, pieces: ScatterEnds, section: CodedSection, received: torch.Tensor, scale: Scale) -> None:
+        total = section.sum_of(received).view(-1)
+        target = pieces.target()
+        target.copy_(total.div_(self._divisor(scale)))
+        pieces.deliver(target)
+
+    def _divisor(self, scale: Scale) -> float:
+        return float(self.size) if scale.divisor is None else scale.divisor
+
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Pending:
+        """Reduce in place: coded parts to one rank each, which sums them, and the sums, coded again, to all."""
+        if note("reduction", "replicas", [tensor]):
+            return LeftOut()
+        coding, lane = self._compression.policy.reduce, self.packed.lane
+        section = None
+        if contents is not None and coding is not None:
+            section = self._compression.section_of(contents, tensor.dtype, coding)
+        if contents is None or section is None or not section.runs:
+            return self.packed.all_reduce(tensor, scale)
+        coded = CodedSum(self.packed, self._compression, section, tensor, contents.params, scale)
+        if not lane.is_concurrent:
+            return self._sums.launch(coded)
+        lane.wait_current()
+        with lane.run():
+            coded.begin()
+            coded.turn()
+            coded.end()
+        return OnLaneInPlace(lane)

@@ -1,0 +1,1 @@
+"""Transports that only CPU ranks use: shared memory on one host, sends and receives, and both in a hierarchy."""

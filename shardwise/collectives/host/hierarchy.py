@@ -1,0 +1,391 @@
+"""Ranks on several hosts, as many on each: shared memory inside a host, messages between hosts, each byte once per host.
+
+Ranks that have the same place on their hosts are a *column*.  An all-gather receives from the others of its column, in an
+inbox in shared memory, from which all ranks of the host copy: a shard comes over the cable once, however many ranks a host
+has.  A reduce-scatter sums inside the host first: each rank adds up what its host has for every rank of its column, sends
+those sums, and adds what the other hosts send, in the order of hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from shardwise.collectives.buffer_pool import Lease
+from shardwise.collectives.host import send_recv as unfinished
+from shardwise.collectives.host.send_recv import NUM_INBOXES, TAG_GATHER, TAG_SCATTER, Inboxes, PeerLink
+from shardwise.collectives.host.shared_memory import NEXT_FREE, NUM_SLOTS, HostLink
+from shardwise.collectives.protocol import GatherEnds, Pending, Scale, ScatterEnds
+from shardwise.collectives.routes import SpanKind, sum_sections
+from shardwise.consistency.failure_report import cited, store_of_job
+from shardwise.errors import TransportError
+from shardwise.layout import Bucket
+
+_ARRIVED = NEXT_FREE  # the last all-gather whose sections from other hosts are in this rank's inbox
+_TAKEN = NEXT_FREE + 1  # the last all-gather for which, and for all before it, this rank has read all inboxes
+
+_SUM = Scale(1.0)
+_IS_SUM, _HAS_LEFT = 0, 1  # the last element of a message of sums
+
+
+def column_of(rank: int, ranks_per_host: int, num_ranks: int) -> range:
+    """Return the ranks that have the same place on their hosts as ``rank``."""
+    return range(rank % ranks_per_host, num_ranks, ranks_per_host)
+
+
+class TieredLink:
+    """A group of ranks on several hosts.
+
+    Args:
+        inside: between the ranks of this host.  between: between those of this rank's column.
+        inboxes: where sections of other hosts are received.
+    """
+
+    name = "shared memory, send/recv between hosts"
+    compares_contents = False
+    sums = None
+
+    def __init__(self, inside: HostLink, between: PeerLink, inboxes: Inboxes) -> None:
+        self.inside, self.between = inside, between
+        self.inboxes = inboxes
+        self._gathers: list[_TierGather] = []  # not waited for yet, in the order of their launches
+        self._scatters: list[_TierScatter] = []
+        self._unsummed: deque[_TierScatter] = deque()
+        self._num_gathers = self._num_scatters = 0
+        # Receives into inboxes of spans that were left; whoever uses these next waits for them.
+        self._strays: list[dist.Work] = []
+        weakref.finalize(self, _keep, between.group, self._strays, inside.segments).atexit = False
+
+    # ---- spans ----
+
+    def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
+        self._num_gathers = self._num_scatters = 0
+        try:
+            self.between.wait_all(self._strays)
+        except BaseException:
+            self.inside.abort()
+            raise
+        is_agreed = self._open_inside(kind, wants_collectives)
+        try:
+            return self.between.open(kind, not is_agreed)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _open_inside(self, kind: SpanKind, wants_collectives: bool) -> bool:
+        try:
+            return self.inside.open(kind, wants_collectives)
+        except TransportError:
+            with contextlib.suppress(RuntimeError):  # a host that is gone need not know
+                self.between.refuse(kind, self.inside.mates.blamed)
+            raise
+
+    def close(self) -> None:
+        for gather in list(self._gathers):
+            gather.wait()
+        self.between.close()
+        self.inside.close()
+
+    def abort(self) -> None:
+        self.inside.abort()  # first: the ranks of this host need not wait
+        for launched in (*self._gathers, *self._scatters):
+            launched.leave()
+        self._gathers.clear()
+        self._scatters.clear()
+        self._unsummed.clear()
+        self.between.abort()
+
+    def keep_strays(self, recvs: list[dist.Work]) -> None:
+        """Let whoever uses the inboxes next wait for ``recvs``."""
+        self._strays += recvs
+        recvs.clear()
+
+    def go_on(self) -> None:
+        """Launch what can be, without waiting: receives whose inbox is free, sums that this host has all parts of."""
+        for gather in self._gathers:
+            if not gather.is_expected:
+                if not self._is_free(gather.index):
+                    break
+                gather.expect()
+        while self._unsummed and self.inside.is_posted(self._unsummed[0].posted.index):
+            self._unsummed.popleft().sum_inside()
+
+    # ---- all-gathers ----
+
+    def takes_gather(self, pieces: GatherEnds) -> bool:
+        return self.inside.takes_gather(pieces) and self.inboxes.takes(pieces)
+
+    def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
+        return 0, False
+
+    def all_gather(self, pieces: GatherEnds) -> Pending:
+        gather = _TierGather(self, pieces, self._num_gathers)
+        self._num_gathers += 1
+        self._gathers.append(gather)
+        self.go_on()
+        return gather
+
+    def _is_free(self, index: int) -> bool:
+        old = index - NUM_INBOXES
+        mates = self.inside.mates
+        return old < 0 or (self._taken >= old and mates.have_said(_TAKEN, mates.stamp(old)))
+
+    @property
+    def _taken(self) -> int:
+        return (self._gathers[0].index if self._gathers else self._num_gathers) - 1
+
+    def arrive(self, gather: _TierGather) -> None:
+        """Wait until the sections of ``gather`` and of those before it are in this rank's inbox, and say so."""
+        mates = self.inside.mates
+        for each in list(self._gathers):
+            if each.index <= gather.index - NUM_INBOXES:
+                each.wait()  # its inbox is needed
+        for each in [each for each in self._gathers if each.index <= gather.index and not each.has_arrived]:
+            if not each.is_expected:
+                mates.wait_for_all(_TAKEN, mates.stamp(each.index - NUM_INBOXES), "parameters from another host")
+                each.expect()
+            self.between.wait_all(each.recvs)
+            each.has_arrived = True
+            mates.say(_ARRIVED, mates.stamp(each.index))
+
+    def read_inboxes(self, gather: _TierGather, pieces: GatherEnds) -> None:
+        """Copy what all ranks of this host have received for ``gather`` to the full parameters."""
+        mates = self.inside.mates
+        mates.wait_for_all(_ARRIVED, mates.stamp(gather.index), "parameters from another host")
+        self.inboxes.copy_out(gather.index, pieces.buckets())
+
+    def take(self, gather: _TierGather) -> None:
+        """Take note that this rank needs the inboxes of ``gather`` no more."""
+        self._gathers.remove(gather)
+        mates = self.inside.mates
+        mates.say(_TAKEN, mates.stamp(self._taken))
+
+    # ---- reductions ----
+
+    def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
+        return self.inside.takes_scatter(pieces, scale)
+
+    def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
+        return 2 * len(self.between.peers) * (layout.section_numel + 1) * itemsize
+
+    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
+        self.go_on()
+        self.sum_until(self._num_scatters - NUM_SLOTS)  # this rank's own parts may still be in the slot
+        scatter = _TierScatter(self, pieces, scale)
+        self._num_scatters += 1
+        self._scatters.append(scatter)
+        self._unsummed.append(scatter)
+        return scatter
+
+    def sum_until(self, index: int) -> None:
+        """Sum inside the host all reductions up to number ``index``, and send the sums."""
+        while self._unsummed and self._unsummed[0].posted.index <= index:
+            self._unsummed.popleft().sum_inside()
+
+    def forget_scatter(self, scatter: _TierScatter) -> None:
+        """Take note that ``scatter`` has come to its end."""
+        self._scatters.remove(scatter)
+
+
+def _keep(group: dist.ProcessGroup, strays: list[dist.Work], memory: Sequence[object]) -> None:
+    if strays:
+        unfinished.keep(group, strays, memory)
+
+
+class _TierGather:
+    """Sends this rank's sections to its column at once; the others' are received as soon as an inbox is free.
+
+    Attributes:
+        index: how many the span had before.  is_expected: its receives are launched.  recvs: those that have not ended.
+        has_arrived: all have, and the ranks of this host know.
+    """
+
+    holds_input = True
+
+    def __init__(self, link: TieredLink, pieces: GatherEnds, index: int) -> None:
+        self._link, self.index = link, index
+        self._pieces: GatherEnds | None = pieces
+        self._near = link.inside.all_gather(pieces)
+        self._sections = [bucket.section() for bucket in pieces.buckets()]
+        self.is_expected = self.has_arrived = False
+        self.recvs: list[dist.Work] = []
+        between = link.between
+        self._sends = [
+            between.send(section, peer, TAG_GATHER)
+            for peer in between.peers
+            for section in self._sections
+            if section.numel()
+        ]
+        if all(bucket.dtype is bucket.full_dtype for bucket in pieces.buckets()):  # they read the shards
+            between.wait_sends_at_close(self._sends)
+            self._sends = []
+
+    def expect(self) -> None:
+        """Launch the receives, into the inbox."""
+        assert self._pieces is not None
+        self.is_expected = True
+        self._receive(self._link.inboxes.windows(self.index, self._pieces.buckets()))
+
+    def _receive(self, windows: Sequence[dict[int, torch.Tensor]]) -> None:
+        between = self._link.between
+        self.recvs += [
+            between.recv(each[peer], peer, TAG_GATHER)
+            for peer in between.peers
+            for each in windows
+            if each[peer].numel()
+        ]
+
+    def is_done(self) -> bool:
+        return self._pieces is None  # gloo says of messages that they are done only to those who wait
+
+    def wait(self) -> None:
+        pieces, link = self._pieces, self._link
+        if pieces is None:
+            return
+        link.go_on()
+        self._near.wait()
+        link.arrive(self)
+        link.read_inboxes(self, pieces)
+        self._link.between.wait_all(self._sends)
+        self._end()
+
+    def cancel(self) -> None:
+        if self._pieces is None:
+            return
+        self._near.cancel()
+        try:
+            self._link.arrive(self)  # the ranks of this host may need it
+            self._link.between.wait_all(self._sends)
+        except RuntimeError:
+            self.leave()
+        self._end()
+
+    def _end(self) -> None:
+        self._pieces = None
+        self._link.take(self)
+
+    def leave(self) -> None:
+        """Leave what has not ended to itself; what it may write to is not used before it has."""
+        pieces, self._pieces = self._pieces, None
+        link = self._link
+        if pieces is not None and not self.is_expected:
+            # Somebody sends it: a message that nobody takes would be taken for the next one.
+            sizes = [(bucket.layout.section_numel, bucket.full_dtype) for bucket in pieces.buckets()]
+            with contextlib.suppress(RuntimeError):  # of a closed connection nothing is taken
+                self._receive(
+                    [{p: torch.empty(n, dtype=d, device="cpu") for p in link.between.peers} for n, d in sizes]
+                )
+        link.keep_strays(self.recvs)
+        unfinished.keep(link.between.group, self._sends, self._sections)
+        self._sends = []
+
+
+class _TierScatter:
+    """Posts this rank's parts for its host; sums there when all have come, and between hosts when it is waited for.
+
+    Attributes:
+        posted: what it has posted.
+    """
+
+    holds_input = False
+
+    def __init__(self, link: TieredLink, pieces: ScatterEnds, scale: Scale) -> None:
+        self._link = link
+        self._pieces: ScatterEnds | None = pieces
+        between = link.between
+        divisor = float(link.inside.num_ranks) if scale.divisor is None else scale.divisor
+        self._scale = replace(scale, divisor=divisor)
+        self._is_sent = False
+        self._works: list[dist.Work] = []
+        self._sums: dict[int, Lease] = {}
+        self._received: dict[int, Lease] = {}
+        self.posted = link.inside.post(pieces)
+        num_bytes = (pieces.section_numel + 1) * pieces.dtype.itemsize
+        for peer in between.peers:
+            self._sums[peer], self._received[peer] = between.pool.lease(num_bytes), between.pool.lease(num_bytes)
+            self._works.append(between.recv(self._received[peer].tensor(pieces.dtype), peer, TAG_SCATTER))
+
+    def sum_inside(self) -> None:
+        """Add up what this host has for every rank of the column; send the sums."""
+        pieces, link = self._pieces, self._link
+        assert pieces is not None
+        inside, numel = link.inside, pieces.section_numel
+        inside.wait_posted(pieces, self.posted.index)
+        for peer, lease in self._sums.items():
+            total = lease.tensor(pieces.dtype)
+            inside.sum_posted(pieces, self.posted, _SUM, peer, total[:numel])
+            total[numel] = _IS_SUM
+            self._send(peer, total)
+        inside.sum_posted(pieces, self.posted, _SUM, inside.rank, pieces.target())
+        inside.free_slot(self.posted.index)
+        self._is_sent = True
+
+    def _send(self, peer: int, message: torch.Tensor) -> None:
+        self._works.append(self._link.between.send(message, peer, TAG_SCATTER))
+
+    def is_done(self) -> bool:
+        return self._pieces is None
+
+    def wait(self) -> None:
+        pieces, link = self._pieces, self._link
+        if pieces is None:
+            return
+        self._let_all_come()
+        out, numel = pieces.target(), pieces.section_numel
+        sums: dict[int, torch.Tensor] = {link.inside.rank: out}
+        for peer, lease in self._received.items():
+            message = lease.tensor(pieces.dtype)
+            if message[numel] != _IS_SUM:
+                its = link.inside.members[peer]
+                raise TransportError(
+                    f"rank {its} raised an exception in backward before it could send gradients of {pieces.label} to rank "
+                    f"{link.inside.members[link.inside.rank]}; see the error of rank {its}{cited(store_of_job(), [its])}"
+                )
+            sums[peer] = message[:numel]
+        sum_sections(pieces.layout, [sums[rank] for rank in sorted(sums)], self._scale, link.inside.rank, out)
+        self._end()
+        pieces.deliver(out)
+
+    def _let_all_come(self) -> None:
+        self._link.sum_until(self.posted.index)
+        self._link.go_on()
+        self._link.between.wait_all(self._works)
+
+    def cancel(self) -> None:
+        if self._pieces is None:
+            return
+        try:
+            self._let_all_come()
+        except RuntimeError:
+            self.leave()
+        self._end()
+
+    def _end(self) -> None:
+        self._pieces = None
+        self._link.forget_scatter(self)
+        for lease in self._take_leases():
+            lease.release()
+
+    def leave(self) -> None:
+        """Leave what has not ended to itself; let other hosts know that no sums will come."""
+        pieces, self._pieces = self._pieces, None
+        if pieces is not None and not self._is_sent:
+            for peer, lease in self._sums.items():
+                message = lease.tensor(pieces.dtype)
+                message[pieces.section_numel] = _HAS_LEFT
+                with contextlib.suppress(RuntimeError):  # a host that is gone need not know
+                    self._send(peer, message)
+        memory = [lease.lose() for lease in self._take_leases()]
+        unfinished.keep(self._link.between.group, self._works, memory)
+        self._works = []
+
+    def _take_leases(self) -> list[Lease]:
+        leases = [*self._sums.values(), *self._received.values()]
+        self._sums, self._received = {}, {}
+        return leases

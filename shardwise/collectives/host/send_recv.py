@@ -1,0 +1,470 @@
+"""Sends and receives between the ranks of a gloo group: parts go straight between full tensors and sections.
+
+Gloo's own all-gather fills one buffer that must be copied out, and its reduce-scatter is an all-reduce: twice the bytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from shardwise import torch_private
+from shardwise.collectives.buffer_pool import BufferPool, Lease
+from shardwise.collectives.host.shared_memory import HostLink
+from shardwise.collectives.protocol import BucketEnds, GatherEnds, Pending, Scale, ScatterEnds
+from shardwise.collectives.routes import SpanKind, can_sum_in_parts, pack_parts, section_parts, sum_sections
+from shardwise.consistency.failure_report import name_partners
+from shardwise.consistency.process_groups import wait_all
+from shardwise.errors import TransportError
+from shardwise.layout import Bucket, align
+
+# ---- Messages that nobody waits for any more, and the memory that they read and write: kept until their process
+# group is gone.
+# Gloo says of a message whether it is done only to those who wait for it, a wait that gives up closes the group's connections,
+# and a message that is dropped before its peer has come keeps every later one between the two ranks from getting through.
+
+
+@dataclass(slots=True, eq=False)
+class _KeptWorks:
+    works: list[dist.Work] = field(default_factory=list[dist.Work])
+    memory: list[object] = field(default_factory=list[object])
+
+    def drop(self) -> None:
+        # First what may write, then what it writes to.
+        self.works.clear()
+        self.memory.clear()
+
+
+_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, _KeptWorks] = weakref.WeakKeyDictionary()
+
+
+def keep(group: dist.ProcessGroup, works: Iterable[dist.Work], memory: Iterable[object] = ()) -> None:
+    """Keep ``works`` of ``group``, and ``memory`` that they may still read or write, until ``group`` is gone."""
+    kept = _kept.get(group)
+    if kept is None:
+        kept = _kept[group] = _KeptWorks()
+        weakref.finalize(group, kept.drop).atexit = False
+    kept.works += works
+    kept.memory += memory
+
+
+def drop(group: dist.ProcessGroup) -> None:
+    """Let go of what is kept of ``group``, whose connections are closed: nothing arrives by them any more."""
+    kept = _kept.get(group)
+    if kept is not None:
+        kept.drop()
+
+
+def num_kept(group: dist.ProcessGroup) -> int:
+    """Return how many messages of ``group`` are kept."""
+    kept = _kept.get(group)
+    return 0 if kept is None else len(kept.works)
+
+
+def let_end(works: list[dist.Work], group: dist.ProcessGroup) -> bool:
+    """Wait for messages of ``group`` as :func:`wait_all` does; return False if one fails, because its rank may be gone."""
+    try:
+        wait_all(works, group)
+    except RuntimeError:
+        return False
+    return True
+
+
+# ---- Inboxes: where in the memory of a host the sections of other hosts are received, for all ranks of the host to
+# copy from.
+
+NUM_INBOXES = 3  # all-gathers whose sections may be on their way at once
+_ALIGNMENT = 64  # bytes
+
+
+def padded_bytes(num_bytes: int) -> int:
+    """Return what a section of ``num_bytes`` takes in an inbox."""
+    return align(num_bytes, _ALIGNMENT)
+
+
+def _section_bytes(bucket: BucketEnds) -> int:
+    return padded_bytes(bucket.layout.section_numel * bucket.full_dtype.itemsize)
+
+
+class Inboxes:
+    """``NUM_INBOXES`` in every segment of a host, used in turns by all-gathers number 0, 1, 2, ... of a span.
+
+    A rank receives there the sections of its column: for each bucket, those of the other hosts in their order.
+
+    Args:
+        inside: the ranks of the host.
+        start: byte offset of the first inbox in a segment.  slot_bytes: of one.
+    """
+
+    def __init__(self, inside: HostLink, start: int, slot_bytes: int) -> None:
+        self._inside, self._first, self._slot_bytes = inside, start, slot_bytes
+        per_host = len(inside.ranks)
+        columns = [range(place, inside.num_ranks, per_host) for place in range(per_host)]
+        self._others = [[rank for rank in column if rank not in inside.ranks] for column in columns]
+        self._parts: dict[tuple[int, int], tuple[Bucket, list[torch.Tensor]]] = {}
+
+    def takes(self, pieces: GatherEnds) -> bool:
+        """True if all sections of this all-gather have room; the same on every rank."""
+        return sum(_section_bytes(each) for each in pieces.buckets()) * len(self._others[0]) <= self._slot_bytes
+
+    def windows(self, index: int, buckets: Sequence[BucketEnds]) -> list[dict[int, torch.Tensor]]:
+        """Return where in this rank's inbox each bucket's sections come to, by the rank that sends them."""
+        start, place = self._start(index), self._inside.place
+        found: list[dict[int, torch.Tensor]] = []
+        for bucket in buckets:
+            windows: dict[int, torch.Tensor] = {}
+            for rank in self._others[place]:
+                windows[rank] = self._section(place, start, bucket)
+                start += _section_bytes(bucket)
+            found.append(windows)
+        return found
+
+    def copy_out(self, index: int, buckets: Sequence[BucketEnds]) -> None:
+        """Copy what all ranks of this host have received to the full parameters."""
+        start = self._start(index)
+        for bucket in buckets:
+            size = _section_bytes(bucket)
+            for place, ranks in enumerate(self._others):
+                for number, rank in enumerate(ranks):
+                    torch_private.copy_all(
+                        bucket.full_parts(rank), self._received(place, start + number * size, bucket, rank)
+                    )
+            start += len(self._others[0]) * size
+
+    def _start(self, index: int) -> int:
+        return self._first + index % NUM_INBOXES * self._slot_bytes
+
+    def _section(self, place: int, start: int, bucket: BucketEnds) -> torch.Tensor:
+        return self._inside.segments[place].tensor(start, bucket.layout.section_numel, bucket.full_dtype)
+
+    def _received(self, place: int, start: int, bucket: BucketEnds, rank: int) -> list[torch.Tensor]:
+        known = self._parts.get((start, rank))
+        if known is None or known[0] is not bucket.layout or known[1][0].dtype is not bucket.full_dtype:
+            parts = section_parts(bucket.layout, self._section(place, start, bucket), rank)
+            known = self._parts[start, rank] = bucket.layout, parts
+        return known[1]
+
+
+# Apart from tags that users of the same group are likely to choose.
+_TAG_SPAN, TAG_GATHER, TAG_SCATTER = 0x5A00, 0x5A01, 0x5A02
+MAX_RANKS = 32  # beyond, a message per peer and tensor costs more than the copies it saves
+# Of what travels together on one host: there a collective of less costs less than its messages (benchmarks/small_units.py).
+# Between hosts messages take fewer bytes of the cable.
+LEAST_BYTES_ON_HOST = 1 << 20
+MIN_LARGE_SHARE = 0.5  # of a section: with many small tensors nothing is saved that pays for more messages
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Words about a span: its number, whether it is a backward, who wants collectives, 1 + who is to blame if it is none."""
+
+    mine: torch.Tensor
+    theirs: dict[int, torch.Tensor]
+    works: list[dist.Work]
+
+
+class PeerLink:
+    """Point-to-point messages in place of collectives; for groups of up to ``MAX_RANKS`` ranks.
+
+    ``ranks``: those of ``group`` that it is between, this one among them; all of them by default.  ``members``: the global
+    rank of each rank of ``group``, as errors name them, if torch is not to be asked.
+
+    Attributes:
+        is_on_one_host: all ranks are, and share no memory all the same.
+    """
+
+    name = "send/recv"
+    compares_contents = False
+    sums = None
+
+    def __init__(
+        self, group: dist.ProcessGroup, pool: BufferPool, ranks: range | None = None, members: Sequence[int] = ()
+    ) -> None:
+        self.group, self._named = group, members
+        self.rank = group.rank()
+        found = range(group.size()) if ranks is None else ranks
+        self.size = len(found)
+        # Each rank starts with its right neighbour, so that not all of them send to the same one first.
+        place = found.index(self.rank)
+        self.peers = tuple(found[(place + step) % self.size] for step in range(1, self.size))
+        self.pool = pool
+        self.is_on_one_host = False
+        self._span = 0
+        self._sends: list[dist.Work] = []
+
+    # ---- spans ----
+
+    def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
+        found = self._exchange([kind == "backward", wants_collectives, 0])
+        try:
+            self.wait_all(found.works)
+        except BaseException:
+            keep(self.group, found.works)
+            raise
+        for peer, words in found.theirs.items():
+            span, is_backward, wants, blamed = words.tolist()
+            if [span, is_backward] != found.mine[:2].tolist():
+                names = self._members()
+                raise TransportError(
+                    f"rank {names[peer]} starts a {'backward' if is_backward else 'forward'} (number {span}) where rank "
+                    f"{names[self.rank]} starts a {kind} (number {self._span}); every rank must make the same calls in the "
+                    "same order"
+                )
+            if blamed:
+                names = self._members()
+                raise TransportError(
+                    f"rank {names[blamed - 1]} is not with rank {names[peer]}, on whose host it is, where rank "
+                    f"{names[self.rank]} starts a {kind}; see the error of rank {names[peer]}"
+                )
+            wants_collectives = wants_collectives or bool(wants)
+        return not wants_collectives
+
+    def _members(self) -> Sequence[int]:
+        """Return the global ranks, as errors name them."""
+        return self._named or dist.get_process_group_ranks(self.group)
+
+    def refuse(self, kind: SpanKind, blamed: int) -> None:
+        """Enter a span for nothing but letting the others know, without waiting, that rank ``blamed`` does not."""
+        found = self._exchange([kind == "backward", False, blamed + 1])
+        keep(self.group, found.works, [found])
+
+    def _exchange(self, words: list[int]) -> _Exchange:
+        self._span += 1
+        mine = torch.tensor([self._span, *words], dtype=torch.int64, device="cpu")
+        theirs = {peer: torch.empty_like(mine) for peer in self.peers}
+        works = [self.send(mine, peer, _TAG_SPAN) for peer in self.peers]
+        works += [self.recv(theirs[peer], peer, _TAG_SPAN) for peer in self.peers]
+        return _Exchange(mine, theirs, works)
+
+    def close(self) -> None:
+        self.wait_all(self._sends)
+
+    def abort(self) -> None:
+        # A message that is dropped before its peer has it keeps every later one between the two from getting through.
+        keep(self.group, self._sends)
+        self._sends = []
+
+    # ---- collectives ----
+
+    def takes_gather(self, pieces: GatherEnds) -> bool:
+        buckets = pieces.buckets()
+        return bool(buckets) and all(self._is_worth(each.layout, each.full_dtype.itemsize) for each in buckets)
+
+    def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
+        return self._is_worth(pieces.layout, pieces.dtype.itemsize) and can_sum_in_parts(scale, self.size)
+
+    def _is_worth(self, layout: Bucket, itemsize: int) -> bool:
+        least = LEAST_BYTES_ON_HOST if self.is_on_one_host else 0
+        return layout.full_numel * itemsize >= least and is_worth_messages(layout)
+
+    def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
+        return (self.size - 1) * layout.tail_numel * itemsize, True
+
+    def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
+        return (self.size - 1) * (layout.section_numel + layout.tail_numel) * itemsize
+
+    def all_gather(self, pieces: GatherEnds) -> Pending:
+        return _MessageGather(self, pieces)
+
+    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
+        return _MessageScatter(self, pieces, scale)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Launch; ``tensor``: contiguous, unchanged until the message is received."""
+        return self.group.send([tensor], peer, tag)
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Launch."""
+        return self.group.recv([tensor], peer, tag)
+
+    def wait_all(self, works: list[dist.Work]) -> None:
+        """Wait for ``works`` as :func:`watched.wait_all` does."""
+        try:
+            wait_all(works, self.group)
+        except RuntimeError as error:
+            name_partners(error, self.group)
+            raise
+
+    def wait_sends_at_close(self, works: list[dist.Work]) -> None:
+        """Leave these sends to the end of the span: what they read does not change before."""
+        self._sends += works
+
+
+class _MessageGather:
+    """Large parts are received where they belong, the small ones of each bucket as one message."""
+
+    holds_input = True
+
+    def __init__(self, link: PeerLink, pieces: GatherEnds) -> None:
+        self._buckets: list[_GatherBucket] | None = [_GatherBucket(link, ends) for ends in pieces.buckets()]
+
+    def is_done(self) -> bool:
+        return not self._buckets  # gloo says of messages that they are done only to those who wait
+
+    def wait(self) -> None:
+        buckets, self._buckets = self._buckets, None
+        try:
+            for bucket in buckets or ():
+                bucket.finish()
+        except BaseException:
+            for bucket in buckets or ():
+                bucket.leave()
+            raise
+
+    def cancel(self) -> None:
+        buckets, self._buckets = self._buckets, None
+        for bucket in buckets or ():
+            bucket.cancel()
+
+
+class _GatherBucket:
+    def __init__(self, link: PeerLink, ends: BucketEnds) -> None:
+        self._link, self._ends = link, ends
+        layout, large = ends.layout, ends.layout.num_large
+        self._section = section = ends.section()
+        mine = section_parts(layout, section, link.rank)[:large]
+        tail = section.narrow(0, layout.tail_start, layout.tail_numel)
+        tail_bytes = layout.tail_numel * section.element_size()
+        self._tails = {peer: link.pool.lease(tail_bytes) for peer in link.peers}
+        self._strided: list[tuple[torch.Tensor, Lease]] = []
+        self._sends: list[dist.Work] = []
+        self._recvs: list[dist.Work] = []
+        for peer in link.peers:
+            for part, target in zip(mine, ends.full_parts(peer)[:large], strict=True):
+                if target.numel():
+                    self._recvs.append(self._receive(target, peer))
+                if part.numel():
+                    self._sends.append(link.send(part.reshape(-1), peer, TAG_GATHER))
+            if layout.tail_numel:
+                self._recvs.append(link.recv(self._tails[peer].tensor(section.dtype), peer, TAG_GATHER))
+                self._sends.append(link.send(tail, peer, TAG_GATHER))
+
+    def _receive(self, target: torch.Tensor, peer: int) -> dist.Work:
+        if target.is_contiguous():
+            return self._link.recv(target.reshape(-1), peer, TAG_GATHER)
+        # A window with gaps: of a parameter that is not cut along dim 0.
+        lease = self._link.pool.lease(target.numel() * target.element_size())
+        self._strided.append((target, lease))
+        return self._link.recv(lease.tensor(target.dtype), peer, TAG_GATHER)
+
+    def finish(self) -> None:
+        layout, link = self._ends.layout, self._link
+        torch_private.copy_all(self._ends.full_parts(link.rank), section_parts(layout, self._section, link.rank))
+        link.wait_all(self._recvs)
+        for target, lease in self._strided:
+            target.copy_(lease.tensor(target.dtype).view(target.shape))
+        first = layout.num_large
+        if layout.tail_numel:
+            for peer, lease in self._tails.items():
+                tail = lease.tensor(self._section.dtype)
+                torch_private.copy_all(self._ends.full_parts(peer)[first:], section_parts(layout, tail, peer, first))
+        if self._section.dtype is self._ends.dtype:  # they read the shards
+            link.wait_sends_at_close(self._sends)
+            self._sends = []
+        else:
+            link.wait_all(self._sends)
+        for lease in self._take_leases():
+            lease.release()
+
+    def cancel(self) -> None:
+        if all(let_end(works, self._link.group) for works in (self._recvs, self._sends)):
+            for lease in self._take_leases():
+                lease.release()
+        else:
+            self.leave()
+
+    def leave(self) -> None:
+        """Leave what has not ended, and all that it may write to, to itself."""
+        memory = [lease.lose() for lease in self._take_leases()]
+        if self._recvs:
+            memory.append(self._ends.lose_full())
+        keep(self._link.group, self._recvs + self._sends, memory)
+        self._recvs, self._sends = [], []
+
+    def _take_leases(self) -> list[Lease]:
+        leases = [*self._tails.values(), *(lease for _, lease in self._strided)]
+        self._tails, self._strided = {}, []
+        return leases
+
+
+class _MessageScatter:
+    """Large gradients are sent from where they are, the small ones for each peer as one message."""
+
+    holds_input = True
+
+    def __init__(self, link: PeerLink, pieces: ScatterEnds, scale: Scale) -> None:
+        self._link, self._scale = link, scale
+        self._pieces: ScatterEnds | None = pieces
+        layout, dtype, large = pieces.layout, pieces.dtype, pieces.layout.num_large
+        self._received = {peer: link.pool.lease(layout.section_numel * dtype.itemsize) for peer in link.peers}
+        self._tails = {peer: link.pool.lease(layout.tail_numel * dtype.itemsize) for peer in link.peers}
+        self._works: list[dist.Work] = []
+        self._packed: list[torch.Tensor] = []
+        for peer in link.peers:
+            section = self._received[peer].tensor(dtype)
+            theirs = pieces.full_parts(peer)
+            for window, part in zip(section_parts(layout, section, link.rank)[:large], theirs[:large], strict=True):
+                if window.numel():
+                    self._works.append(link.recv(window.reshape(-1), peer, TAG_SCATTER))
+                if part.numel():
+                    flat = part.reshape(-1).contiguous()  # a copy if the parameter is not cut along dim 0
+                    self._packed.append(flat)
+                    self._works.append(link.send(flat, peer, TAG_SCATTER))
+            if layout.tail_numel:
+                tail = self._tails[peer].tensor(dtype)
+                pack_parts(layout, theirs, tail, peer, large)
+                window = section.narrow(0, layout.tail_start, layout.tail_numel)
+                self._works.append(link.recv(window, peer, TAG_SCATTER))
+                self._works.append(link.send(tail, peer, TAG_SCATTER))
+
+    def is_done(self) -> bool:
+        return self._pieces is None  # gloo says of messages that they are done only to those who wait
+
+    def wait(self) -> None:
+        pieces, self._pieces = self._pieces, None
+        if pieces is None:
+            return
+        try:
+            self._link.wait_all(self._works)
+        except BaseException:
+            self._leave()
+            raise
+        link, layout, dtype = self._link, pieces.layout, pieces.dtype
+        out = pieces.target()
+        pack_parts(layout, pieces.full_parts(link.rank), out, link.rank)
+        sections = [out if rank == link.rank else self._received[rank].tensor(dtype) for rank in range(link.size)]
+        sum_sections(layout, sections, self._scale, link.rank, out)
+        self._release()
+        pieces.deliver(out)
+
+    def cancel(self) -> None:
+        if self._pieces is not None:
+            self._pieces = None
+            if let_end(self._works, self._link.group):
+                self._release()
+            else:
+                self._leave()
+
+    def _leave(self) -> None:
+        memory = [lease.lose() for lease in self._take_leases()]
+        keep(self._link.group, self._works, [*memory, *self._packed])
+        self._works, self._packed = [], []
+
+    def _release(self) -> None:
+        self._packed.clear()
+        for lease in self._take_leases():
+            lease.release()
+
+    def _take_leases(self) -> list[Lease]:
+        leases = [*self._received.values(), *self._tails.values()]
+        self._received, self._tails = {}, {}
+        return leases
+
+
+def is_worth_messages(layout: Bucket) -> bool:
+    """Return True if tensors of ``layout`` go as messages: large ones are most of a section."""
+    return layout.tail_start >= MIN_LARGE_SHARE * layout.section_numel

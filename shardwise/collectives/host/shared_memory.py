@@ -1,0 +1,628 @@
+"""Ranks of one host that read each other's shards and gradients in shared memory.
+
+An all-gather copies every rank's section from where it is stored, without its owner's help: in a span nobody changes
+shards.  A reduce-scatter copies each rank's parts of the gradients to the sender's outbox, from where that rank adds them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise import torch_private
+from shardwise.collectives.host.local_peers import CLOSED, FIRST_FREE, NUM_WORDS, ArenaPlace, HostGroup, Mates
+from shardwise.collectives.protocol import (
+    BucketEnds,
+    GatherEnds,
+    Pending,
+    Scale,
+    ScatterEnds,
+    SumContents,
+    sums_something_else,
+)
+from shardwise.collectives.routes import (
+    ByBackend,
+    SpanKind,
+    add_up,
+    can_sum_in_parts,
+    pack_parts,
+    section_parts,
+    sum_sections,
+)
+from shardwise.errors import TransportError
+from shardwise.layout import Bucket, align
+
+# ---- Tensors that the ranks of one host sum in place, through memory that they share.
+# Every rank copies what it has to its slots, adds up one slice of what all have, and copies the others' slices from theirs: two
+# copies and a sum of the tensor's bytes, spread over the ranks.  What is longer than a slot goes in chunks.
+#
+# A launch waits for nobody while slots are free: replicas may come late, and one that leaves a sum out is found by its next
+# one. Ranks never wait for a chunk before they have added up their slices of all earlier ones, so that nobody waits for
+# somebody who waits for them.
+
+NUM_SUM_SLOTS = 4  # chunks that a rank may be ahead of the slowest
+MOST_SLOT_BYTES = 1 << 22
+_ALIGNMENT = 64  # bytes of slots; elements of slices, whose ends are then on other cache lines
+
+# Words, from the first one that the link gives on.
+_SUM_POSTED = 0  # the last chunk that this rank has copied to its slot
+_SUMMED = 1  # the last one of which it has added up its slice
+_SUM_CONSUMED = 2  # the last one of which it has read all slices
+_SUM_LABELS = 3  # from here on: what is in each slot
+NUM_SUM_WORDS = _SUM_LABELS + NUM_SUM_SLOTS
+
+_CHUNK_BITS = 24
+_WANTS_BACKEND = 1  # flag of a label: this rank wants the backend to sum the tensor, and has not copied it
+
+View = Callable[[int, int, int, torch.dtype], torch.Tensor]
+
+
+def sum_slot_bytes(most_bytes: int) -> int:
+    """Return the bytes of a slot for sums of tensors that have ``most_bytes`` together."""
+    return min(align(most_bytes, _ALIGNMENT), MOST_SLOT_BYTES)
+
+
+def sums_bytes(slot: int) -> int:
+    """Return the bytes of all slots that have ``slot`` bytes each."""
+    return NUM_SUM_SLOTS * slot
+
+
+@dataclass(frozen=True, slots=True)
+class SumSlots:
+    """Where sums lie in every segment.
+
+    Attributes:
+        word: the first of :data:`NUM_SUM_WORDS`.  start: byte offset of the slots.
+        num_bytes: of one; 0: there are none.
+    """
+
+    word: int
+    start: int
+    num_bytes: int
+
+
+class Sums:
+    """What ranks of one host sum.
+
+    Args:
+        mates: the ranks.  place: this rank's among them.
+        slots: where.
+        view: ``view(place, start, numel, dtype)`` returns memory of a rank's segment.
+    """
+
+    def __init__(self, mates: Mates, place: int, slots: SumSlots, view: View) -> None:
+        self._mates, self._place, self._num_ranks = mates, place, len(mates.others) + 1
+        self._word, self._start, self._slot_bytes, self._view = slots.word, slots.start, slots.num_bytes, view
+        self._num_chunks = 0
+        self._chunks: deque[_Chunk] = deque()
+
+    def takes(self, tensor: torch.Tensor, scale: Scale) -> bool:
+        """True if ``tensor`` can be summed here; the same on every rank."""
+        is_fit = bool(self._slot_bytes) and tensor.numel() > 0 and tensor.is_contiguous()
+        return is_fit and can_sum_in_parts(scale, self._num_ranks)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None, by_backend: ByBackend
+    ) -> Pending:
+        """Launch the sum of the contiguous ``tensor`` over the ranks, in place; ``wait`` or the end of the span ends it.
+
+        Raises: TransportError if a rank is gone, or sums something else in an earlier sum whose slots are needed.
+        """
+        flat, divisor = tensor.view(-1), float(self._num_ranks) if scale.divisor is None else scale.divisor
+        summed = _Sum(self, divisor, contents, by_backend, _sum_digest(flat, divisor, contents))
+        most = self._slot_bytes // flat.element_size()
+        for number, start in enumerate(range(0, flat.numel(), most)):
+            chunk = _Chunk(summed, self._num_chunks, number, flat[start : start + most])
+            self._num_chunks += 1
+            summed.last = chunk.index
+            self._post(chunk)
+        self.go_on()
+        return summed
+
+    def end(self) -> None:
+        """Wait for all sums."""
+        self.finish(self._num_chunks - 1)
+
+    def forget(self) -> None:
+        """Leave all sums as they are, after an exception; the ranks count anew."""
+        for chunk in self._chunks:
+            chunk.of.is_over = True
+        self._chunks.clear()
+        self._num_chunks = 0
+
+    def keep_apart(self, cancelled: _Sum) -> None:
+        """Let ``cancelled`` write to its tensor no more.  Others still need this rank's slices of it."""
+        for chunk in self._chunks:
+            if chunk.of is cancelled:
+                chunk.tensor = chunk.tensor.clone()
+
+    # ---- chunks ----
+
+    def finish(self, index: int) -> None:
+        """Wait for the sum of chunk ``index`` and of those before it."""
+        chunks = self._chunks
+        for chunk in chunks:
+            if chunk.index > index:
+                break
+            if not chunk.is_summed:
+                self._wait(_SUM_POSTED, chunk.index, chunk)
+                self._sum(chunk)
+        while chunks and chunks[0].index <= index:
+            self._wait(_SUMMED, chunks[0].index, chunks[0])
+            self._take(chunks.popleft())
+
+    def go_on(self) -> None:
+        """Do what can be done without waiting."""
+        chunks, mates = self._chunks, self._mates
+        for chunk in chunks:
+            if not chunk.is_summed:
+                is_posted = mates.have_said(self._word + _SUM_POSTED, mates.long_stamp(chunk.index))
+                if not is_posted or self._goes_by_backend(chunk):  # the backend waits
+                    break
+                self._sum(chunk)
+        while chunks and chunks[0].is_summed:
+            if not mates.have_said(self._word + _SUMMED, mates.long_stamp(chunks[0].index)):
+                break
+            self._take(chunks.popleft())
+
+    def _wait(self, word: int, index: int, chunk: _Chunk) -> None:
+        what = f"the sum of gradients of {_label(chunk.of.contents)}"
+        self._mates.wait_for_all(self._word + word, self._mates.long_stamp(index), what)
+
+    def _say(self, word: int, chunk: _Chunk) -> None:
+        self._mates.say(self._word + word, self._mates.long_stamp(chunk.index))
+
+    def _post(self, chunk: _Chunk) -> None:
+        self.go_on()
+        if not chunk.index:
+            self._mates.meet_after_exception(f"the sum of gradients of {_label(chunk.of.contents)}")
+        free = chunk.index - NUM_SUM_SLOTS  # the chunk that was in the slot
+        if free >= 0:
+            self.finish(free)
+            self._wait(_SUM_CONSUMED, free, chunk)
+        wants_backend = chunk.of.by_backend.is_wanted
+        for place in () if wants_backend else self._mates.others:  # the own slice is added where it is
+            start, mine = self._slice(chunk, place)
+            self._slot(self._place, chunk, start, mine.numel()).copy_(mine)
+        self._chunks.append(chunk)
+        self._mates.say(self._label_word(chunk), chunk.label | (_WANTS_BACKEND if wants_backend else 0))
+        self._say(_SUM_POSTED, chunk)
+
+    def _goes_by_backend(self, chunk: _Chunk) -> bool:
+        """True if a rank wants that; all have posted ``chunk``."""
+        word, others = self._label_word(chunk), self._mates.others
+        return chunk.of.by_backend.is_wanted or any(self._mates.hear(place, word) & _WANTS_BACKEND for place in others)
+
+    def _sum(self, chunk: _Chunk) -> None:
+        """Add up this rank's slice of what all have posted."""
+        for place in self._mates.others:
+            if self._mates.hear(place, self._label_word(chunk)) & ~_WANTS_BACKEND != chunk.label:
+                raise TransportError(self._in_words(chunk, place))
+        chunk.goes_by_backend = self._goes_by_backend(chunk)
+        start, total = self._slice(chunk, self._place)
+        if chunk.goes_by_backend:
+            if not chunk.number:
+                chunk.of.sum_by_backend()
+        elif total.numel():
+            terms = [
+                total if place == self._place else self._slot(place, chunk, start, total.numel())
+                for place in range(self._num_ranks)
+            ]
+            add_up(terms, chunk.of.divisor, total)
+            self._slot(self._place, chunk, start, total.numel()).copy_(total)
+        chunk.is_summed = True
+        self._say(_SUMMED, chunk)
+
+    def _take(self, chunk: _Chunk) -> None:
+        """Copy the others' slices of the sum."""
+        for place in () if chunk.goes_by_backend else self._mates.others:
+            start, its = self._slice(chunk, place)
+            its.copy_(self._slot(place, chunk, start, its.numel()))
+        chunk.of.is_over = chunk.index == chunk.of.last
+        self._say(_SUM_CONSUMED, chunk)
+
+    def _slice(self, chunk: _Chunk, place: int) -> tuple[int, torch.Tensor]:
+        """Return where the slice that the rank at ``place`` adds up begins, in elements, and that of ``chunk.tensor``."""
+        numel = chunk.tensor.numel()
+        each = align(-(-numel // self._num_ranks), _ALIGNMENT)
+        start = min(place * each, numel)
+        return start, chunk.tensor[start : start + each]
+
+    def _slot(self, place: int, chunk: _Chunk, start: int, numel: int) -> torch.Tensor:
+        dtype = chunk.tensor.dtype
+        slot = self._slot_bytes // dtype.itemsize
+        slots = self._view(place, self._start, NUM_SUM_SLOTS * slot, dtype)
+        return slots.narrow(0, chunk.index % NUM_SUM_SLOTS * slot + start, numel)
+
+    def _label_word(self, chunk: _Chunk) -> int:
+        return self._word + _SUM_LABELS + chunk.index % NUM_SUM_SLOTS
+
+    def _in_words(self, chunk: _Chunk, place: int) -> str:
+        mine, its = self._mates.name_of(self._place), self._mates.name_of(place)
+        contents = chunk.of.contents
+        return sums_something_else(_label(contents), 0 if contents is None else contents.number, mine, [its])
+
+
+class _Sum:
+    """A tensor that is summed, and how.  It knows none of its chunks, which know it: a circle would keep gradients alive.
+
+    Attributes:
+        last: index of its last chunk that was launched.
+        is_over: the sum is there, or nobody will bring it.
+    """
+
+    __slots__ = ("_is_cancelled", "_sums", "by_backend", "contents", "digest", "divisor", "is_over", "last")
+    holds_input = False
+
+    def __init__(
+        self, sums: Sums, divisor: float, contents: SumContents | None, by_backend: ByBackend, digest: int
+    ) -> None:
+        self._sums, self.by_backend = sums, by_backend
+        self.divisor, self.contents, self.digest = divisor, contents, digest
+        self._is_cancelled = self.is_over = False
+        self.last = -1
+
+    def sum_by_backend(self) -> None:
+        assert not self._is_cancelled, "only who leaves a span cancels sums"
+        self.by_backend.launch().wait()
+
+    def is_done(self) -> bool:
+        if not self.is_over:
+            self._sums.go_on()
+        return self.is_over
+
+    def wait(self) -> None:
+        if not self.is_over:
+            self._sums.finish(self.last)
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        self._sums.keep_apart(self)
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """A part of a tensor on its way.
+
+    Attributes:
+        of: the whole.  index: among all chunks.  number: among those of its tensor.
+        tensor: 1-D, what this rank has, then the sum.
+        is_summed: this rank has added up its slice.  goes_by_backend: the whole has been summed by the backend, then.
+    """
+
+    of: _Sum
+    index: int
+    number: int
+    tensor: torch.Tensor
+    is_summed: bool = False
+    goes_by_backend: bool = False
+
+    @property
+    def label(self) -> int:
+        return (self.of.digest << _CHUNK_BITS | self.number) << 1
+
+
+def _label(contents: SumContents | None) -> str:
+    return "a tensor" if contents is None else contents.label
+
+
+def _sum_digest(flat: torch.Tensor, divisor: float, contents: SumContents | None) -> int:
+    number = 0 if contents is None else contents.number
+    return zlib.crc32(f"{_label(contents)} {number} {flat.numel()} {flat.dtype} {divisor}".encode())
+
+
+_SECTIONS = FIRST_FREE  # how often this rank has said where its sections lie; no stamp
+_READ = FIRST_FREE + 1  # the last all-gather for which this rank has read all sections
+_POSTED = FIRST_FREE + 2  # the last reduction whose parts are in the outbox
+_CONSUMED = FIRST_FREE + 3  # the last reduction that this rank has read from all outboxes
+_LABELS = FIRST_FREE + 4  # from here on: what is in each slot of the outbox
+
+NUM_SLOTS = 3  # reductions that a rank may be ahead of the slowest
+_SUMS = _LABELS + NUM_SLOTS  # from here on: words of sums in place
+NEXT_FREE = _SUMS + NUM_SUM_WORDS
+
+
+def slot_bytes(section_bytes: int, num_ranks: int) -> int:
+    """Return what a reduction whose sections have ``section_bytes`` takes in an outbox."""
+    return align(num_ranks * section_bytes, _ALIGNMENT)
+
+
+def outbox_bytes(slot: int) -> int:
+    """Return the bytes of an outbox whose slots have ``slot`` bytes."""
+    return NUM_SLOTS * slot
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A reduction whose parts are in the outbox: which of its span, and this rank's own section."""
+
+    index: int
+    own: torch.Tensor
+
+
+class HostLink:
+    """A group whose ranks are processes of one host, or those of its ranks that are (for :mod:`tiers` on top of it).
+
+    Args:
+        host: the ranks.
+        outbox: byte offset of the outbox in every segment.  slot_bytes: bytes of one of its slots.
+        timeout_s: how long to wait for a rank that is alive.
+        sum_slot_bytes: bytes of a slot for sums in place, behind the outbox; 0: there are none.
+
+    Attributes:
+        mates: the ranks of this host.  ranks: their numbers in the group.  place: this rank's among them.
+        num_ranks: of the group.  members: the global rank of each of them, as errors name them.
+        rank: this rank's number in the group.
+        gathers: those launched in this span and not waited for yet.
+        sums: of tensors of the ranks of this host alone.
+    """
+
+    name = "shared memory"
+    compares_contents = True
+
+    def __init__(
+        self, host: HostGroup, outbox: int, slot_bytes: int, timeout_s: float, sum_slot_bytes: int = 0
+    ) -> None:
+        assert NEXT_FREE < NUM_WORDS
+        self.mates = Mates(host, timeout_s, ((_READ, "all-gathers read"), (_POSTED, "reductions begun")))
+        self.segments = host.segments
+        self.rank = host.ranks[host.place]
+        self.place, self.ranks, self.num_ranks, self.members = host.place, host.ranks, len(host.members), host.members
+        self._places_of = host.places_of
+        self._places: dict[int, tuple[int, Sequence[ArenaPlace]]] = {}
+        self._outbox = outbox
+        self._slot_bytes = slot_bytes
+        self._num_gathers = self._num_reductions = 0
+        self.gathers: list[_HostGather] = []
+        self._scatters: deque[_HostScatter] = deque()
+        self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+        behind = outbox + outbox_bytes(slot_bytes)
+        self.sums = Sums(self.mates, self.place, SumSlots(_SUMS, behind, sum_slot_bytes), self._view)
+
+    # ---- spans ----
+
+    def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
+        try:
+            is_agreed = self.mates.open(kind, wants_collectives)
+            self._num_gathers = self._num_reductions = 0
+            self._find_sections()
+        except BaseException:
+            self.abort()
+            raise
+        return is_agreed
+
+    def say_where(self, number: int) -> None:
+        """Let the others know that this rank has said for the ``number``-th time where its sections lie."""
+        self.mates.say(_SECTIONS, number)
+        self._places.pop(self.place, None)
+
+    def _find_sections(self) -> None:
+        for place, rank in enumerate(self.ranks):
+            number = self.mates.hear(place, _SECTIONS)
+            known = self._places.get(place)
+            if known is None or known[0] != number:
+                self._places[place] = number, self._places_of(rank, number)
+                self._parts = {key: parts for key, parts in self._parts.items() if key[1] != place}
+
+    def close(self) -> None:
+        for gather in list(self.gathers):
+            gather.wait()
+        self.mates.say(_READ, self.mates.stamp(self._num_gathers - 1))
+        self.mates.close(self._wait_for_readers)
+
+    def _wait_for_readers(self, what: str) -> None:
+        mates, start, last = self.mates, self.mates.start, self.mates.stamp(self._num_gathers - 1)
+        for place in mates.others if self._num_gathers else ():
+            # A rank that has made fewer all-gathers has left the span, or will.
+            mates.wait_for(
+                place,
+                lambda place=place: mates.hear(place, _READ) >= last or mates.hear(place, CLOSED) >= start,
+                what,
+            )
+
+    def abort(self) -> None:
+        for gather in self.gathers:
+            gather.forget()
+        self.gathers.clear()
+        self._scatters.clear()
+        self.sums.forget()
+        self.mates.abort()
+
+    # ---- all-gathers ----
+
+    def takes_gather(self, pieces: GatherEnds) -> bool:
+        buckets = pieces.buckets()
+        return bool(buckets) and all(bucket.number is not None for bucket in buckets)
+
+    def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
+        return 0, False
+
+    def all_gather(self, pieces: GatherEnds) -> Pending:
+        gather = _HostGather(self, pieces)
+        self._num_gathers += 1
+        self.gathers.append(gather)
+        return gather
+
+    def read_sections(self, pieces: GatherEnds) -> None:
+        """Copy the sections of this host's ranks to the full parameters."""
+        for bucket in pieces.buckets():
+            for place, rank in enumerate(self.ranks):
+                torch_private.copy_all(bucket.full_parts(rank), self._section_parts(bucket, place))
+        self.mates.say(_READ, self.mates.stamp(self._num_gathers - len(self.gathers) - 1))
+
+    def _section_parts(self, bucket: BucketEnds, place: int) -> list[torch.Tensor]:
+        assert bucket.number is not None
+        key = (bucket.number, place)
+        parts = self._parts.get(key)
+        if parts is None:
+            where = self._places[place][1][bucket.number]
+            section = where.segment.tensor(where.offset, bucket.layout.section_numel, bucket.dtype)
+            parts = self._parts[key] = section_parts(bucket.layout, section, self.ranks[place])
+        return parts
+
+    # ---- reductions ----
+
+    def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
+        num_bytes = pieces.section_numel * pieces.dtype.itemsize
+        return slot_bytes(num_bytes, self.num_ranks) <= self._slot_bytes and can_sum_in_parts(scale, self.num_ranks)
+
+    def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
+        return 0
+
+    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
+        # Both sides of the slot must be free: this rank's own parts may still be in it, too.
+        while self._scatters and self._scatters[0].posted.index <= self._num_reductions - NUM_SLOTS:
+            self._scatters[0].wait()
+        scatter = _HostScatter(self, pieces, scale, self.post(pieces))
+        self._scatters.append(scatter)
+        return scatter
+
+    def post(self, pieces: ScatterEnds) -> Posted:
+        """Copy the gradients for every rank of the group to the outbox, and let go of them.
+
+        Waits until the others have read what was in the slot ``NUM_SLOTS`` reductions ago; this rank must have.
+        """
+        index = self._num_reductions
+        self._num_reductions += 1
+        if index >= NUM_SLOTS:
+            self.mates.wait_for_all(_CONSUMED, self.mates.stamp(index - NUM_SLOTS), f"gradients of {pieces.label}")
+        own = self._fill_outbox(pieces, index)
+        self.mates.say(_LABELS + index % NUM_SLOTS, _digest(pieces))
+        self.mates.say(_POSTED, self.mates.stamp(index))
+        return Posted(index, own)
+
+    def forget_scatter(self, scatter: _HostScatter) -> None:
+        """Take note that ``scatter`` is delivered or cancelled."""
+        if scatter in self._scatters:
+            self._scatters.remove(scatter)
+
+    def _fill_outbox(self, pieces: ScatterEnds, index: int) -> torch.Tensor:
+        """Copy the gradients to the outbox and let go of them; return this rank's own section."""
+        layout, numel = pieces.layout, pieces.section_numel
+        if not layout.num_large:  # one copy of everything costs less than many of parts
+            pieces.fill(self._view(self.place, self._slot_start(index), self.num_ranks * numel, pieces.dtype))
+            return self._outgoing(self.place, self.rank, index, pieces)
+        for rank in range(self.num_ranks):
+            if rank != self.rank:
+                pack_parts(layout, pieces.full_parts(rank), self._outgoing(self.place, rank, index, pieces), rank)
+        own = pieces.target()
+        pack_parts(layout, pieces.full_parts(self.rank), own, self.rank)
+        pieces.drop()
+        return own
+
+    def is_posted(self, index: int) -> bool:
+        """True if every rank's parts of reduction ``index`` can be read."""
+        return self.mates.have_said(_POSTED, self.mates.stamp(index))
+
+    def wait_posted(self, pieces: ScatterEnds, index: int) -> None:
+        """Wait for every rank's parts of reduction ``index``.  Raises: TransportError if one reduces something else."""
+        self.mates.wait_for_all(_POSTED, self.mates.stamp(index), f"gradients of {pieces.label}")
+        expected = _digest(pieces)
+        for place in self.mates.others:
+            if self.mates.hear(place, _LABELS + index % NUM_SLOTS) != expected:
+                its = self.members[self.ranks[place]]
+                raise TransportError(
+                    f"rank {self.members[self.rank]} reduces gradients of {pieces.label} ({pieces.section_numel} elements of "
+                    f"{pieces.dtype} per rank) as number {index} of this backward, rank {its} reduces "
+                    "something else. Every rank must run the same units in the same order and get gradients for the same "
+                    "parameters."
+                )
+
+    def sum_posted(self, pieces: ScatterEnds, posted: Posted, scale: Scale, owner: int, out: torch.Tensor) -> None:
+        """Sum what the ranks of this host have for rank ``owner`` of the group into ``out``; they have all posted it."""
+        sections = [
+            posted.own if rank == owner == self.rank else self._outgoing(place, owner, posted.index, pieces)
+            for place, rank in enumerate(self.ranks)
+        ]
+        sum_sections(pieces.layout, sections, scale, owner, out)
+
+    def free_slot(self, index: int) -> None:
+        """Take note that this rank has read all that it needs of reduction ``index``."""
+        self.mates.say(_CONSUMED, self.mates.stamp(index))
+
+    def _outgoing(self, place: int, receiver: int, index: int, pieces: ScatterEnds) -> torch.Tensor:
+        numel = pieces.section_numel
+        start = self._slot_start(index) + receiver * numel * pieces.dtype.itemsize
+        return self._view(place, start, numel, pieces.dtype)
+
+    def _slot_start(self, index: int) -> int:
+        return self._outbox + index % NUM_SLOTS * self._slot_bytes
+
+    def _view(self, place: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        key = (place, start, numel, dtype)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self.segments[place].tensor(start, numel, dtype)
+        return view
+
+
+class _HostGather:
+    """An all-gather that copies when it is waited for, at the latest when its span closes."""
+
+    __slots__ = ("_link", "_pieces")
+    holds_input = False
+
+    def __init__(self, link: HostLink, pieces: GatherEnds) -> None:
+        self._link = link
+        self._pieces: GatherEnds | None = pieces
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pieces, self._pieces = self._pieces, None
+        if pieces is not None:
+            self._link.gathers.remove(self)
+            self._link.read_sections(pieces)
+
+    def cancel(self) -> None:
+        if self._pieces is not None:
+            self._pieces = None
+            self._link.gathers.remove(self)
+
+    def forget(self) -> None:
+        self._pieces = None
+
+
+class _HostScatter:
+    """A reduction whose parts are in the outbox; the others' are read when they are there.
+
+    This rank's own parts are copied too, so that gradients are not held for late ranks.
+    """
+
+    __slots__ = ("_link", "_pieces", "_scale", "posted")
+    holds_input = False
+
+    def __init__(self, link: HostLink, pieces: ScatterEnds, scale: Scale, posted: Posted) -> None:
+        self._link = link
+        self._pieces: ScatterEnds | None = pieces
+        self._scale = scale
+        self.posted = posted
+
+    def is_done(self) -> bool:
+        return self._pieces is None or self._link.is_posted(self.posted.index)
+
+    def wait(self) -> None:
+        pieces, self._pieces = self._pieces, None
+        if pieces is not None:
+            link, index = self._link, self.posted.index
+            link.forget_scatter(self)
+            link.wait_posted(pieces, index)
+            out = pieces.target()  # where the own section is not in the outbox, which must be free again, it is this
+            link.sum_posted(pieces, self.posted, self._scale, link.rank, out)
+            link.free_slot(index)
+            pieces.deliver(out)
+
+    def cancel(self) -> None:
+        if self._pieces is not None:
+            self._pieces = None
+            self._link.forget_scatter(self)
+
+
+def _digest(pieces: ScatterEnds) -> int:
+    return zlib.crc32(f"{pieces.label} {pieces.section_numel} {pieces.dtype}".encode())

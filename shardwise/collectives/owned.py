@@ -1,0 +1,498 @@
+"""Bytes between owners and everybody else: parameters out, gradients in, states to one rank.
+
+The only file of the ZeroRedundancyOptimizer door that calls ``torch.distributed``; collectives are looked up there at
+call time.  Every function issues its calls in an order that follows from its arguments alone.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh
+
+from shardwise.collectives.buffer_pool import BufferPool, Lease, are_neighbours, join
+from shardwise.consistency.agreement import Board
+from shardwise.consistency.process_groups import await_collective, closed_to, group_of, outlast, wait_all
+from shardwise.errors import DesyncError
+from shardwise.observe import EVERYBODY, note, span
+from shardwise.torch_private import is_gloo
+
+# ---- Tensors from every rank to every rank in one all-to-all: shards to the owners of whole matrices, and back.
+# Collectives are looked up on ``torch.distributed`` when called.
+
+_ALIGNMENT = 16  # bytes: views of any dtype may start at a multiple of it
+
+
+class Expected(NamedTuple):
+    """A tensor that will come."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that hold different parts of the same tensors.
+
+    Attributes:
+        members: their global ranks, ascending.  rank: this one's place among them.
+        group: None for a single rank.
+    """
+
+    members: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+
+def ranks_of_group(group: dist.ProcessGroup) -> Ranks:
+    """Return the ranks of ``group``, numbered as it numbers them."""
+    members = tuple(dist.get_process_group_ranks(group))
+    return Ranks(members, dist.get_rank(group), group)
+
+
+def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> Ranks:
+    """Return the ranks that differ from this one along ``axes`` of ``mesh`` alone.
+
+    Several axes need a group of their own unless they span the world; making one is collective over its ranks.
+    """
+    if len(axes) == 1:
+        return ranks_of_group(mesh.get_group(axes[0]))
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    index = tuple(slice(None) if axis in axes else place for axis, place in enumerate(coordinate))
+    members = tuple(sorted(mesh.mesh[index].flatten().tolist()))
+    world = dist.group.WORLD
+    assert world is not None
+    if len(members) == world.size():
+        return ranks_of_group(world)
+    return ranks_of_group(group_of(members))
+
+
+def exchange(
+    sends: Sequence[Sequence[torch.Tensor]], expected: Sequence[Sequence[Expected]], ranks: Ranks, device: torch.device
+) -> list[list[torch.Tensor]]:
+    """Send ``sends[r]`` to rank r and return what came from each rank, as ``expected[r]`` describes it.
+
+    One all-to-all of bytes, whatever the dtypes.  The returned tensors are windows of one buffer on ``device``.
+    """
+    if ranks.group is None or ranks.size == 1:
+        return [list(tensors) for tensors in sends]
+    note("exchange", "", sends)
+    out_sizes = [_packed_bytes([(t.numel(), t.dtype) for t in tensors]) for tensors in sends]
+    in_sizes = [_packed_bytes([(_numel(e.shape), e.dtype) for e in items]) for items in expected]
+    packed = torch.empty(sum(out_sizes), dtype=torch.uint8, device=device)
+    start = 0
+    for tensors, num_bytes in zip(sends, out_sizes, strict=True):
+        offset = start
+        for tensor in tensors:
+            if tensor.numel():
+                _window(packed, offset, tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
+            offset += _aligned(tensor.numel() * tensor.dtype.itemsize)
+        start += num_bytes
+    received = torch.empty(sum(in_sizes), dtype=torch.uint8, device=device)
+    with span("", "exchange", "matrices", sum(out_sizes)):
+        work = dist.all_to_all_single(received, packed, in_sizes, out_sizes, group=ranks.group, async_op=True)
+        await_collective(work, ranks.group)
+    found: list[list[torch.Tensor]] = []
+    start = 0
+    for items, num_bytes in zip(expected, in_sizes, strict=True):
+        offset = start
+        windows: list[torch.Tensor] = []
+        for item in items:
+            windows.append(_window(received, offset, item.shape, item.dtype))
+            offset += _aligned(_numel(item.shape) * item.dtype.itemsize)
+        found.append(windows)
+        start += num_bytes
+    return found
+
+
+def exchange_objects(sends: Sequence[Any], ranks: Ranks, device: torch.device) -> list[Any]:
+    """Send the picklable ``sends[r]`` to rank r; return what each rank sent here.  For descriptions, not for data."""
+    if ranks.group is None or ranks.size == 1:
+        return list(sends)
+    payloads = [torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8) for item in sends]
+    sizes = [torch.tensor([payload.numel()], device="cpu") for payload in payloads]
+    counts = exchange([[size] for size in sizes], [[Expected((1,), torch.int64)]] * ranks.size, ranks, device)
+    expected = [[Expected((int(count[0].item()),), torch.uint8)] for count in counts]
+    arrived = exchange([[payload] for payload in payloads], expected, ranks, device)
+    return [pickle.loads(window[0].cpu().numpy().tobytes()) for window in arrived]
+
+
+def sum_bytes(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Put together, in place, a contiguous tensor of which every rank holds a part and zeros elsewhere.
+
+    Summed as bytes, so that negative zeros and nans come through unchanged.
+    """
+    if group.size() > 1:
+        await_collective(dist.all_reduce(whole.view(-1).view(torch.uint8), group=group, async_op=True), group)
+
+
+def sum_of(value: torch.Tensor, group: dist.ProcessGroup, is_max: bool) -> torch.Tensor:
+    """Return the sum (or maximum) of ``value`` over the ranks of ``group``."""
+    if group.size() > 1:
+        with span("", "all-reduce", "sum", value.numel() * value.element_size()):
+            op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+            await_collective(dist.all_reduce(value, op=op, group=group, async_op=True), group)
+    return value
+
+
+def _window(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    num_bytes = _numel(shape) * dtype.itemsize
+    return buffer.narrow(0, offset, num_bytes).view(dtype).view(shape)
+
+
+def _packed_bytes(items: Sequence[tuple[int, torch.dtype]]) -> int:
+    return sum(_aligned(numel * dtype.itemsize) for numel, dtype in items)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel
+
+
+PACK_BELOW_BYTES = 256 * 1024  # smaller tensors share a message: a gloo broadcast costs as much as copying this
+PACK_UPTO_BYTES = 8 * 1024 * 1024
+PATIENCE_S = 1.0  # how long to wait before looking whether another rank has reported a failure
+
+_Object = TypeVar("_Object")
+
+
+class BufferOffset(NamedTuple):
+    """Where a tensor is meant to lie: the number of a buffer and an offset in it, in elements; the same on every rank."""
+
+    buffer: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A 1-D contiguous tensor whose values are right on group rank ``owner``.
+
+    ``place`` None: it lies in memory as on every other rank.  Where that may differ, because somebody held one rank's
+    memory, places say what goes into one call, and a rank whose memory lies otherwise packs.
+    """
+
+    owner: int
+    tensor: torch.Tensor
+    place: BufferOffset | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """One broadcast: a single tensor in place, or several of one dtype and device packed."""
+
+    owner: int
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class PendingBroadcast:
+    """A launched broadcast; ``wait`` puts the owner's values into the tensors."""
+
+    call: Broadcast
+    buffer: torch.Tensor
+    work: dist.Work
+    board: Board
+    what: str
+
+    def wait(self) -> None:
+        """Raises: DesyncError if the owner or another rank did not take part."""
+        wait_for(self.work, self.board, self.what, self.buffer.device)
+        if len(self.call.tensors) > 1 and self.call.owner != self.board.rank:
+            parts = self.buffer.split([tensor.numel() for tensor in self.call.tensors])
+            for tensor, part in zip(self.call.tensors, parts, strict=True):
+                tensor.copy_(part)
+
+
+def plan_broadcasts(owned: Iterable[Owned]) -> tuple[Broadcast, ...]:
+    """Turn tensors into few broadcasts: neighbours in memory in one call in place, small ones packed per owner.
+
+    The order depends on the order, owners, sizes, dtypes and devices of ``owned`` alone, and alternates owners, so that
+    all ranks send at the same time.
+    """
+    packs: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+    calls: list[Broadcast] = []
+    for items in _neighbours(owned):
+        owner, first = items[0].owner, items[0].tensor
+        tensors = _as_one([item.tensor for item in items])
+        num_bytes = sum(tensor.numel() for tensor in tensors) * first.element_size()
+        if num_bytes >= PACK_BELOW_BYTES:
+            calls.append(Broadcast(owner, tensors))
+            continue
+        key = (owner, first.dtype, first.device)
+        pack = packs.setdefault(key, [])
+        pack.extend(tensors)
+        if sum(tensor.numel() * tensor.element_size() for tensor in pack) >= PACK_UPTO_BYTES:
+            calls.append(Broadcast(owner, tuple(packs.pop(key))))
+    calls.extend(Broadcast(owner, tuple(pack)) for (owner, _, _), pack in packs.items())
+    return _alternate(calls)
+
+
+def launch_broadcasts(calls: Sequence[Broadcast], board: Board, what: str) -> list[PendingBroadcast]:
+    """Start the broadcasts; nothing may write to their tensors before ``wait``.
+
+    Raises: DesyncError if the group already failed.
+    """
+    if board.size == 1 or board.track.note("all-gather", what, [call.tensors for call in calls]):
+        return []
+    num_bytes = sum(tensor.numel() * tensor.element_size() for call in calls for tensor in call.tensors)
+    with span(board.track.name, "all-gather", what, num_bytes):
+        return _launch_all(calls, board, what)
+
+
+def _launch_all(calls: Sequence[Broadcast], board: Board, what: str) -> list[PendingBroadcast]:
+    launched: list[PendingBroadcast] = []
+    for call in calls:
+        first = call.tensors[0]
+        if len(call.tensors) == 1:
+            buffer = first
+        elif call.owner == board.rank:
+            buffer = torch.cat(call.tensors)
+        else:
+            buffer = first.new_empty(sum(tensor.numel() for tensor in call.tensors))
+        try:
+            work = dist.broadcast(buffer, group_src=call.owner, group=board.group, async_op=True)
+        except RuntimeError as error:
+            raise board.explain(what, error) from error
+        assert work is not None
+        launched.append(PendingBroadcast(call, buffer, work, board, what))
+    return launched
+
+
+@dataclass(slots=True)
+class PendingReduce:
+    """Gradients on their way to their owners; ``wait`` returns this rank's, averaged, in the order they were given.
+
+    ``sizes``: elements of each of them.
+    """
+
+    received: torch.Tensor
+    sizes: tuple[int, ...]
+    work: dist.Work | None
+    board: Board
+    what: str
+    leases: tuple[Lease, ...] = ()
+
+    @property
+    def has_come(self) -> bool:
+        """True if :meth:`wait` has nothing to wait for."""
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> torch.Tensor:
+        """Return the averages of this rank's pieces, one after the other in a new 1-D tensor.
+
+        Sums are taken in rank order, so runs repeat bitwise.
+        """
+        if self.work is not None:
+            wait_for(self.work, self.board, self.what, self.received.device)
+        rows = self.received.view(self.board.size, sum(self.sizes))
+        total = rows[0].clone() if len(rows) == 1 else rows[0] + rows[1]
+        for row in rows[2:]:
+            total += row
+        total /= self.board.size
+        for lease in self.leases:
+            lease.release()
+        return total
+
+
+def reduce_to_owners(owned: Sequence[Owned], board: Board, what: str, pool: BufferPool) -> PendingReduce:
+    """Send each tensor to its owner, in one all-to-all; all of one dtype and of the device of ``pool``, 1-D.
+
+    Bytes: every rank sends all but its own share once (one unit of volume; an all-reduce is two).  Extra memory, of
+    ``pool``: the tensors once on the way out and once on the way in, until ``wait``.
+    """
+    num_bytes = sum(item.tensor.numel() * item.tensor.element_size() for item in owned)
+    with span(board.track.name, "reduction", what, num_bytes):
+        return _launch_reduce(owned, board, what, pool)
+
+
+def _launch_reduce(owned: Sequence[Owned], board: Board, what: str, pool: BufferPool) -> PendingReduce:
+    per_owner: list[list[torch.Tensor]] = [[] for _ in range(board.size)]
+    for item in owned:
+        per_owner[item.owner].append(item.tensor)
+    dtype = owned[0].tensor.dtype
+    lease = pool.lease(sum(item.tensor.numel() for item in owned) * dtype.itemsize)
+    sent = torch.cat([tensor for tensors in per_owner for tensor in tensors], out=lease.tensor(dtype))
+    sizes = tuple(tensor.numel() for tensor in per_owner[board.rank])
+    if board.size == 1:
+        return PendingReduce(sent, sizes, None, board, what, (lease,))
+    other = pool.lease(sum(sizes) * board.size * dtype.itemsize)
+    received = other.tensor(dtype)
+    if board.track.note("reduction", what, sent):
+        return PendingReduce(received.zero_(), sizes, None, board, what, (lease, other))
+    splits = [sum(tensor.numel() for tensor in tensors) for tensors in per_owner]
+    try:
+        work = dist.all_to_all_single(
+            received, sent, [sum(sizes)] * board.size, splits, group=board.group, async_op=True
+        )
+    except RuntimeError as error:
+        raise board.explain(what, error) from error
+    return PendingReduce(received, sizes, work, board, what, (lease, other))
+
+
+def wait_for(work: dist.Work, board: Board, what: str, device: torch.device) -> None:
+    """Wait for ``work``; on the CPU notice reported failures of other ranks within a second.
+
+    Raises: DesyncError with the ranks and the cause where the collective cannot finish.
+    """
+    note(EVERYBODY, what)
+    with span(board.track.name, "wait", what):
+        _wait(work, board, what, device)
+
+
+def _wait(work: dist.Work, board: Board, what: str, device: torch.device) -> None:
+    if device.type != "cpu":
+        work.wait()
+        return
+    while True:
+        try:
+            if work.is_completed():  # threads as ranks: their works cannot wait with a limit
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=PATIENCE_S))
+            return
+        except RuntimeError as error:
+            if work.is_completed():  # it has failed, or has come meanwhile
+                _explained(board, what, lambda: outlast(work, board.group))
+                return
+            failure = board.failure()
+            if failure is not None:
+                raise DesyncError(f"{what} cannot finish on rank {board.name}: {failure}") from error
+            if closed_to(board.group):
+                _explained(board, what, lambda: outlast(work, board.group))
+                return
+
+
+def send_tensor(tensor: torch.Tensor, to: int, board: Board, what: str) -> None:
+    """Send a contiguous tensor to group rank ``to`` (which calls :func:`receive_tensor`); in place, no copy."""
+    _explained(board, what, lambda: _wait_for_message(dist.isend(tensor, group_dst=to, group=board.group), board))
+
+
+def receive_tensor(tensor: torch.Tensor, source: int, board: Board, what: str) -> None:
+    """Receive into a contiguous tensor from group rank ``source``."""
+    _explained(board, what, lambda: _wait_for_message(dist.irecv(tensor, group_src=source, group=board.group), board))
+
+
+def _wait_for_message(work: dist.Work | None, board: Board) -> None:
+    if work is None:
+        return
+    if is_gloo(board.group):
+        wait_all([work], board.group)
+    else:
+        work.wait()
+
+
+def _explained(board: Board, what: str, act: Callable[[], None]) -> None:
+    try:
+        act()
+    except RuntimeError as error:
+        raise board.explain(what, error) from error
+
+
+def gather_objects(value: _Object, to: int, board: Board, what: str) -> list[_Object] | None:
+    """Return every rank's ``value`` (picklable, small) in rank order on group rank ``to``, None elsewhere."""
+    if board.size == 1:
+        return [value]
+    found = [value] * board.size if board.rank == to else None
+    try:
+        dist.gather_object(value, found, group_dst=to, group=board.group)
+    except RuntimeError as error:
+        raise board.explain(what, error) from error
+    return found
+
+
+def broadcast_object(
+    obj: object,
+    src_rank: int,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  the seed's signature
+) -> object:
+    """Return the ``obj`` of global rank ``src_rank`` on every rank; tensors in it end up on ``device``.
+
+    Only objects of ranks you trust: they are pickled.  Source: the helper of the same name in torch's
+    ZeroRedundancyOptimizer, whose callers this one serves.
+    """
+    if dist.get_rank() == src_rank:
+        stream = io.BytesIO()
+        torch.save(obj, stream)
+        data = torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8).to(device)
+        _broadcast(torch.tensor([data.numel()], device=device), src_rank, group)
+        _broadcast(data, src_rank, group)
+        return obj
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    _broadcast(length, src_rank, group)
+    data = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+    _broadcast(data, src_rank, group)
+    return torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location=device, weights_only=False)
+
+
+def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+    await_collective(dist.broadcast(tensor, src=source, group=group, async_op=True), group)
+
+
+def ranks_that_are(flag: bool, board: Board, device: torch.device, what: str) -> list[int]:
+    """Return, on every rank, the ranks that passed True; one small all-reduce."""
+    flags = torch.zeros(board.size, dtype=torch.int32, device=device)
+    flags[board.rank] = int(flag)
+    if board.size > 1:
+        _explained(board, what, lambda: _sum(flags, board.group))
+    return [rank for rank, value in enumerate(flags.tolist()) if value]
+
+
+def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    await_collective(dist.all_reduce(tensor, group=group, async_op=True), group)
+
+
+def _neighbours(owned: Iterable[Owned]) -> list[list[Owned]]:
+    groups: list[list[Owned]] = []
+    for item in owned:
+        if not item.tensor.numel():
+            continue
+        if groups and _follows(groups[-1][-1], item):
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    return groups
+
+
+def _follows(left: Owned, right: Owned) -> bool:
+    if left.owner != right.owner or left.tensor.dtype != right.tensor.dtype:
+        return False
+    if left.place is not None and right.place is not None:
+        return right.place == BufferOffset(left.place.buffer, left.place.offset + left.tensor.numel())
+    return left.place is right.place and are_neighbours([left.tensor, right.tensor])
+
+
+def _as_one(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return one tensor over ``tensors`` if they are neighbours in memory, else themselves."""
+    if len(tensors) > 1 and are_neighbours(tensors):
+        return (join(tensors),)
+    return tuple(tensors)
+
+
+def _alternate(calls: Sequence[Broadcast]) -> tuple[Broadcast, ...]:
+    turns: dict[int, int] = {}
+    keyed: list[tuple[int, int, Broadcast]] = []
+    for call in calls:
+        turn = turns.get(call.owner, 0)
+        turns[call.owner] = turn + 1
+        keyed.append((turn, call.owner, call))
+    return tuple(call for _, _, call in sorted(keyed, key=lambda item: item[:2]))

@@ -1,0 +1,425 @@
+"""Links: ways between the ranks of a group that beat its backend's collectives."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from shardwise import torch_private
+from shardwise.collectives.c10d import C10dCommunicator, resolve_scale
+from shardwise.collectives.protocol import GatherEnds, Pending, Scale, ScatterEnds, SumContents
+from shardwise.errors import ConfigError, DesyncError
+from shardwise.layout import Bucket
+from shardwise.observe import hearers, note, now, remember, tell, thread
+
+# ---- Parts of sections: packing them, and summing them so that every transport gets the same bits.
+
+
+def section_parts(layout: Bucket, section: torch.Tensor, rank: int, first: int = 0) -> list[torch.Tensor]:
+    """Return the windows of ``rank``'s parts in its section, from tensor number ``first`` on.
+
+    ``section``: 1-D; it starts where tensor ``first`` does.
+    """
+    base = section.storage_offset() - (layout.offsets[first] if first < len(layout.offsets) else 0)
+    return [
+        section.as_strided(move.shape, move.packed_stride, base + move.packed_offset)
+        for move in layout.parts(rank)[first:]
+    ]
+
+
+def pack_parts(layout: Bucket, parts: Sequence[torch.Tensor], section: torch.Tensor, rank: int, first: int = 0) -> None:
+    """Copy ``parts`` (all those of ``rank``) from number ``first`` on into ``section``, as :func:`section_parts` cuts it."""
+    chosen = parts[first:]
+    if not chosen:
+        return
+    if sum(part.numel() for part in chosen) == section.numel() and all(part.dim() == 1 for part in chosen):
+        torch.cat(list(chosen), out=section)
+    else:
+        torch_private.copy_all(section_parts(layout, section, rank, first), chosen)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def have_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return True if two tensors of one shape and dtype are equal to the bit; nans are, too."""
+    bits = _BITS.get(left.element_size())
+    return torch.equal(left, right) if bits is None else torch.equal(left.view(bits), right.view(bits))
+
+
+def can_sum_in_parts(scale: Scale, size: int) -> bool:
+    """True if :func:`sum_sections` can carry out ``scale``: gradients are not divided before the sum."""
+    return resolve_scale(scale, size).before is None
+
+
+def sum_sections(layout: Bucket, sections: Sequence[torch.Tensor], scale: Scale, rank: int, out: torch.Tensor) -> None:
+    """Sum what every rank has for ``rank`` into ``out``: always in rank order, so any transport gives the same bits.
+
+    Args:
+        layout: of a section.
+        sections: of every rank for this one, in rank order: 1-D, ``layout.section_numel`` elements.
+        scale: how the sum becomes a mean.
+        out: 1-D, ``layout.section_numel`` elements, may be one of ``sections``; padding is left undefined.
+    """
+    divisor = float(len(sections)) if scale.divisor is None else scale.divisor
+    # One tensor after the other, so that sum and division find it in the cache.
+    for start, numel in _extents(layout, rank):
+        target = out.narrow(0, start, numel)
+        terms = [target if section is out else section.narrow(0, start, numel) for section in sections]
+        add_up(terms, divisor, target)
+
+
+def add_up(terms: Sequence[torch.Tensor], divisor: float, out: torch.Tensor) -> None:
+    """Sum two or more ``terms`` in their order and divide by ``divisor``; ``out`` may be one of them."""
+    total = out
+    if any(term is out for term in terms[2:]):
+        total = torch.empty_like(out)  # the first sum must not overwrite a later term
+    torch.add(terms[0], terms[1], out=total)
+    for term in terms[2:]:
+        total.add_(term)
+    if divisor != 1:
+        torch.div(total, divisor, out=out)
+    elif total is not out:
+        out.copy_(total)
+
+
+def _extents(layout: Bucket, rank: int) -> list[tuple[int, int]]:
+    large = [
+        (offset, shard.shard_numel(rank))
+        for offset, shard in zip(layout.offsets[: layout.num_large], layout.shards, strict=False)
+    ]
+    return [(start, numel) for start, numel in (*large, (layout.tail_start, layout.tail_numel)) if numel]
+
+
+SpanKind = Literal["forward", "backward"]
+Transport = Literal["auto", "gloo", "collective"]
+TRANSPORTS: tuple[Transport, ...] = ("auto", "gloo", "collective")
+
+
+_default: list[Transport] = ["auto"]  # one entry, set by set_default_transport alone
+
+
+def check_transport(transport: str, name: str = "transport") -> Transport:
+    """Return ``transport``.  Raises: ConfigError, about the argument ``name``, if there is none of that name."""
+    for known in TRANSPORTS:
+        if transport == known:
+            return known
+    raise ConfigError(f"{name} is {transport!r}; expected one of {', '.join(map(repr, TRANSPORTS))}")
+
+
+def set_default_transport(transport: Transport) -> None:
+    """Say how ranks exchange CPU tensors where a model does not say it (:meth:`FSDPModule.set_transport`).
+
+    Args:
+        transport: "auto": shared memory if all ranks of a group are processes of one host, else "gloo".  "gloo": messages
+            over the network, parts sent from and received in place.  "collective": the backend's own collectives.  The ranks
+            of a group use what all of them allow.  Models that have run keep theirs.
+
+    Raises: ConfigError for another name.
+    """
+    _default[0] = check_transport(transport)
+
+
+def default_transport() -> Transport:
+    """Return what :func:`set_default_transport` was given last, "auto" at first."""
+    return _default[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ByBackend:
+    """Another way to sum a tensor in place: ``launch()``, on all ranks if one ``is_wanted`` on any of them."""
+
+    is_wanted: bool
+    launch: Callable[[], Pending]
+
+
+class InPlaceSums(Protocol):
+    """How tensors are summed in place by a link, in spans, but without opening it: nobody waits for the others to begin."""
+
+    def takes(self, tensor: torch.Tensor, scale: Scale) -> bool:
+        """True if ``tensor`` goes by the link; the same on every rank."""
+        ...
+
+    def all_reduce(
+        self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None, by_backend: ByBackend
+    ) -> Pending:
+        """Launch; ``wait``, or the end of the span, ends it."""
+        ...
+
+    def end(self) -> None:
+        """Wait for all sums."""
+        ...
+
+
+class Link(Protocol):
+    """A fast way between the ranks of one group.
+
+    It is used in spans: from :meth:`open` to :meth:`close` nobody changes a shard, so peers may read it at any time.
+    """
+
+    name: str
+    compares_contents: bool  # ranks that come with other parameters hear of it by the link
+
+    @property
+    def sums(self) -> InPlaceSums | None:
+        """How tensors are summed in place; None: by the backend."""
+        ...
+
+    def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
+        """Enter a span with all ranks of the group; return True unless some rank wants the backend's collectives.
+
+        Raises: TransportError if a rank does not come, has left by an exception, or comes to another kind of span.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the span; returns when no rank reads this rank's shards any more."""
+        ...
+
+    def abort(self) -> None:
+        """Leave the span without the others and let them know, as far as the link can."""
+        ...
+
+    def takes_gather(self, pieces: GatherEnds) -> bool:
+        """True if this all-gather goes by the link; the same on every rank."""
+        ...
+
+    def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
+        """True if this reduce-scatter goes by the link; the same on every rank."""
+        ...
+
+    def all_gather(self, pieces: GatherEnds) -> Pending:
+        """Launch; ``wait`` delivers."""
+        ...
+
+    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
+        """Launch; ``wait`` delivers."""
+        ...
+
+    def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
+        """Return the pooled bytes that the all-gather of a bucket stages, and whether they are its full parameters too."""
+        ...
+
+    def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
+        """Return the pooled bytes that the reduce-scatter of a bucket stages."""
+        ...
+
+
+# ---- The communicator that units talk to: in a span, the group's link where it serves; the backend's collectives
+# elsewhere.
+
+
+@dataclass(slots=True)
+class _Entry:
+    prepare: Callable[[], Link | None]
+    link: Link | None = None
+    is_prepared: bool = False
+    is_open: bool = False
+    is_agreed: bool = False
+    has_sums: bool = False
+
+
+class Spans:
+    """The spans of one engine: a forward or a backward, from the outermost begin to its end; nobody changes shards in one.
+
+    A link is opened by the first collective that could use it: a rank that runs a forward without collectives, as
+    replicas may, waits for nobody.
+
+    Attributes:
+        number: one that no other span of this engine has; None outside of any.
+        known_links: by name of their group, the links that the last spans had, for planning.
+        tell: what to call with the reason when ranks find no way to talk.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._count = 0
+        self._kind: SpanKind = "forward"
+        self._entries: dict[str, _Entry] = {}
+        self.known_links: dict[str, Link | None] = {}
+        self.number: int | None = None
+        self.tell: Callable[[str], None] = lambda _: None
+
+    def register(self, group: dist.ProcessGroup, prepare: Callable[[], Link | None]) -> None:
+        """Let ``prepare`` say, before each span, by which link the ranks of ``group`` talk; None: by none."""
+        old = self._entries.get(group.group_name)
+        self._entries[group.group_name] = _Entry(prepare, old.link if old is not None else None)
+
+    def link(self, group: dist.ProcessGroup, takes: Callable[[Link], bool]) -> Link | None:
+        """Return the link to use for the next collective of ``group``; None: use the backend's own.
+
+        ``takes(link)`` says, alike on every rank, whether the collective is one for the link: if none is, in a whole span,
+        the link stays closed.
+        """
+        entry = self._prepared(group)
+        if entry is None or entry.link is None or not takes(entry.link):
+            return None
+        if not entry.is_open:
+            entry.is_agreed = entry.link.open(self._kind, collectives_are_watched())
+            entry.is_open = True
+        return entry.link if entry.is_agreed else None
+
+    def sums(self, group: dist.ProcessGroup, tensor: torch.Tensor, scale: Scale) -> InPlaceSums | None:
+        """Return what sums ``tensor`` over ``group`` in place; None: the backend.  It waits for nobody, opens nothing."""
+        entry = self._prepared(group)
+        if entry is None or entry.link is None or entry.link.sums is None or not entry.link.sums.takes(tensor, scale):
+            return None
+        entry.has_sums = True
+        return entry.link.sums
+
+    def _prepared(self, group: dist.ProcessGroup) -> _Entry | None:
+        entry = self._entries.get(group.group_name)
+        if entry is None or not self._depth:
+            return None
+        if not entry.is_prepared:
+            try:
+                entry.link = self.known_links[group.group_name] = entry.prepare()
+            except DesyncError as error:
+                self.tell(str(error))  # ranks of other groups wait for this one, too
+                raise
+            entry.is_prepared = True
+        return entry
+
+    def begin(self, kind: SpanKind) -> None:
+        """Enter a span, or one inside another."""
+        if not self._depth:
+            self._kind = kind
+            self._count += 1
+            self.number = self._count
+        self._depth += 1
+
+    def end(self) -> None:
+        """Leave it; the outermost end waits until no peer reads this rank's shards."""
+        if self._depth == 1:
+            for entry in self._entries.values():
+                entry.is_prepared = False
+                if entry.has_sums and entry.link is not None and entry.link.sums is not None:
+                    entry.link.sums.end()
+                entry.has_sums = False
+                if entry.is_open:
+                    if entry.link is not None:
+                        entry.link.close()
+                    entry.is_open = entry.is_agreed = False
+        self._depth = max(self._depth - 1, 0)
+        if not self._depth:
+            self.number = None
+
+    def abort(self) -> None:
+        """Leave all spans after a failure."""
+        self._depth = 0
+        self.number = None
+        for entry in self._entries.values():
+            entry.is_prepared = False
+            if entry.is_open or entry.has_sums:
+                entry.is_open = entry.is_agreed = entry.has_sums = False
+                if entry.link is not None:
+                    entry.link.abort()
+
+
+class LeftOut:
+    """A collective that a fault has left out on this rank alone: what should have come is zeros."""
+
+    holds_input = False
+
+    def __init__(self, pieces: GatherEnds | ScatterEnds | None = None, num_ranks: int = 0) -> None:
+        self._pieces, self._num_ranks = pieces, num_ranks
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pieces, self._pieces = self._pieces, None
+        if pieces is not None and self._num_ranks:
+            shard = cast(GatherEnds, pieces).shard()
+            pieces.deliver(shard.new_zeros(shard.numel() * self._num_ranks))
+        elif pieces is not None:
+            pieces.deliver(cast(ScatterEnds, pieces).target().zero_())
+
+    def cancel(self) -> None:
+        self._pieces = None
+
+
+class RoutedCommunicator:
+    """One group of ranks along a mesh axis, with all the ways between them.
+
+    The way of a collective depends on its sizes and on what the ranks agreed on when the span began: it is the same on
+    every rank.
+    """
+
+    def __init__(self, packed: C10dCommunicator, spans: Spans) -> None:
+        self.packed = packed
+        self._spans = spans
+
+    @property
+    def size(self) -> int:
+        return self.packed.size
+
+    @property
+    def rank(self) -> int:
+        return self.packed.rank
+
+    @property
+    def planned_link(self) -> Link | None:
+        """The link that collectives are expected to use."""
+        return self._spans.known_links.get(self.packed.group.group_name)
+
+    def all_gather(self, pieces: GatherEnds) -> Pending:
+        """Gather by the link or through one packed buffer."""
+        remember((now(), thread(), "", 0, "all-gather", ""))
+        if hearers and tell("all-gather", "", pieces):
+            return LeftOut(pieces, self.size)
+        if self.packed.custom.all_gather is None:
+            link = self._spans.link(self.packed.group, lambda link: link.takes_gather(pieces))
+            if link is not None:
+                return link.all_gather(pieces)
+        return self.packed.all_gather(pieces)
+
+    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
+        """Reduce by the link or through one packed buffer."""
+        remember((now(), thread(), "", 0, "reduction", pieces.label))
+        if hearers and tell("reduction", pieces.label, pieces):
+            return LeftOut(pieces)
+        if self.packed.custom.reduce_scatter is None:
+            link = self._spans.link(self.packed.group, lambda link: link.takes_scatter(pieces, scale))
+            if link is not None:
+                return link.reduce_scatter(pieces, scale)
+        return self.packed.reduce_scatter(pieces, scale)
+
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Pending:
+        """Reduce in place, by the link or by the backend."""
+        if note("reduction", "replicas", [tensor]):
+            return LeftOut()
+        sums = self._spans.sums(self.packed.group, tensor, scale)
+        if sums is not None:
+            by_backend = ByBackend(collectives_are_watched(), lambda: self.packed.all_reduce(tensor, scale, contents))
+            return sums.all_reduce(tensor, scale, contents, by_backend)
+        return self.packed.all_reduce(tensor, scale, contents)
+
+
+_WATCHED = (
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_reduce",
+)
+_ORIGINALS = {name: getattr(sys.modules["torch.distributed.distributed_c10d"], name, None) for name in _WATCHED}
+
+
+def collectives_are_watched() -> bool:
+    """True if something on this rank counts or replaces collectives: a dispatch mode, or a wrapper around torch's functions.
+
+    Such tools know torch's collectives alone, so they are what a watched step uses.
+    """
+    if torch_private.has_dispatch_mode():
+        return True
+    own = sys.modules["torch.distributed.distributed_c10d"]
+    return any(
+        getattr(dist, name, None) is not original or getattr(own, name, None) is not original
+        for name, original in _ORIGINALS.items()
+    )

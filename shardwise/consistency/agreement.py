@@ -1,0 +1,808 @@
+"""A notice board for the ranks of one group: agreement and failure reports that need no collective.
+
+Ranks talk through the key-value store that the process group was made with.  A rank that failed can so tell the others
+why while their collectives still wait for it, and ranks that wait can say for whom.  Nothing here runs in a step
+that goes well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from shardwise.consistency import store as alarm
+from shardwise.consistency.failure_report import (
+    ASKING_S,
+    ASKS,
+    cited,
+    gone_in_words,
+    in_short,
+    leave,
+    look_next,
+    out_of_reach,
+    out_of_reach_in_words,
+    status_in_words,
+    watch_end,
+    watch_waits,
+    who_left,
+    words_of,
+)
+from shardwise.consistency.liveness import LOOK_S, announce, is_gone, ranks_in_words, watch_cables
+from shardwise.consistency.process_groups import break_off, check_peers, patience_s
+from shardwise.consistency.store import JobStore
+from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
+from shardwise.observe import EVERYBODY, WAITS, Track, note, note_group
+from shardwise.torch_private import default_store, is_gloo, process_group_store
+
+# ---- What the ranks of a group post for each other in the store of the job, with one deadline and a name for who
+# does not.
+# No collective: a thread may post beside training, a rank that has failed can say why while others wait for it, and one that
+# never comes is named instead of waited for for ever.  Agreements (`board`), the bulletin of an engine (`bulletin`), roll calls
+# and the meetings of links are orders in which these are written and read.
+
+GRACE_S = 3.0  # after a rank's own deadline: what others may take to reach theirs and report
+_HEED_S = 2.0  # for a rank that is late to say why
+ANSWER_S = _HEED_S + ASKING_S  # in which the rank that waits for all asks who is late for the reason
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 1e-4, 2e-2  # between two questions to the store
+
+# How often ranks have gone back to the state before a step, by the ranks that did: what they open then is numbered from one
+# again, because some had opened more than others.  Per job.
+_eras: weakref.WeakKeyDictionary[dist.Store, dict[frozenset[int], int]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Posts:
+    """One rank's view of what the ranks of one group post about one thing.
+
+    Attributes:
+        members: global ranks, as errors name them.  rank: this one's place among them; methods count places.
+        timeout_s: how long a rank is waited for that does in a correct program the same at about the same time.
+        notes: the store in which ranks leave the numbers of their processes; None: nobody is known to be gone.
+    """
+
+    store: JobStore
+    prefix: str
+    members: tuple[int, ...]
+    rank: int
+    timeout_s: float
+    notes: dist.Store | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+    def peers(self) -> tuple[int, ...]:
+        """Return all ranks but this one."""
+        return tuple(rank for rank in range(self.size) if rank != self.rank)
+
+    def post(self, what: str, text: str) -> None:
+        """Post this rank's ``what``."""
+        self.store.set(f"{self.prefix}/{what}/{self.rank}", text)
+
+    def forget(self, what: str, ranks: Iterable[int]) -> None:
+        """Take back what ``ranks`` have posted about ``what``, so that long runs do not fill the store."""
+        for rank in ranks:
+            self.store.delete(f"{self.prefix}/{what}/{rank}")
+
+    def collect(
+        self,
+        what: str,
+        ranks: Sequence[int],
+        limit_s: float | None = None,
+        is_enough: Callable[[Mapping[int, str]], bool] | None = None,
+        needs: Sequence[int] = (),
+    ) -> dict[int, str]:
+        """Return what ``ranks`` post about ``what``: of fewer ranks where waiting for the others is over.
+
+        That is after ``limit_s`` seconds for all of them together (default: the timeout), as soon as the process of one that
+        is missing, or of one in ``needs``, has gone, and once ``is_enough`` says so of what has come (asked of late ranks).
+        Raises: TransportError if the store does not answer, or another user has connected; what :func:`alarm.look` raises.
+        Cost: one or two questions per rank, then one per look.
+        """
+        if self.notes is not None:
+            check_peers()  # before it waits, too: the rank that it waits for may have found another user, and stopped
+        start = looked = time.monotonic()
+        limit_s, pause_s = self.timeout_s if limit_s is None else limit_s, _LEAST_PAUSE_S
+        found: dict[int, str] = {}
+        missing = list(ranks)
+        is_noted = False
+        while True:
+            while missing and (text := self._peek(what, missing[0])) is not None:
+                found[missing.pop(0)] = text
+            if missing and not is_noted:
+                is_noted = True
+                note(f"{WAITS}rank {self.members[missing[0]]}" if len(missing) == 1 else EVERYBODY, what)
+            if missing:
+                alarm.look()
+            now = time.monotonic()
+            is_over = now - start >= limit_s
+            if missing and now - looked >= LOOK_S:
+                looked = now
+                is_over = is_over or bool(self.gone([*missing, *needs]))
+            if missing and pause_s > _MOST_PAUSE_S and is_enough is not None:
+                is_over = is_over or is_enough(found)
+            if is_over or not missing:
+                if not missing and self.notes is not None:
+                    watch_cables(self.notes)  # all who are here have said where they are
+                    check_peers()
+                late = [(rank, self._peek(what, rank)) for rank in missing]  # posted before they went, or out of order
+                return found | {rank: text for rank, text in late if text is not None}
+            time.sleep(min(pause_s, max(start + limit_s - now, 0.0)))
+            pause_s = pause_s if pause_s > _MOST_PAUSE_S else 1.5 * pause_s
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """Return ``ranks`` in words, as the job names them."""
+        return ranks_in_words([self.members[rank] for rank in ranks])
+
+    def gone(self, ranks: Iterable[int]) -> list[int]:
+        """Return which of ``ranks`` were processes of this host that have ended, as far as it can be known."""
+        return [] if self.notes is None else [rank for rank in ranks if is_gone(self.notes, self.members[rank])]
+
+    def out_of_reach(self, ranks: Iterable[int], error: str) -> list[int]:
+        """Return which of ``ranks`` are on hosts that do not answer, as ``error`` or the last words of a rank say."""
+        places = {self.members[rank]: rank for rank in ranks}
+        return [places[name] for name in out_of_reach(self.notes, list(places), error)]
+
+    def absence(self, ranks: Sequence[int], late: str) -> str:
+        """Return what to say of ``ranks`` that have posted nothing: which are gone, if any is; else ``late``.
+
+        Both with the last errors of these ranks: they may have followed another, or wait for it and give up a moment later.
+        """
+        names = [self.members[rank] for rank in ranks]
+        end = time.monotonic() + (_HEED_S if self.notes is not None else 0.0)
+        while not (gone := [self.members[rank] for rank in self.gone(ranks)]) and time.monotonic() < end:
+            if all(words_of(self.notes, name) for name in names):
+                break
+            alarm.look()
+            time.sleep(_MOST_PAUSE_S)
+        if not gone:
+            status = status_in_words(self.members)
+            return late + cited(self.notes, names) + (f"; {status}" if status else "")
+        waited = f"rank {self.members[self.rank]} waited for {'it' if len(gone) == 1 else 'them'}"
+        return f"{gone_in_words(self.notes, gone)}; {waited}. {look_next()}"
+
+    def _peek(self, what: str, rank: int) -> str | None:
+        return self.store.peek(f"{self.prefix}/{what}/{rank}")
+
+
+def open_posts(group: dist.ProcessGroup, topic: str) -> Posts:
+    """Return the posts of ``group`` about the next ``topic``: the n-th call on each of its ranks opens the same."""
+    members = tuple(dist.get_process_group_ranks(group))
+    return number_posts(process_group_store(group), topic, members, dist.get_rank(group), patience_s(group))
+
+
+def number_posts(store: dist.Store, topic: str, members: tuple[int, ...], rank: int, timeout_s: float) -> Posts:
+    """Return the posts of ``members`` about the next ``topic`` in ``store``, for ranks that have no group of their own."""
+    notes = default_store()
+    if notes is not None:
+        announce(notes, dist.get_rank())
+        watch_end(notes)
+        watch_waits(notes)
+    job = JobStore(store, timeout_s)
+    place = f"shardwise/{topic}/{hashlib.sha256(repr(members).encode()).hexdigest()[:12]}"
+    era = _era_of(members)
+    if era:
+        place = f"{place}/era {era}"
+    number = job.add(f"{place}/opened/{rank}", 1)
+    note_group(f"{place}/{number}", members)
+    return Posts(job, f"{place}/{number}", members, rank, timeout_s, notes)
+
+
+def begin_era(members: Iterable[int]) -> None:
+    """Number what groups of global ranks ``members`` open from one again; all of these ranks call it, between two steps."""
+    store = default_store()
+    if store is not None:
+        eras, ranks = _eras.setdefault(store, {}), frozenset(members)
+        eras[ranks] = eras.get(ranks, 0) + 1
+        leave("")  # what has been said is undone
+
+
+def _era_of(members: Iterable[int]) -> int:
+    store, ranks = default_store(), frozenset(members)
+    return 0 if store is None else sum(era for among, era in _eras.get(store, {}).items() if ranks <= among)
+
+
+# ---- The bulletin of an engine: plans and facts that must be the same on every rank, compared beside the collectives
+# they protect.
+# A collective that ranks enter with different ideas hangs or, worse, mixes tensors of the same size.
+
+_RULE = "Ranks must run the same units in the same order, the same number of times."
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank is: how many calls it has made, the last ones, and what it says of itself."""
+
+    num_calls: int
+    recent: tuple[str, ...]
+    note: str = ""
+
+    def to_text(self) -> str:
+        """Return the position as one JSON object."""
+        return json.dumps({"num_calls": self.num_calls, "recent": self.recent, "note": self.note})
+
+    @classmethod
+    def from_text(cls, text: str) -> Position:
+        """Return the position that :meth:`to_text` wrote."""
+        fields = json.loads(text)
+        return cls(fields["num_calls"], tuple(fields["recent"]), fields["note"])
+
+
+class Bulletin:
+    """Posts of the ranks of one engine's collectives.  Every rank compares with the first, and that one with all."""
+
+    def __init__(self, posts: Posts) -> None:
+        self._posts = posts
+        self._rank = posts.members[posts.rank]  # as errors name it
+        number = posts.prefix.rsplit("/", 1)[-1]
+        self.topic = f"engine {number} of ranks {min(posts.members)} to {max(posts.members)}"  # the same on all of them
+        note_group(self.topic, posts.members)
+        self._counts: Counter[str] = Counter()
+        self._agreed: set[str] = set()
+        self.groups: list[dist.ProcessGroup] = []  # by which the engine talks
+
+    def check_plan(self, calls: Sequence[str], position: Position) -> None:
+        """Raise DesyncError on every rank unless all ranks have planned the same ``calls``.
+
+        Plans that have been agreed on before are not compared again.
+        """
+        text = json.dumps(list(calls))
+        if text not in self._agreed:
+            self._compare(
+                "plan",
+                text,
+                position,
+                lambda other, theirs: _first_difference(calls, json.loads(theirs), self._rank, other),
+                lambda others: (
+                    f"{others} did not finish a step within {self._posts.timeout_s:g} s of rank {self._rank}"
+                    f"{', which has changed its order of units: ' * bool(position.note)}{position.note}"
+                ),
+            )
+            self._agreed.add(text)
+
+    def check_facts(self, what: str, facts: Sequence[str], position: Position) -> None:
+        """Raise DesyncError on every rank unless all ranks have the same ``facts`` about ``what``.
+
+        To be called before the first collective whose sizes follow from them: a backend given other sizes than its peers
+        may end the process, and given the same by chance mixes tensors without a word.
+        """
+        mine = [what, *facts]
+        self._compare(
+            "facts",
+            json.dumps(mine),
+            position,
+            lambda other, theirs: _first_fact(mine, json.loads(theirs), self._rank, other),
+            lambda others: f"rank {self._rank} has new {what}, unlike {others}: {_listed(facts)}",
+        )
+
+    def post_writes(self, place: str, values: Sequence[str]) -> None:
+        """Leave for the others what this rank has written at ``place``; nobody waits."""
+        self._posts.post(f"writes/{place}", json.dumps(list(values)))
+
+    def check_writes(self, place: str, values: Sequence[str], position: Position) -> None:
+        """Raise DesyncError unless all ranks have left the same ``values`` at ``place``, which all of them have passed."""
+        posts = self._posts
+        found = posts.collect(f"writes/{place}", posts.peers(), GRACE_S)
+        for other in posts.peers():
+            theirs = json.loads(found[other]) if other in found else []
+            unlike = sorted({*values} ^ {*theirs})
+            if unlike:
+                problem = (
+                    f"ranks have written different values to parameters in forward (an embedding with max_norm changes the "
+                    f"rows that its rank looks up): {unlike[0].partition(' with digest')[0]} is not the same on rank "
+                    f"{self._rank} and rank {posts.members[other]} after it. Every rank keeps its own rows of a sharded "
+                    "parameter, so that all must write the same: gather what the values are made of first, or write on one "
+                    "rank and broadcast"
+                )
+                self._refuse(problem, position)
+
+    def union(self, topic: str, mine: Sequence[str], position: Position) -> set[str]:
+        """Return what any rank gives as ``mine``, the same on every rank; all ask at the same place of their program.
+
+        Raises: DesyncError if a rank does not ask.
+        """
+        posts = self._posts
+        self._counts[topic] += 1
+        place = f"{topic}/{self._counts[topic]}"
+        if posts.rank:
+            posts.post(place, json.dumps(list(mine)))
+            peers, place, limit_s = (0,), f"{place}/all", posts.timeout_s + GRACE_S
+        else:
+            peers, limit_s = posts.peers(), posts.timeout_s
+        found = posts.collect(place, peers, limit_s)
+        absent = [other for other in peers if other not in found]
+        if absent:
+            problem = posts.absence(
+                absent, f"rank {self._rank} has new {topic}, unlike {posts.named(absent)}: {_listed(mine)}"
+            )
+            self._refuse(problem, position)
+        every = {*mine}.union(*(json.loads(theirs) for theirs in found.values()))
+        if not posts.rank:
+            posts.post(f"{place}/all", json.dumps(sorted(every)))
+        return every
+
+    def check_deviation(self, what: str, position: Position) -> None:
+        """Raise DesyncError unless all ranks leave their plan here, in the way that ``what`` says.
+
+        To be called before the first collective that is not as planned: sizes may not fit, and a backend given other sizes
+        than its peers may overwrite memory.
+        """
+        left = "left the order of units"
+        self._compare(
+            "deviation",
+            what,
+            position,
+            lambda other, theirs: f"ranks {left} differently: rank {self._rank}: {what}; rank {other}: {theirs}",
+            lambda others: f"rank {self._rank} {left}, unlike {others}: {what}",
+        )
+
+    def _compare(
+        self,
+        topic: str,
+        text: str,
+        position: Position,
+        different: Callable[[int, str], str],
+        late: Callable[[str], str],
+    ) -> None:
+        posts = self._posts
+        self._counts[topic] += 1
+        place = f"{topic}/{self._counts[topic]}"
+        posts.post(place, text)
+        peers = (0,) if posts.rank else posts.peers()
+        limit_s = posts.timeout_s + (GRACE_S if posts.rank else 0.0)  # the first knows who is missing, and says so
+        found = posts.collect(
+            place, peers, limit_s, is_enough=lambda found: any(theirs != text for theirs in found.values())
+        )
+        problem = next((different(posts.members[other], each) for other, each in found.items() if each != text), "")
+        if not problem and len(found) < len(peers):
+            absent = [other for other in peers if other not in found]
+            problem = posts.absence(absent, late(posts.named(absent)))
+        if problem:
+            self._refuse(problem, position)
+
+    def _refuse(self, problem: str, position: Position) -> NoReturn:
+        self.tell(Position(position.num_calls, position.recent, problem))
+        raise DesyncError(f"{problem}\n{_RULE}")
+
+    def tell(self, position: Position) -> None:
+        """Leave where this rank is, and why it goes no further, for the others to read."""
+        with suppress(TransportError):
+            self._posts.post("failure", position.to_text())
+
+    def explain(self, error: BaseException, position: Position) -> DesyncError:
+        """Return an error that says where every rank was when a collective failed on this one.
+
+        After a backend's own error the engine's groups are good for nothing: their connections are closed, so that nobody
+        waits in one for this rank while it asks the others.
+        """
+        why = str(error) if isinstance(error, ShardwiseError) else in_short(error)
+        lines = [f"rank {self._rank} failed at {_describe(position)}: {why}"]
+        leave(f"{lines[0]}{ASKS}")
+        try:
+            self._posts.post("failure", position.to_text())
+            if not isinstance(error, ShardwiseError):
+                for group in filter(is_gloo, self.groups):
+                    with suppress(RuntimeError):
+                        break_off(group)
+            status = status_in_words(self._posts.members)
+            lines += [*filter(None, [status]), *self._reports(str(error)), _RULE]
+        except TransportError as gone:
+            lines.append(str(gone))
+        return DesyncError("\n".join(lines))
+
+    def _reports(self, said: str) -> Iterator[str]:
+        """Yield where the other ranks are; of those that are gone what ``said`` does not say already.
+
+        A rank that is gone, or a host that does not answer, is reason enough: the others are not waited for.  Nor is one that
+        has left by an exception: it may go on, and would wait for this rank in its next step.
+        """
+        posts, silent, left = self._posts, list[int](), who_left(said)
+        far = posts.out_of_reach(posts.peers(), said)
+        is_known = bool(far or posts.gone(posts.peers()))
+        # Who compares with the first rank waits longer than a backend does.
+        deadline = time.monotonic() + (LOOK_S if is_known else 2 * GRACE_S)
+        for other in posts.peers():  # one by one: others may report while one is gone
+            rank = posts.members[other]
+            limit_s = LOOK_S if rank in left else deadline - time.monotonic()
+            text = posts.collect("failure", [other], limit_s).get(other)
+            if text is not None:
+                yield f"rank {rank} was at {_describe(Position.from_text(text))}"
+            elif not posts.gone([other]):
+                silent += [other] * (rank not in left)
+            elif f"rank {rank} is gone" not in said:
+                yield posts.absence([other], "")
+        lost = [other for other in silent if other in far]
+        if lost:
+            yield out_of_reach_in_words([posts.members[other] for other in lost])
+        if silent and not is_known:
+            yield posts.absence(
+                silent, f"{posts.named(silent)} reported nothing: still running, stopped, or on another host"
+            )
+
+
+def _describe(position: Position) -> str:
+    last = position.recent[-1] if position.recent else "no call yet"
+    note = f" ({position.note})" if position.note else ""
+    before = f", after {', '.join(position.recent[:-1])}" if len(position.recent) > 1 else ""
+    return f"call {position.num_calls}: {last}{before}{note}"
+
+
+def _first_difference(mine: Sequence[str], theirs: Sequence[str], rank: int, other: int) -> str:
+    for index in range(max(len(mine), len(theirs))):
+        left = mine[index] if index < len(mine) else "the end of the step"
+        right = theirs[index] if index < len(theirs) else "the end of the step"
+        if left != right:
+            return f"ranks differ at collective {index} of the step: rank {rank} has {left}, rank {other} has {right}"
+    return f"rank {rank} and rank {other} differ"
+
+
+def _first_fact(mine: Sequence[str], theirs: Sequence[str], rank: int, other: int) -> str:
+    if mine[0] != theirs[0]:
+        return f"ranks are at different places: rank {rank} compares {mine[0]}, rank {other} compares {theirs[0]}"
+    for index in range(1, max(len(mine), len(theirs))):
+        left = mine[index] if index < len(mine) else "nothing more"
+        right = theirs[index] if index < len(theirs) else "nothing more"
+        if left != right:
+            return f"ranks have different {mine[0]}: rank {rank} has {left}, rank {other} has {right}"
+    return f"rank {rank} and rank {other} differ"
+
+
+def _listed(facts: Sequence[str]) -> str:
+    return ", ".join(facts[:4]) + (f" and {len(facts) - 4} more" if len(facts) > 4 else "")
+
+
+# ---- Meetings of ranks through the store: each says something, and all hear what all have said.
+# No collective: a thread may call beside training, and a rank that has gone is named.
+
+_NEAR = (
+    8  # ranks of a host are neighbours: that many on each side are looked after, so that a look costs the store little
+)
+
+
+class RollCall:
+    """Calls in one order on all ranks; without posts this process meets nobody."""
+
+    def __init__(self, posts: Posts | None) -> None:
+        self._posts = posts
+        self.rank, self.size = (posts.rank, posts.size) if posts is not None else (0, 1)
+        self._number = 0
+        self._track = Track(posts.prefix if posts is not None else "")
+
+    def branch(self, name: str) -> RollCall:
+        """Return another order of calls, for another thread; ``name`` is the same on all ranks and new."""
+        posts = self._posts
+        return RollCall(None if posts is None else replace(posts, prefix=f"{posts.prefix}/{name}"))
+
+    def call(self, said: str) -> list[str]:
+        """Return what every rank has said, in rank order, once all have.
+
+        Raises: TransportError on every rank that is there if one is gone or does not come in time.
+        """
+        posts = self._posts
+        if posts is None:
+            return [said]
+        number, self._number = self._number, self._number + 1
+        self._track.note("meeting")
+        posts.post(f"{number}", said)
+        if posts.rank:
+            # Who waits for the answer waits longer: rank 0 knows who is missing.
+            near = [rank for rank in posts.peers() if abs(rank - posts.rank) <= _NEAR]
+            answer = posts.collect(f"{number}/all", [0], posts.timeout_s + GRACE_S, needs=near)
+            gone = [] if answer else posts.gone(near)
+            if not answer and 0 not in gone and posts.collect(f"{number}", [0], 0.0):
+                # It is there: on another host, where it has not seen who is gone, or asking who is late for the reason.
+                answer = posts.collect(f"{number}/all", [0], GRACE_S if gone else ANSWER_S)
+            verdict = json.loads(answer[0]) if answer else _absence(posts, gone or [0])
+        else:
+            others = posts.peers()
+            found = posts.collect(f"{number}", others)
+            absent = [rank for rank in others if rank not in found]
+            verdict = _absence(posts, absent) if absent else [said, *found.values()]
+            posts.post(f"{number}/all", json.dumps(verdict))
+            posts.forget(f"{number}", others)
+            if number:  # whoever has called again has read the last answer
+                for what in (f"{number - 1}", f"{number - 1}/all"):
+                    posts.forget(what, [0])
+        if isinstance(verdict, str):
+            raise TransportError(verdict)
+        return verdict
+
+
+def _absence(posts: Posts, ranks: list[int]) -> str:
+    return posts.absence(
+        ranks,
+        f"{posts.named(ranks)} did not make this call within {posts.timeout_s:g} s; save and load are collective: call them on "
+        "every rank",
+    )
+
+
+def open_roll_call(group: dist.ProcessGroup | None, topic: str) -> RollCall:
+    """Return the next roll call about ``topic`` of ``group`` (None: all ranks, or this process alone without any group).
+
+    Every rank opens those of one topic in the same order.  Raises: StateError outside of ``group``.
+    """
+    if group is None:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None:
+        return RollCall(None)
+    if dist.get_rank(group) < 0:
+        raise StateError("this process is not a member of the process group that saves or loads the checkpoint")
+    if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+        return RollCall(None)
+    return RollCall(open_posts(group, topic))
+
+
+DETAIL_LIMIT = 400  # characters of one rank's fact that an error quotes
+
+
+@dataclass(slots=True)
+class Board:
+    """One rank's view of the board of one object (``topic``); all ranks must open their boards in the same order.
+
+    ``rank`` and ``size`` are those of ``group``, ``name`` is the global rank, as errors name it; ``has_peers`` is False
+    where nobody else could answer (one rank, or
+    torch's "fake" backend).  What has been agreed on is forgotten again, so that long runs do not fill the store.
+    """
+
+    group: dist.ProcessGroup
+    posts: Posts
+    has_peers: bool
+    rank: int = field(init=False)
+    size: int = field(init=False)
+    name: int = field(init=False)
+    num_agreements: int = field(default=0)
+    num_renewals: int = field(default=0)
+    count_of_own_error: int = field(default=-1)  # of the track, when this rank last raised an error that it may catch
+    track: Track = field(default_factory=lambda: Track(""))
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.posts.rank, self.posts.size
+        self.name = self.posts.members[self.rank]
+
+    def agree(self, what: str, facts: Sequence[str] = (), error: BaseException | None = None) -> None:
+        """Return once every rank has called this with the same ``what`` and ``facts``; else raise on all ranks.
+
+        ``error`` is what went wrong on this rank before the call: it is re-raised here, and the other ranks get a
+        DesyncError that names this rank and quotes it.  Cost: about four store operations.
+        Raises: DesyncError naming the ranks and the first fact that differs, or the ranks that did not come in time.
+        """
+        try:
+            if self.has_peers:
+                self._compare(what, facts, error)
+            if error is not None:
+                raise error
+        finally:
+            del error  # the error refers to this frame: without this each would keep the other alive
+
+    def gather(self, what: str, text: str) -> list[str]:
+        """Return every rank's ``text``, in rank order and the same on all ranks, once all have called with this ``what``.
+
+        Raises: DesyncError like :meth:`agree`, but not for texts that differ.
+        """
+        return self._compare(what, (), None, text) if self.has_peers else [text] * self.size
+
+    def renew(self) -> None:
+        """Begin again with nothing posted and no agreement made: after ranks have gone back to the state before a step."""
+        self.num_renewals += 1
+        self.posts = replace(
+            self.posts, prefix=f"{self.posts.prefix.partition(' renewed ')[0]} renewed {self.num_renewals}"
+        )
+        self.num_agreements = 0
+
+    def report_failure(self, text: str, may_be_caught: bool = False) -> None:
+        """Tell ranks that wait for this one why it will not take part; the first report stays.
+
+        ``may_be_caught``: the program may go on after this error.  If it does on all ranks, the report means nothing in
+        what comes next, so this rank ignores reports of this call from now on.
+        """
+        if self.has_peers and self.failure() is None:
+            self.posts.store.set(f"{self.posts.prefix}/failure", f"{self.track.count} {text}")
+        if may_be_caught:
+            self.count_of_own_error = self.track.count
+
+    def failure(self) -> str | None:
+        """Return the first reported failure, None if there is none; does not wait."""
+        count, _, text = (self.posts.store.peek(f"{self.posts.prefix}/failure") or "").partition(" ")
+        return text if count and int(count) > self.count_of_own_error else None
+
+    def explain(self, what: str, error: BaseException) -> DesyncError:
+        """Return the error to raise where a collective in ``what`` failed on this rank (timeout, closed connection)."""
+        try:
+            return self._explain(what, error)
+        except TransportError as gone:
+            return DesyncError(f"{what} cannot finish on rank {self.name}: {gone}")
+
+    def _explain(self, what: str, error: BaseException) -> DesyncError:
+        failure = self.failure()
+        if failure is not None:
+            return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
+        self.posts.post("stuck", what)
+        if not isinstance(error, ShardwiseError) and is_gloo(self.group):
+            with suppress(RuntimeError):  # a backend's own: nobody may wait for this rank while it asks
+                break_off(self.group)
+        far = self.posts.out_of_reach(self.posts.peers(), str(error))  # they will not say where they are
+        found = self._collect("stuck", LOOK_S if far else GRACE_S)
+        failure = self.failure()  # one that was reported meanwhile knows more than this rank
+        if failure is not None:
+            return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
+        absent = [rank for rank in range(self.size) if rank not in found]
+        elsewhere = {rank: place for rank, place in found.items() if place != what}
+        cause = "; ".join(f"rank {self.posts.members[rank]} was in {place}" for rank, place in elsewhere.items())
+        lost = [rank for rank in absent if rank in far]
+        if lost:
+            cause = "; ".join(
+                part for part in (out_of_reach_in_words([self.posts.members[rank] for rank in lost]), cause) if part
+            )
+        elif absent:
+            others = f"{self._names(absent)} did not take part"
+            cause = "; ".join(part for part in (self._lost(absent), others, cause) if part)
+        status = status_in_words(self.posts.members)
+        text = (
+            f"{what}: {cause or 'the collective failed on every rank'} (timeout {self.posts.timeout_s:g} s). "
+            f"{f'{status}. ' * bool(status)}Every rank must make the same calls in the same order; first error: "
+            f"{in_short(error)}"
+        )
+        self.report_failure(f"rank {self.name} was in {text}")
+        return DesyncError(text)
+
+    def _lost(self, ranks: Sequence[int]) -> str:
+        """Say which of ``ranks`` were processes of this host that have ended, and what they or the others said last."""
+        names = [self.posts.members[rank] for rank in ranks]
+        gone = [self.posts.members[rank] for rank in self.posts.gone(ranks)]
+        return gone_in_words(self.posts.notes, gone) if gone else cited(self.posts.notes, names).removeprefix("; ")
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        members = self.posts.members
+        whole = self.size if members == tuple(range(self.size)) else f"the group of {ranks_in_words(members)}"
+        return f"rank(s) {', '.join(str(members[rank]) for rank in ranks)} of {whole}"
+
+    def _compare(
+        self, what: str, facts: Sequence[str], error: BaseException | None, said: str | None = None
+    ) -> list[str]:
+        number = self.num_agreements
+        self.num_agreements += 1
+        self.track.note("agreement", what)
+        place = f"agree/{number}"
+        text = f"{type(error).__name__}: {error}" if error is not None else ""
+        self.posts.post(place, json.dumps([what, _digest(facts), text, said]))
+        if self.rank == 0:
+            self._judge(place, what)
+        verdict = self._collect(f"{place}/verdict", self.posts.timeout_s + GRACE_S, [0]).get(0)
+        if verdict is None and self.failure() is None and self._collect(place, 0.0, [0]):
+            verdict = self._collect(f"{place}/verdict", ANSWER_S, [0]).get(0)  # it asks who is late for the reason
+        texts: list[str] = []
+        if verdict is None:
+            self._explain_absence(what, self._collect(place, 0.0))
+        elif verdict.startswith("ok"):
+            texts = json.loads(verdict[2:] or "[]")
+        elif error is None:
+            self._raise_disagreement(place, json.loads(verdict), facts, what)
+        if number >= 1:
+            self.posts.forget(f"agree/{number - 1}", [self.rank])
+        if number >= 2 and self.rank == 0:
+            self.posts.forget(f"agree/{number - 2}/verdict", [0])
+        return texts
+
+    def _judge(self, place: str, what: str) -> None:
+        notes = self._collect(place, self.posts.timeout_s)
+        if len(notes) < self.size:
+            self._explain_absence(what, notes)
+        parsed = {rank: _Note(*json.loads(text)) for rank, text in notes.items()}
+        same = len({(note.what, note.digest) for note in parsed.values()}) == 1
+        if same and not any(note.error for note in parsed.values()):
+            said = [parsed[rank].said for rank in range(self.size)]
+            self.posts.post(f"{place}/verdict", "ok" if None in said else f"ok{json.dumps(said)}")
+        else:
+            rows = [[rank, note.what, note.digest, note.error] for rank, note in sorted(parsed.items())]
+            self.posts.post(f"{place}/verdict", json.dumps(rows))
+
+    def _raise_disagreement(self, place: str, rows: list[list[str]], facts: Sequence[str], what: str) -> None:
+        failed = [(rank, text) for rank, _, _, text in rows if text]
+        if failed:
+            causes = "; ".join(
+                f"rank {self.posts.members[int(rank)]} raised {_short(str(text))}" for rank, text in failed
+            )
+            raise DesyncError(f"{what} stopped on rank {self.name} because {causes}")
+        members = self.posts.members
+        calls = _by_value({members[int(rank)]: str(call) for rank, call, _, _ in rows})
+        if len(calls) > 1:
+            elsewhere = self._names([int(rank) for rank, call, _, _ in rows if call != rows[0][1]])
+            raise DesyncError(f"{rows[0][1]}: {elsewhere} are in another call: {_listing(calls)}")
+        self.posts.post(f"{place}/detail", json.dumps(list(facts)))
+        found = self._collect(f"{place}/detail", GRACE_S + self.posts.timeout_s)
+        raise DesyncError(
+            f"{what}: ranks disagree. "
+            + first_difference(
+                {members[rank]: [str(fact) for fact in json.loads(text)] for rank, text in found.items()}
+            )
+        )
+
+    def _explain_absence(self, what: str, notes: dict[int, str]) -> None:
+        failure = self.failure()
+        if failure is not None:
+            raise DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
+        absent = [rank for rank in range(self.size) if rank not in notes] or [0]
+        late = (
+            f"{self._names(absent)} did not make this call within {self.posts.timeout_s:g} s. Every rank must make the same "
+            "calls in the same order"
+        )
+        text = f"{what}: {self.posts.absence(absent, late)}"
+        self.report_failure(f"rank {self.name} made a call alone: {text}")
+        self.posts.post("stuck", what)
+        raise DesyncError(text)
+
+    def _collect(self, what: str, limit_s: float, ranks: Sequence[int] | None = None) -> dict[int, str]:
+        """Return what has come once a rank has reported a failure, too, or one of any rank is gone."""
+        everybody = range(self.size)
+        wanted = everybody if ranks is None else ranks
+        return self.posts.collect(what, wanted, limit_s, lambda _: self.failure() is not None, needs=everybody)
+
+
+def open_board(group: dist.ProcessGroup | None, topic: str) -> Board:
+    """Return the board of the next object about ``topic`` in ``group``: the n-th call on each rank opens the same.
+
+    None stands for the default group.  Raises: StateError without a process group, or outside of ``group``.
+    """
+    group = group if group is not None else dist.group.WORLD
+    if group is None:
+        raise StateError(f"{topic} needs torch.distributed.init_process_group() first")
+    if dist.get_rank(group) < 0:
+        raise StateError(f"this process is not a member of the process group given to {topic}")
+    has_peers = dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
+    posts = open_posts(group, topic)
+    return Board(group, posts, has_peers, track=Track(posts.prefix))
+
+
+def first_difference(facts: dict[int, list[str]]) -> str:
+    """Say which fact, the first in order, differs between the ranks, and what each rank has.
+
+    Example:
+        >>> first_difference({0: ["2 tensors", "(3,)"], 1: ["2 tensors", "(4,)"]})
+        'rank 0: (3,); rank 1: (4,)'
+    """
+    for index in range(max((len(rows) for rows in facts.values()), default=0)):
+        values = {rank: rows[index] if index < len(rows) else "nothing" for rank, rows in facts.items()}
+        if len(set(values.values())) > 1:
+            return _listing(_by_value(values))
+    return "the facts differ but their report did not arrive from every rank"
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    what: str
+    digest: str
+    error: str
+    said: str | None
+
+
+def _digest(facts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= DETAIL_LIMIT else text[:DETAIL_LIMIT] + " ..."
+
+
+def _by_value(values: dict[int, str]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
+    return groups
+
+
+def _listing(groups: dict[str, list[int]]) -> str:
+    def names(ranks: list[int]) -> str:
+        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+    return "; ".join(f"{names(ranks)}: {_short(value)}" for value, ranks in groups.items())

@@ -1,0 +1,576 @@
+"""What the records of all ranks say together: who is missing, who failed first, where ranks part, who waits for whom.  Pure."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shardwise.consistency.recorder import Event, Reason, Record, Stack, own_line
+from shardwise.observe import ERROR, WAITS, Op
+
+_GAP_S = 30.0  # between reasons to write: what was before is another trouble, which has passed
+_MOVED = 16  # events between two reasons, which say the same: ranks that fail tidy up, and ask each other
+_BEFORE_S = 1.0  # an error comes before what is written because of it
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The first event of a track at which ranks differ.
+
+    Attributes:
+        count: of the event on the track.  found: what each rank did there.  before: the last event that they had in common.
+        time_s: when the first rank came there.
+    """
+
+    track: str
+    count: int
+    found: Mapping[int, str]
+    before: str
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """Ranks that have come less far on a track than others, up to where all agree.
+
+    Attributes:
+        ranks: those that are behind.  count: how far they came.  most: how far the others came.
+        last: their last event on the track.  next: what the others did then.  time_s: when they made the last.
+    """
+
+    track: str
+    ranks: tuple[int, ...]
+    count: int
+    most: int
+    last: str
+    next: str
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A rank whose last event on its main thread says that it waits.
+
+    Attributes:
+        whom: ranks that it waits for; empty if it waits for all.
+        where: what it waits at.  since_s: seconds, up to when it wrote.
+    """
+
+    rank: int
+    whom: tuple[int, ...]
+    where: str
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first thing that went wrong on a rank."""
+
+    rank: int
+    time_s: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All that can be said.
+
+    Attributes:
+        ranks: those with a record.  num_ranks: of the job.  missing: those without a record.
+        failures: of the ranks, the earliest first; those that name another rank that failed come after.
+        partings, behind: per track, the earliest first.
+        blamed: ranks that others wait for and that wait for nobody themselves.
+        stacks: per rank, where its main thread was when it wrote first because of its last trouble.
+        ends: the same when it wrote last.
+        cut: ranks whose record is cut off.
+    """
+
+    ranks: tuple[int, ...]
+    num_ranks: int
+    missing: tuple[int, ...]
+    failures: tuple[Failure, ...]
+    partings: tuple[Parting, ...]
+    behind: tuple[Behind, ...]
+    waiting: tuple[Waiting, ...]
+    blamed: tuple[int, ...]
+    stacks: Mapping[int, Stack]
+    ends: Mapping[int, Stack]
+    reasons: Mapping[int, tuple[Reason, ...]]
+    cut: tuple[int, ...]
+
+
+def diagnose(records: Sequence[Record]) -> Diagnosis:
+    """Return what ``records``, of one job, say together; some may be missing or cut off.
+
+    Of several records of one rank the newest counts.
+    """
+    by_rank = newest(records)
+    num_ranks = max([0, *(each.num_ranks for each in by_rank.values()), *(rank + 1 for rank in by_rank)])
+    missing = tuple(rank for rank in range(num_ranks) if rank not in by_rank)
+    tracks = _tracks(by_rank)
+    partings = [found for name, events in tracks.items() if (found := first_parting(name, events)) is not None]
+    parted = {each.track for each in partings}
+    behind = [found for name, events in tracks.items() if name not in parted and (found := _behind(name, events))]
+    waiting = [found for rank, each in sorted(by_rank.items()) if (found := _waiting(rank, each, by_rank)) is not None]
+    stacks = {rank: found for rank, each in sorted(by_rank.items()) if (found := _main_stacks(each))}
+    failures = [found for rank, each in by_rank.items() if (found := _failure(rank, each)) is not None]
+    return Diagnosis(
+        ranks=tuple(sorted(by_rank)),
+        num_ranks=num_ranks,
+        missing=missing,
+        failures=tuple(
+            sorted(failures, key=lambda each: (_is_because_of_others(each, failures), each.time_s, each.rank))
+        ),
+        partings=tuple(sorted(partings, key=lambda each: (each.time_s, each.track))),
+        behind=tuple(sorted(behind, key=lambda each: (each.time_s, each.track))),
+        waiting=tuple(waiting),
+        blamed=_blamed(waiting, tuple(range(num_ranks))),
+        stacks={rank: found[0] for rank, found in stacks.items()},
+        ends={rank: found[-1] for rank, found in stacks.items()},
+        reasons={rank: each.reasons for rank, each in sorted(by_rank.items())},
+        cut=tuple(sorted(rank for rank, each in by_rank.items() if each.is_cut)),
+    )
+
+
+def _is_because_of_others(failure: Failure, failures: Sequence[Failure]) -> bool:
+    """Return True if ``failure`` names another rank that has failed: its clock may say that it was first."""
+    named = {int(number) for number in re.findall(r"\brank (\d+)", failure.text)}
+    return any(each.rank in named for each in failures if each.rank != failure.rank)
+
+
+def first_parting(track: str, events: Mapping[int, Sequence[Event]]) -> Parting | None:
+    """Return the first event, by its count, at which two ranks that have it differ; None if there is none.
+
+    Ranks remember different parts of a track: compared is what two of them remember.
+    """
+    by_count: dict[int, dict[int, Event]] = {}
+    for rank, each in events.items():
+        for event in each:
+            by_count.setdefault(event.count, {})[rank] = event
+    before = "nothing that is remembered"
+    for count in sorted(by_count):
+        found = by_count[count]
+        if len({event.text for event in found.values()}) > 1:
+            texts = {rank: event.text for rank, event in sorted(found.items())}
+            return Parting(track, count, texts, before, min(event.time_s for event in found.values()))
+        before = next(iter(found.values())).text
+    return None
+
+
+def newest(records: Sequence[Record]) -> dict[int, Record]:
+    """Return the newest of ``records`` of every rank that has one."""
+    found: dict[int, Record] = {}
+    for record in sorted(records, key=lambda each: each.written_s):
+        if record.rank is not None:
+            found[record.rank] = record
+    return found
+
+
+def _tracks(by_rank: Mapping[int, Record]) -> dict[str, dict[int, list[Event]]]:
+    found: dict[str, dict[int, list[Event]]] = {}
+    for rank, record in by_rank.items():
+        for event in record.events:
+            if event.track:
+                found.setdefault(event.track, {}).setdefault(rank, []).append(event)
+    return {name: events for name, events in found.items() if len(events) > 1}
+
+
+def _behind(track: str, events: Mapping[int, Sequence[Event]]) -> Behind | None:
+    last = {rank: max(each, key=lambda event: event.count) for rank, each in events.items()}
+    least, most = min(e.count for e in last.values()), max(e.count for e in last.values())
+    if least == most:
+        return None
+    ranks = tuple(sorted(rank for rank, event in last.items() if event.count == least))
+    following = next((e.text for each in events.values() for e in each if e.count == least + 1), "")
+    first = last[ranks[0]]
+    return Behind(track, ranks, least, most, first.text, following, max(last[rank].time_s for rank in ranks))
+
+
+def _waiting(rank: int, record: Record, by_rank: Mapping[int, Record]) -> Waiting | None:
+    """Return what the main thread of ``rank`` waited for when it wrote first; errors come after that."""
+    written_s = _began_s(record)
+    events = [e for e in record.events if e.thread == record.main_thread and e.time_s <= written_s and e.place != ERROR]
+    if not events or not events[-1].place.startswith(WAITS):
+        return None
+    wait = events[-1]
+    first = wait
+    for event in reversed(events):  # a wait may be looked at again and again
+        if event.place != wait.place or event.what != wait.what:
+            break
+        first = event
+    before = next((event.text for event in reversed(events) if not event.place.startswith(WAITS)), "")
+    where = " after ".join(part for part in (wait.what, before) if part)
+    return Waiting(rank, _whom(wait.place[len(WAITS) :], record, by_rank), where, written_s - first.time_s)
+
+
+def _whom(text: str, record: Record, by_rank: Mapping[int, Record]) -> tuple[int, ...]:
+    kind, _, number = text.partition(" ")
+    if not number.isdigit():
+        return ()
+    if kind == "rank":
+        return (int(number),)
+    if kind == "process":  # of this host
+        found = [rank for rank, each in by_rank.items() if each.pid == int(number) and each.host == record.host]
+        absent = [rank for rank in range(record.num_ranks) if rank not in by_rank]
+        return tuple(found) or (tuple(absent) if len(absent) == 1 else ())
+    return ()
+
+
+def _blamed(waiting: Sequence[Waiting], ranks: Sequence[int]) -> tuple[int, ...]:
+    wait_for = {each.rank: set(each.whom) or set(ranks) - {each.rank} for each in waiting}
+    wanted = {rank for whom in wait_for.values() for rank in whom}
+    return tuple(sorted(wanted - set(wait_for)))
+
+
+def _failure(rank: int, record: Record) -> Failure | None:
+    since_s = _began_s(record) - _BEFORE_S
+    errors = [Failure(rank, e.time_s, e.what) for e in record.events if e.place == ERROR and e.time_s >= since_s]
+    told = [
+        Failure(rank, each.time_s, each.text)
+        for each in record.reasons
+        if each.time_s >= since_s and not _is_question(each.text)
+    ]
+    return min([*errors, *told], key=lambda each: each.time_s, default=None)
+
+
+def _is_question(text: str) -> bool:
+    return text.startswith(("asked by", "nothing has moved"))
+
+
+def _main_stacks(record: Record) -> list[Stack]:
+    """Return where the main thread was whenever the rank wrote because of its last trouble."""
+    since_s = _began_s(record)
+    return [stack for stack in record.stacks if stack.thread == record.main_thread and stack.time_s >= since_s]
+
+
+def _began_s(record: Record) -> float:
+    """Return when the rank first wrote because of its last trouble."""
+    began_s = record.written_s
+    for reason in reversed(record.reasons):
+        moved = sum(1 for event in record.events if event.track and reason.time_s < event.time_s < began_s)
+        if began_s - reason.time_s > _GAP_S or moved > _MOVED:
+            break
+        began_s = reason.time_s
+    return began_s
+
+
+# ---- The records of all ranks as dumps of torch's FlightRecorder, for the analyzer that torch brings.  Pure.
+# FlightRecorder sees the calls of torch's process groups, and takes no records of others: what goes through shared memory, or
+# as messages of ours, is not in it.  Our own events know every collective, whatever carries it.
+#
+# Source: ``torch.distributed.flight_recorder`` of torch 2.13, which reads these files; the format is that of version 2.10.
+
+PREFIX = "shardwise_rank_"  # of the files, before the number of the rank
+_VERSION = "2.10"
+_BY = "gloo"  # the analyzer takes names of backends alone; an event does not say what has carried it
+_GATHER, _SCATTER, _SUM, _MEET = "all_gather_v", "reduce_scatter_v", "all_reduce", "barrier"  # v: of uneven parts
+_OF_UNITS = (Op.UNSHARD.value, Op.REDUCE.value)
+_LAUNCHED = {"all-gather": _GATHER, "reduction": _SCATTER}  # waited for later, by what they are about
+_MEETINGS = {"agreement": _MEET, "meeting": _GATHER}  # who comes stays until all have come
+_OTHERS = _LAUNCHED | _MEETINGS
+_ENDS = {Op.WAIT.value: Op.UNSHARD.value, Op.COMMIT.value: Op.REDUCE.value}
+_REPLICAS = "replicas"  # what a sum of whole gradients is said to be of
+
+_Act: TypeAlias = "tuple[str, str, str]"  # a track, a place, and what an event there is about
+
+
+@dataclass(frozen=True, slots=True)
+class _Track:
+    """A sequence of events of several ranks, from where on all of these that have a record remember it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    count: int
+    time_s: float
+
+    def has(self, event: Event) -> bool:
+        return event.count >= self.count and event.time_s >= self.time_s
+
+
+def to_dumps(records: Sequence[Record]) -> dict[int, dict[str, object]]:
+    """Return for each rank with a record what FlightRecorder would have dumped of the collectives on our tracks.
+
+    A track stands for a process group, counts on it are sequence numbers: ranks that did something else at a count, or have
+    not come to it, are those that the analyzer says are missing there.  Sizes and types of elements stay empty: events do not
+    know them, and the analyzer compares what it is given.
+    """
+    by_rank = newest(records)
+    tracks = _dumped_tracks(by_rank)
+    named = _named(by_rank)
+    return {rank: _dump(rank, record, tracks, named) for rank, record in sorted(by_rank.items())}
+
+
+def _dump(rank: int, record: Record, tracks: Mapping[str, _Track], named: Mapping[_Act, str]) -> dict[str, object]:
+    mine = {name: track for name, track in tracks.items() if rank in track.ranks}
+    entries: list[dict[str, object]] = []
+    last = {name: [-1, -1] for name in mine}
+    for event, ended_s in _collectives(record):
+        track = mine.get(event.track)
+        is_of_unit = event.place in _OF_UNITS
+        name = named.get((event.track, event.place, event.what)) if is_of_unit else _OTHERS[event.place]
+        if track is None or name is None or not track.has(event):
+            continue
+        entries.append(_entry(len(entries), event, ended_s, name))
+        last[event.track][0] = event.count
+        if ended_s is not None:
+            last[event.track][1] = max(last[event.track][1], event.count)
+    return {
+        "version": _VERSION,
+        "comm_lib_version": "",
+        "pg_config": {
+            name: {"name": name, "desc": "shardwise", "ranks": str(list(track.ranks))} for name, track in mine.items()
+        },
+        "pg_status": {
+            name: {
+                "last_enqueued_collective": launched,
+                "last_started_collective": launched,
+                "last_completed_collective": completed,
+            }
+            for name, (launched, completed) in last.items()
+        },
+        "entries": entries,
+    }
+
+
+def _entry(number: int, event: Event, ended_s: float | None, name: str) -> dict[str, object]:
+    # The analyzer looks for an entry of the same sequence number, group and description on every other rank, and compares names
+    # alone after that: of two units that ranks gather at one count it must not make one collective.
+    about = (event.what or "(root)") if event.place in _OF_UNITS else event.text
+    began_ns = int(event.time_s * 1e9)
+    return {
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": (event.track, about),
+        "collective_seq_id": event.count,
+        "p2p_seq_id": 0,
+        "op_id": event.count,
+        "profiling_name": f"{_BY}:{name}",
+        "time_created_ns": began_ns,
+        "time_discovered_started_ns": began_ns,
+        "time_discovered_completed_ns": None if ended_s is None else int(ended_s * 1e9),
+        "input_sizes": [],
+        "input_dtypes": [],
+        "output_sizes": [],
+        "output_dtypes": [],
+        "state": "started" if ended_s is None else "completed",
+        "retired": ended_s is not None,
+        "timeout_ms": 0,
+        "is_p2p": False,
+        "thread_id": str(event.thread),
+        "frames": [],
+    }
+
+
+def _dumped_tracks(by_rank: Mapping[int, Record]) -> dict[str, _Track]:
+    """Return the tracks of several ranks; without a known group these are the ranks that have been seen on it."""
+    groups: dict[str, set[int]] = {}
+    first: dict[int, dict[str, int]] = {}
+    for rank, record in by_rank.items():
+        counts = first[rank] = {}
+        for event in record.events:
+            if event.track:
+                counts[event.track] = min(event.count, counts.get(event.track, event.count))
+                groups.setdefault(event.track, {rank}).update(record.groups.get(event.track, (rank,)))
+    found: dict[str, _Track] = {}
+    for name, ranks in sorted(groups.items()):
+        counts = [first[rank][name] for rank in ranks if rank in first and name in first[rank]]
+        # A rank may have made its events and forgotten them all since, or before it began to remember.
+        began = [
+            by_rank[rank].events[0].time_s
+            for rank in ranks
+            if rank in first and name not in first[rank] and by_rank[rank].events
+        ]
+        if len(ranks) > 1:
+            found[name] = _Track(name, tuple(sorted(ranks)), max(counts), max(began, default=0.0))
+    return found
+
+
+def _collectives(record: Record) -> Iterator[tuple[Event, float | None]]:
+    """Yield what became a collective, oldest first, with the time at which it is known to have ended."""
+    ended: dict[int, float] = {}  # by the place of the event in the record
+    of_units: dict[tuple[str, str, str], list[int]] = {}
+    launched: dict[str, list[int]] = {}
+    standing: dict[int, list[int]] = {}  # what a thread is in, or waits for
+    waiting: set[int] = set()
+    for place, event in enumerate(record.events):
+        here = standing.setdefault(event.thread, [])
+        if event.place.startswith(WAITS):
+            waiting.add(event.thread)
+            here += launched.pop(event.what, [])
+            continue
+        if event.place != ERROR or event.thread not in waiting:
+            ended |= dict.fromkeys(here, event.time_s)
+        here.clear()
+        waiting.discard(event.thread)
+        if event.track and event.place in _ENDS:
+            ended |= dict.fromkeys(of_units.pop((event.track, _ENDS[event.place], event.what), []), event.time_s)
+        elif event.track and event.place in _OF_UNITS:
+            of_units.setdefault((event.track, event.place, event.what), []).append(place)
+        elif event.track and event.place in _LAUNCHED:
+            launched.setdefault(event.what, []).append(place)
+        elif event.track and event.place in _MEETINGS:
+            here.append(place)
+    for thread, places in standing.items():
+        if thread not in waiting:  # a wait is an event: without one it is over
+            ended |= {place: record.events[place].time_s for place in places}
+    for place, event in enumerate(record.events):
+        if event.track and (event.place in _OF_UNITS or event.place in _OTHERS):
+            yield event, ended.get(place)
+
+
+def _named(by_rank: Mapping[int, Record]) -> dict[_Act, str]:
+    """Return as which collective units have done what; the same for all ranks, and not what moved nothing anywhere.
+
+    That a unit has gathered or reduced says its track; as what, the events of the same thread right before.
+    """
+    found: dict[_Act, set[str]] = {}
+    reduced: dict[str, set[str]] = {}
+    for record in by_rank.values():
+        before: dict[int, list[Event]] = {}
+        for event in record.events:
+            if not event.track and event.place in _LAUNCHED:
+                before.setdefault(event.thread, []).append(event)
+            elif event.track and event.place in _OF_UNITS:
+                launched = {
+                    _LAUNCHED[each.place] if each.what != _REPLICAS else _SUM for each in before.get(event.thread, ())
+                }
+                seen = launched & ({_GATHER} if event.place == Op.UNSHARD.value else {_SCATTER, _SUM})
+                found.setdefault((event.track, event.place, event.what), set()).update(seen)
+                if event.place == Op.REDUCE.value:
+                    reduced.setdefault(event.track, set()).update(seen)
+                before.pop(event.thread, None)
+    named: dict[_Act, str] = {}
+    for act, seen in found.items():
+        if act[1] == Op.REDUCE.value:  # small gradients wait for those of other units, which launch for all of them
+            seen = seen or reduced[act[0]]
+        if seen:
+            named[act] = _SCATTER if _SCATTER in seen else next(iter(seen))
+    return named
+
+
+# ---- A diagnosis in plain words: what happened, where, since when, and what to look at next.  Pure.
+
+_MOST_LISTED, _MOST_PLACES = 8, 16
+
+
+def in_words(diagnosis: Diagnosis) -> Iterator[str]:
+    """Yield the lines of a report."""
+    yield f"{_count(len(diagnosis.ranks), 'record')} of {_count(diagnosis.num_ranks, 'rank')}"
+    if diagnosis.cut:
+        yield f"  cut off, read as far as they go: {_ranks(diagnosis.cut)}"
+    yield ""
+    yield "what happened"
+    yield from (f"  {line}" for line in _happened(diagnosis))
+    if diagnosis.waiting:
+        yield ""
+        yield "who waits for whom"
+        yield from (f"  {_wait(each)}" for each in diagnosis.waiting[:_MOST_LISTED])
+    yield ""
+    yield "where the program was"
+    yield from (f"  rank {rank}: {_places(diagnosis, rank)}" for rank in list(diagnosis.stacks)[:_MOST_PLACES])
+    yield ""
+    yield "what to look at next"
+    yield from (f"  {line}" for line in advice(diagnosis))
+
+
+def _happened(diagnosis: Diagnosis) -> Iterator[str]:
+    if diagnosis.missing:
+        yield (
+            f"{_ranks(diagnosis.missing)} left no record: killed (SIGKILL leaves none: often out of memory), stopped, on "
+            "another disk, or never started"
+        )
+    for parting in diagnosis.partings[:2]:
+        yield from _parting(parting)
+    for behind in diagnosis.behind[:2]:
+        yield _describe_behind(behind)
+    for place, failure in enumerate(diagnosis.failures[:_MOST_LISTED]):
+        yield _describe_failure(failure, is_first=place == 0 and len(diagnosis.failures) > 1)
+    if not (diagnosis.missing or diagnosis.partings or diagnosis.behind or diagnosis.failures):
+        yield "nothing that differs between the ranks, and no error"
+
+
+def _parting(parting: Parting) -> Iterator[str]:
+    yield f"ranks part at event {parting.count} of {parting.track}, {_clock(parting.time_s)}, after {parting.before}:"
+    for text, ranks in _by_text(parting.found).items():
+        yield f"    {_ranks(ranks)}: {text}"
+
+
+def _describe_behind(behind: Behind) -> str:
+    verb = "is" if len(behind.ranks) == 1 else "are"
+    following = f", where the others went on to {behind.next}" if behind.next else ""
+    return (
+        f"{_ranks(behind.ranks)} {verb} behind in {behind.track}: event {behind.count} of {behind.most}, "
+        f"{behind.last}, {_clock(behind.time_s)}{following}"
+    )
+
+
+def _describe_failure(failure: Failure, is_first: bool) -> str:
+    first_line = failure.text.split("\n")[0][:240]
+    return f"rank {failure.rank}{' first' if is_first else ''}, {_clock(failure.time_s)}: {first_line}"
+
+
+def _places(diagnosis: Diagnosis, rank: int) -> str:
+    """Say where the main thread was in the program, and where later, if it was elsewhere: it may hang after its error."""
+    first, last = diagnosis.stacks[rank], diagnosis.ends[rank]
+    where, later = own_line(first.frames), own_line(last.frames)
+    seconds = last.time_s - first.time_s
+    return where if where == later or seconds < 1 else f"{where}; {seconds:.0f} s later {later}"
+
+
+def _wait(waiting: Waiting) -> str:
+    whom = _ranks(waiting.whom) if waiting.whom else "all ranks"
+    where = re.sub(r"^shardwise/\S+", "its word in the store", waiting.where)
+    return f"rank {waiting.rank} waited for {whom} for {waiting.since_s:.1f} s at {where or 'a collective'}"
+
+
+def advice(diagnosis: Diagnosis) -> Iterator[str]:
+    """Yield what to look at next, the most likely cause first."""
+    if diagnosis.missing:
+        who = _ranks(diagnosis.missing)
+        yield f"why {who} ended: the kernel's log (dmesg) for 'out of memory', the launcher's output, the host itself"
+    raised = [each for each in diagnosis.failures if not each.text.startswith(("DesyncError", "TransportError"))]
+    for parting in diagnosis.partings[:1]:
+        odd = _odd(parting.found)
+        if raised and raised[0].rank in odd:  # it parted from the others because it was leaving
+            break
+        yield (
+            f"what {_ranks(odd)} did otherwise before event {parting.count} of {parting.track}: code that depends on the rank "
+            "or its data, another number of microbatches, a layer that is skipped or frozen, another version or config"
+        )
+    if raised:
+        yield f"the error of rank {raised[0].rank}: {raised[0].text.split(chr(10))[0][:160]}"
+    if not diagnosis.partings:
+        for rank in diagnosis.blamed[:4]:
+            if rank in diagnosis.stacks:
+                yield f"rank {rank}, which others waited for: it was at {own_line(diagnosis.stacks[rank].frames)}"
+    if not (diagnosis.missing or diagnosis.partings or raised or diagnosis.blamed):
+        behind = [_ranks(each.ranks) for each in diagnosis.behind[:1]]
+        yield f"the stacks of {behind[0]}" if behind else "nothing: these ranks were well when they wrote"
+
+
+def _odd(found: Mapping[int, str]) -> tuple[int, ...]:
+    """Return the ranks that are fewest with what they did."""
+    return min(_by_text(found).values(), key=lambda ranks: (len(ranks), -ranks[0]))
+
+
+def _by_text(found: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
+    groups: dict[str, tuple[int, ...]] = {}
+    for rank, text in sorted(found.items()):
+        groups[text] = (*groups.get(text, ()), rank)
+    return groups
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MOST_LISTED])) + (", ..." if len(ranks) > _MOST_LISTED else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _clock(time_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(time_s)) + f".{int(time_s * 1000) % 1000:03d}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

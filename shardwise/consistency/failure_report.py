@@ -1,0 +1,720 @@
+"""Reports who waits for whom: in one line after 30 seconds of waiting, and in the error at the end of the wait.
+
+A rank that waits in a collective cannot report, and the cause is on another rank.  So a thread of each process posts where the
+program is to the store of the job every few seconds: the line of user code, the call that it makes, and how many forwards and
+backwards have begun.  Nothing of this runs on the program's own thread, except when there is an error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.util import Finalize
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardwise.consistency import store as alarm
+from shardwise.consistency.liveness import (
+    LOOK_S,
+    host_timeout_s,
+    is_elsewhere,
+    is_gone,
+    ranks_in_words,
+    say_left,
+    tells_of_lost_host,
+)
+from shardwise.consistency.process_groups import break_off_all
+from shardwise.consistency.recorder import DefaultRecorder, innermost, lines_of, lines_of_trace, place_of_records
+from shardwise.consistency.store import BRIEF_S, SILENCE, JobStore, keeps_store
+from shardwise.errors import ConfigError, ShardwiseError, TransportError
+from shardwise.observe import ERROR, WAITS, Entry, entries, explainers, groups_of, live_tracks, witnesses
+from shardwise.torch_private import are_threads, default_store, timeout_s_of
+
+# ---- The last error that each rank has made: whoever finds a rank gone, or waits for it in vain, can cite the first
+# cause.
+# A rank that hears of a fault leaves, too, and the next one finds that one gone: without its words the blame would be on who
+# followed.  Written when an error is made, into the store of the job; read only where something has failed.
+
+_MOST_TEXT = 600
+_CITATION = re.compile(r"; the last error of ranks? (\d+(?:, \d+)*): ")
+_LEFT = re.compile(r"rank (\d+) raised an exception (?:while|in backward)")
+ASKING_S = 4.0
+ASKS = " (asks the others)"  # at the end of words that may change
+_busy = threading.local()  # an error that is made while words are left has none of its own
+_ADVICE = re.compile(r" ?Look at the end of its log(; ask: shardwise diagnose \S+)?")
+UNTOLD = "it reported no exception: killed, or its program ended"
+
+
+def leave(text: str) -> None:
+    """Let the others read ``text``, the reason why this rank may come no more; an empty one takes it back.  Never raises."""
+    store = store_of_job()
+    if store is None or SILENCE in text or getattr(_busy, "is_on", False):
+        return
+    _busy.is_on = True
+    try:
+        put(store, dist.get_rank(), text)
+    except (TransportError, ValueError):  # it is said aloud, at least
+        return
+    finally:
+        _busy.is_on = False
+
+
+def look_next() -> str:
+    """Return the advice that messages about a lost rank end with."""
+    place = place_of_records()
+    return "Look at the end of its log" + (f"; ask: shardwise diagnose {place}" if place is not None else "")
+
+
+def in_short(error: BaseException) -> str:
+    """Return the first line of ``error``, of a backend's own without the line of its source and its advice.
+
+    Example:
+        >>> in_short(RuntimeError("[/a/pair.cc:553] Connection closed by peer. This is typically caused by a crash. GLHF!"))
+        'Connection closed by peer'
+    """
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", first).partition(". This is typically caused by")[0]
+
+
+def put(store: dist.Store, rank: int, text: str) -> None:
+    """Leave ``text`` as the words of global ``rank``.  Raises: TransportError if the store does not answer."""
+    said = _ADVICE.sub("", text.removesuffix(ASKS))[:_MOST_TEXT]  # advice is for the first who reads it
+    line = " | ".join(each.strip() for each in said.splitlines())
+    JobStore(store, BRIEF_S).set(_report_key(rank), line + ASKS * text.endswith(ASKS))
+
+
+def store_of_job() -> dist.Store | None:
+    """Return the store that the default group was made with, None if there is none."""
+    return default_store() if dist.is_available() and dist.is_initialized() else None
+
+
+def words_of(store: dist.Store | None, rank: int, patience_s: float = 0.0) -> str:
+    """Return what global ``rank`` has left, an empty text if nothing or if that cannot be known.
+
+    ``patience_s``: for one that is asking the others for the reason, because it will know more.
+    """
+    end = time.monotonic() + patience_s
+    with suppress(TransportError):  # the store may itself be the reason
+        while store is not None:
+            text = JobStore(store, BRIEF_S).peek(_report_key(rank)) or ""
+            if not text.endswith(ASKS) or time.monotonic() >= end:
+                return text.removesuffix(ASKS)
+            time.sleep(0.05)
+    return ""
+
+
+def has_said_all(store: dist.Store, rank: int) -> bool:
+    """Return True if global ``rank`` has left words and does not ask the others any more, or if no words can come."""
+    with suppress(TransportError):
+        text = JobStore(store, BRIEF_S).peek(_report_key(rank)) or ""
+        return bool(text) and not text.endswith(ASKS)
+    return True
+
+
+def cited(store: dist.Store | None, ranks: Sequence[int], patience_s: float = ASKING_S) -> str:
+    """Return the words of global ``ranks`` as a message goes on with them: "; the last error of rank 3: ..."."""
+    end = time.monotonic() + patience_s
+    found = {rank: words_of(store, rank, end - time.monotonic()) for rank in ranks[:8]}
+    return cited_texts({rank: text for rank, text in found.items() if text})
+
+
+def cited_texts(found: Mapping[int, str]) -> str:
+    """Return what ranks have left as a message goes on with it: each rank's own reason once, also of ranks that they cite.
+
+    Example:
+        >>> cited_texts({1: "DesyncError: rank 2 is gone; the last error of rank 2: KeyError: 7; rank 1 waited for it."})
+        '; the last error of rank 1: DesyncError: rank 2 is gone; the last error of rank 2: KeyError: 7'
+        >>> cited_texts({1: "Timed out; the last error of rank 2: Timed out", 2: "Timed out"})
+        '; the last error of ranks 1, 2: Timed out'
+    """
+    reasons: dict[int, str] = {}
+    quoted: dict[int, str] = {}
+    for rank, text in found.items():
+        own, *rest = _CITATION.split(text)
+        reasons[rank] = _own_reason(own)
+        for names, said in zip(rest[::2], rest[1::2], strict=True):
+            for name in map(int, names.split(", ")):  # the longest: what is quoted twice may be cut
+                quoted[name] = max(quoted.get(name, ""), _own_reason(said), key=len)
+    ranks_of: dict[str, list[int]] = {}
+    for rank, reason in (reasons | quoted | reasons).items():  # a rank knows its own reason best
+        ranks_of.setdefault(reason, []).append(rank)
+    return "".join(f"; the last error of {ranks_in_words(ranks)}: {reason}" for reason, ranks in ranks_of.items())
+
+
+def _own_reason(text: str) -> str:
+    """Return ``text`` without what a rank says of others: where they were, and that it has waited for them."""
+    lines = [line for line in text.split(" | ") if not re.match(r"rank \d+ was at |Ranks must run ", line)]
+    short = re.sub(r", after [^()]*(?= \()", "", "; ".join(lines))
+    return re.sub(r"; rank \d+ waited for (it|them)\.?", "", short).rstrip(" .;|")
+
+
+def who_left(error: str) -> set[int]:
+    """Return the global ranks of which ``error`` says that they have left by an exception of their own: they may go on.
+
+    Example:
+        >>> who_left("rank 1 raised an exception while rank 0 was at the end of a forward")
+        {1}
+    """
+    return {int(rank) for rank in _LEFT.findall(error)}
+
+
+def out_of_reach(store: dist.Store | None, ranks: Sequence[int], error: str) -> list[int]:
+    """Return which of global ``ranks`` no word can come from: those on other hosts, once one is known not to answer.
+
+    ``error`` may say so, this rank's own, or what another has left: who follows it has another error.
+    """
+    if store is None:
+        return []
+    heard = tells_of_lost_host(error) or any(tells_of_lost_host(words_of(store, rank)) for rank in ranks)
+    return [rank for rank in ranks if is_elsewhere(store, rank)] if heard else []
+
+
+def out_of_reach_in_words(ranks: Sequence[int]) -> str:
+    """Say of ``ranks`` that their host does not answer."""
+    after = f" for {host_timeout_s():g} s" if host_timeout_s() else ""
+    return (
+        f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} on another host, from which no answer has come{after}: "
+        "it is switched off or stands still, or the cable to it is cut. Look at that host and at the network between; "
+        "shardwise.set_host_timeout says how long is waited"
+    )
+
+
+def gone_in_words(store: dist.Store | None, ranks: Sequence[int]) -> str:
+    """Say that the processes of global ``ranks`` have ended, and what they have left.
+
+    Example:
+        >>> gone_in_words(None, [3])
+        'rank 3 is gone (it reported no exception: killed, or its program ended)'
+    """
+    text = f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} gone"
+    found = cited(store, ranks, patience_s=0.0)  # they will say no more
+    return text + (found or f" ({UNTOLD})")
+
+
+def _report_key(rank: int) -> str:
+    return f"shardwise/last words/{rank}"
+
+
+# ---- Whom a rank waited for when a backend's collective failed: its own text says a port, or nothing.
+
+
+def name_partners(error: RuntimeError, group: dist.ProcessGroup) -> None:
+    """Raise a backend's ``error`` with the ranks of ``group`` that it was about; return if these are all ranks of the job."""
+    if isinstance(error, ShardwiseError) or not dist.is_initialized():
+        return
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) < dist.get_world_size():
+        others = ranks_in_words([rank for rank in ranks if rank != dist.get_rank()])
+        raise RuntimeError(f"{in_short(error)} (in a group with {others})") from error
+
+
+# ---- How a process leaves its job by an error: nobody waits for it, and the store that it keeps stays until the
+# others have read.
+# The end of a process closes its connections, and so wakes whoever waits for it in a collective.  A process that keeps the
+# store of the job may not end before the others: they ask there for the reason.  So connections are closed first, by hand; else
+# it would wait for ranks that wait for it.
+
+_MOST_ASKED = 64
+_STAY_S = 6.0  # for the others to have ended, too
+_LINGER_S = 2.0  # for those that have said why they failed, and live on
+
+farewells: list[Callable[[], None]] = []  # called when this process leaves; appended to where they are defined
+# Of this process: the store of its job, and whether an error has left the program (with the process that it was in).
+_stores: dict[int, dist.Store] = {}
+_is_leaving: list[int] = []
+
+
+def watch_end(store: dist.Store) -> None:
+    """Call :func:`leave_job` at the end of this process, whose job has ``store``."""
+    pid = os.getpid()
+    if pid not in _stores:
+        Finalize(None, leave_job, exitpriority=100)
+    _stores[pid] = store
+
+
+def will_leave(store: dist.Store) -> None:
+    """Take note that an error has left the program of this process."""
+    watch_end(store)
+    _is_leaving.append(os.getpid())
+
+
+def leave_job() -> None:
+    """Let nobody wait for this process, whose program has ended by an error; does nothing after any other end.
+
+    Who keeps the store of the job stays until the others have ended or said why they fail, at most 6 s: who asks for the reason
+    asks there.  Those of a host that does not answer will not.
+    """
+    store, error = _stores.pop(os.getpid(), None), getattr(sys, "last_value", None)
+    if store is None or not dist.is_initialized() or (os.getpid() not in _is_leaving and error is None):
+        return
+    if error is not None and not isinstance(error, ShardwiseError) and os.getpid() not in _is_leaving:
+        leave(f"{type(error).__name__}: {in_short(error)}")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    with suppress(TransportError):
+        say_left(store, rank)
+    for farewell in farewells:
+        farewell()
+    break_off_all(range(num_ranks))
+    if keeps_store(store):
+        others = [other for other in range(num_ranks) if other != rank][:_MOST_ASKED]
+        far = out_of_reach(store, others, str(error))
+        _stay_for([other for other in others if other not in far], store)
+
+
+def _stay_for(others: list[int], store: dist.Store) -> None:
+    start, left = time.monotonic(), others
+    while left and (waited_s := time.monotonic() - start) < _STAY_S:
+        left = [
+            rank
+            for rank in left
+            if not is_gone(store, rank) and not (waited_s > _LINGER_S and has_said_all(store, rank))
+        ]
+        time.sleep(0.05)
+
+
+# ---- Where a rank is, and a sentence about several ranks: who waits for whom, at which line of user code.  Pure.
+
+_DISTRIBUTED = "/torch/distributed/"
+_WRAPPERS = (" checked", " outside")  # functions around those that user code calls
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """Where a rank is.
+
+    Attributes:
+        rank: global.
+        line: "file:line" of user code; empty without any.
+        call: the function that the user's line has called, such as "save()"; empty if user code runs.
+        waits_for: "rank 3" or "all ranks"; empty if it does not wait for others.
+        passes: by engine, "forward" and "backward": how many of each have begun.
+        running: by engine: the one of both that runs, if one does.
+        still_s: for how long it has been there; 0 if it has moved since the last look.
+        raised: the class of the exception that ended the program there; empty while it runs.
+    """
+
+    rank: int
+    line: str = ""
+    call: str = ""
+    waits_for: str = ""
+    passes: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
+    running: Mapping[str, str] = field(default_factory=dict[str, str])
+    still_s: float = 0.0
+    raised: str = ""
+
+    def to_text(self) -> str:
+        """Return the status as one JSON object."""
+        return json.dumps(asdict(self))
+
+
+def status_from_text(text: str) -> RankStatus:
+    """Return the status that :meth:`RankStatus.to_text` wrote."""
+    return RankStatus(**json.loads(text))
+
+
+def status_at(rank: int, frames: Sequence[str], last: Entry | None, raised: str = "") -> RankStatus:
+    """Return the status of this process, global ``rank``, whose program is at ``frames``, after its event ``last``."""
+    place = innermost(frames)
+    call = waits_for = ""
+    for frame in (
+        frames[place + 1 :] if place is not None else frames
+    ):  # the outermost one: the call that user code makes
+        if _DISTRIBUTED in frame and "c10d_logger" not in frame:
+            call, waits_for = f"torch.distributed.{frame.rsplit(' ', 1)[-1]}()", "all ranks"
+            break
+        if "/shardwise/" in frame and not frame.endswith(_WRAPPERS):
+            call = f"{frame.rsplit(' ', 1)[-1]}()"
+            break
+    if call and last is not None and last[4].startswith(WAITS):
+        waits_for = last[4][len(WAITS) :]
+    line = frames[place].rsplit(" ", 1)[0].removeprefix(f"{os.getcwd()}/") if place is not None else ""
+    tracks = [
+        track for track in list(live_tracks) if track.num_forwards and groups_of([track.name])
+    ]  # those of several ranks
+    return RankStatus(
+        rank,
+        line,
+        call,
+        waits_for,
+        {track.name: {"forward": track.num_forwards, "backward": track.num_backwards} for track in tracks},
+        {track.name: track.running for track in tracks if track.running},
+        raised=raised,
+    )
+
+
+def statuses_in_words(statuses: Sequence[RankStatus]) -> str:
+    """Return one sentence about where these ranks are, and whether they ran different numbers of forwards or backwards.
+
+    Example:
+        >>> first = RankStatus(0, "a.py:3", "f()", "rank 1", {"e": {"forward": 4}}, {"e": "forward"}, 30.0)
+        >>> in_words([first, RankStatus(1, "a.py:9", "save()", "", {"e": {"forward": 3}}, {}, 29.0)])
+        'rank 0 is in its 4th forward (a.py:3, waits for rank 1, for 30 s); rank 1 is in save() after its 3rd forward (a.py:9, \
+for 29 s): they ran different numbers of forwards'
+    """
+    track, kind = _difference(statuses)
+    alike: dict[str, list[RankStatus]] = {}
+    for each in statuses:
+        alike.setdefault(_what(replace(each, still_s=0.0), track, kind), []).append(each)
+    parts: list[str] = []
+    for same in alike.values():
+        longest = replace(same[0], still_s=max(each.still_s for each in same))
+        parts.append(f"{_ranks([each.rank for each in same])} {_what(longest, track, kind, len(same) > 1)}")
+    return "; ".join(parts) + (f": they ran different numbers of {kind}s" if kind else "")
+
+
+def _difference(statuses: Sequence[RankStatus]) -> tuple[str, str]:
+    """Return the engine, and "forward" or "backward", of which waiting ranks have begun different numbers.
+
+    Ranks that compute are not compared: they may just be late.
+    """
+    still = [each for each in statuses if each.still_s and each.waits_for]
+    for track in {name: None for each in still for name in each.passes}:
+        for kind in ("forward", "backward"):
+            if len({each.passes[track].get(kind, 0) for each in still if track in each.passes}) > 1:
+                return track, kind
+    return "", ""
+
+
+def _what(status: RankStatus, track: str, kind: str, is_many: bool = False) -> str:
+    track = track or next(iter(status.running), next(iter(status.passes), ""))
+    running, passes, its = status.running.get(track, ""), status.passes.get(track, {}), "their" if is_many else "its"
+    if running:
+        doing = f"in {its} {_ordinal(passes[running])} {running}"
+    else:
+        doing = f"in {status.call}" if status.call else "in your code" if status.line else "outside your code"
+        counted = kind or "forward"
+        doing += f" after {its} {_ordinal(passes[counted])} {counted}" if passes.get(counted) else ""
+    verb = f"raised {status.raised}" if status.raised else "are" if is_many else "is"
+    notes = [
+        status.line,
+        f"waits for {status.waits_for}" if status.waits_for and not status.raised else "",
+        f"for {status.still_s:.0f} s" if status.still_s else "",
+    ]
+    return f"{verb} {doing} ({', '.join(filter(None, notes))})".removesuffix(" ()")
+
+
+def _ordinal(number: int) -> str:
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
+
+
+_report_s = [30.0]  # one entry, set by set_wait_report alone
+_LOOKS = 6  # within that time
+_ASKED, _NAME = "shardwise/wait/asked", "shardwise/wait/job"
+kernel_waits: list[
+    Callable[[], float]
+] = []  # seconds for which a kernel has not ended; appended to by collectives/streams.py
+_RULE = "Every rank must make the same calls in the same order."
+_watches: weakref.WeakKeyDictionary[dist.Store, WaitWatch] = weakref.WeakKeyDictionary()
+_running: list[WaitWatch] = []  # the last one, set by watch_waits alone
+
+
+def set_wait_report(seconds: float) -> None:
+    """Set how long a rank waits for others before it reports who waits for whom, and where; the default is 30 seconds.
+
+    One of the ranks that wait writes a line to standard error, once for each wait.  At the same time ranks that do not make
+    progress write their records (see :func:`record`).  Call this on every rank before the first ``fully_shard``,
+    ``replicate`` or optimizer of shardwise.
+
+    Args:
+        seconds: more than 0; 0 turns off the report, and all records except those of :func:`record`.
+
+    Raises: ConfigError for any other number.
+    """
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"seconds must be 0 (no report) or more, got {seconds!r}")
+    _report_s[0] = float(seconds)
+
+
+def watch_waits(store: dist.Store) -> None:
+    """Start the thread that posts where this process is to ``store``, unless it runs already."""
+    world = dist.group.WORLD
+    if store in _watches or world is None or world.size() == 1 or are_threads():
+        return
+    for earlier in _running:  # its process group is gone: a process has one job at a time
+        earlier.end()
+    _running.clear()
+    if not _report_s[0]:
+        return
+    _stop_at_exit()
+    watch = _watches[store] = WaitWatch(store, dist.get_rank(), _report_s[0], timeout_s_of(world))
+    _running[:] = [watch]
+    watch.start()
+
+
+@functools.cache
+def _stop_at_exit() -> None:
+    """Stop the threads before the interpreter exits: one that waits for the GIL then may abort the process."""
+    atexit.register(lambda: [watch.stop() for watch in _running])
+
+
+def status_in_words(members: Iterable[int], error: BaseException | None = None) -> str:
+    """Return a sentence about where global ranks ``members`` are, this one among them; empty if no other has posted.
+
+    ``error``: the exception that ends this process; its traceback says where the program was.
+    """
+    store = default_store() if dist.is_available() and dist.is_initialized() else None
+    watch = _watches.get(store) if store is not None else None
+    return "" if watch is None else watch.in_words(members, error)
+
+
+class ProgramStatus:
+    """Where the program of this process, global ``rank``, is, and since when; create it on the program's thread.
+
+    Attributes:
+        since_s: the monotonic time since which it has been where the last :meth:`look` found it.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.since_s = rank, 0.0
+        self._thread = threading.get_ident()
+        self._seen, self._looked_s = ("", ""), 0.0  # line and call, and when
+
+    def look(self) -> RankStatus:
+        """Return where the program is; call it periodically."""
+        frames = lines_of(sys._current_frames().get(self._thread))  # pyright: ignore[reportPrivateUsage]
+        now, last = time.monotonic(), self._last_event()
+        moved_s = last[0] if last is not None else 0.0
+        found = status_at(self.rank, frames, last)
+        if not found.waits_for and any(seconds() >= _report_s[0] for seconds in kernel_waits):
+            found = replace(found, waits_for="all ranks")
+        seen, looked_s = self._seen, self._looked_s
+        self._seen, self._looked_s = (found.line, found.call), now
+        if seen == self._seen and moved_s <= looked_s:
+            return replace(found, still_s=now - self.since_s)
+        self.since_s = moved_s if moved_s > looked_s else now
+        return found
+
+    def at_error(self, frames: Sequence[str], raised: str) -> RankStatus:
+        """Return where an error at ``frames`` stopped the program; ``raised``: the exception's class if it ends it."""
+        found = status_at(self.rank, frames, self._last_event(), raised)
+        is_same = self._seen == (found.line, found.call)
+        return replace(found, still_s=time.monotonic() - self.since_s) if is_same else found
+
+    def _last_event(self) -> Entry | None:
+        events = (entry for entry in reversed(entries()) if entry[1] == self._thread and entry[4] != ERROR)
+        return next(events, None)
+
+
+class WaitWatch:
+    """Posts the status of this process, and reads that of others when it waits.
+
+    Args:
+        report_s: how long a wait may take before it is reported.  timeout_s: the timeout of the job's collectives.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, report_s: float, timeout_s: float) -> None:
+        self._store, self._program, self._report_s = weakref.ref(store), ProgramStatus(rank), report_s
+        self._pause_s = min(report_s / _LOOKS, timeout_s / 4)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardwise-wait", daemon=True)
+        self._reported_s = self._recorded_s = 0.0  # when the last wait began that was reported, or recorded
+        self._asked = ""
+        self._recorder = DefaultRecorder(self._name)
+
+    def start(self) -> None:
+        """Start the thread, which ends with the default process group or this process."""
+        store = self._job()
+        if store is not None and self._program.rank == 0:
+            JobStore(store, BRIEF_S).set(_NAME, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        self._recorder.open()
+        self._thread.start()
+
+    def end(self) -> None:
+        """Let the thread end soon, and write no more records."""
+        self._stop.set()
+        self._recorder.flush()
+        self._recorder.close()
+
+    def stop(self) -> None:
+        """Stop the thread."""
+        self.end()
+        self._thread.join(2 * BRIEF_S)
+
+    def _job(self) -> dist.Store | None:
+        store = self._store()
+        return store if store is not None and dist.is_initialized() and default_store() is store else None
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._pause_s):
+            with suppress(
+                TransportError, RuntimeError, ValueError
+            ):  # the store does not answer, or a model or group is being built
+                store = self._job()
+                if store is None:
+                    self.end()
+                    break
+                self.look(JobStore(store, BRIEF_S))
+            self._recorder.flush()
+
+    def look(self, job: JobStore) -> None:
+        """Post where the program is; report it if it has waited for too long."""
+        mine = self._program.look()
+        if not mine.line:  # the program is starting or exiting
+            return
+        job.set(_status_key(mine.rank), mine.to_text())
+        self._recorder.place()  # while the store answers
+        if mine.still_s < self._report_s:
+            return
+        if mine.waits_for and self._reported_s != self._program.since_s:
+            self._reported_s = self._program.since_s
+            self._report(job, mine)
+        asked = job.peek(_ASKED) or ""
+        if asked != self._asked and self._recorded_s != self._program.since_s:
+            self._asked, self._recorded_s = asked, self._program.since_s
+            self._recorder.write(f"nothing has moved for {mine.still_s:.0f} s")
+
+    def _report(self, job: JobStore, mine: RankStatus) -> None:
+        found = self._statuses(job, range(dist.get_world_size()), mine)
+        job.set(_ASKED, f"{mine.rank} {self._program.since_s}")
+        if min(each.rank for each in found if each.waits_for) == mine.rank:
+            more = f" For the stacks of all ranks: shardwise diagnose {place}" if (place := place_of_records()) else ""
+            print(f"shardwise: {statuses_in_words(found)}. {_RULE}{more}", file=sys.stderr, flush=True)
+
+    def in_words(self, members: Iterable[int], error: BaseException | None) -> str:
+        """Do as :func:`status_in_words`."""
+        ranks = list(members)
+        store = self._job()
+        if store is None:
+            return ""
+        try:
+            job = JobStore(store, BRIEF_S)
+            if error is not None:
+                self._stop.set()  # the stack is gone from now on
+                frames, raised = lines_of_trace(error.__traceback__), type(error).__name__
+            else:
+                frames, raised = lines_of(sys._getframe()), ""  # pyright: ignore[reportPrivateUsage]
+            mine = self._program.at_error(frames, raised)
+            job.set(_status_key(mine.rank), mine.to_text())
+            found = self._statuses(job, ranks, mine)
+        except (TransportError, RuntimeError, ValueError):
+            return ""
+        return statuses_in_words(found) if len(found) > 1 else ""
+
+    def _statuses(self, job: JobStore, ranks: Sequence[int], mine: RankStatus) -> list[RankStatus]:
+        asked = sorted({*ranks[:_MOST_ASKED], mine.rank})
+        texts = {rank: job.peek(_status_key(rank)) for rank in asked if rank != mine.rank}
+        found = [status_from_text(text) for text in texts.values() if text]
+        return sorted([*found, mine], key=lambda each: each.rank)
+
+    def _name(self) -> str | None:
+        """Return the name of the job, which its first rank gives; None before that."""
+        store = self._job()
+        with suppress(TransportError):
+            return None if store is None else JobStore(store, BRIEF_S).peek(_NAME)
+        return None
+
+
+def _status_key(rank: int) -> str:
+    return f"shardwise/wait/status/{rank}"
+
+
+# ---- Backends' raw errors in words: which rank is gone, or may have been left by an exception.
+
+_T = TypeVar("_T")
+_OF_BACKEND = re.compile(r"^\[\S+\.(cc|cpp|hpp):\d+\]|^Connection (closed|reset)|^Wait timeout")
+_SAY_S = 3.0  # for ranks to fail after this one, and to say so
+
+
+def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], mine: int) -> _T:
+    """Return ``act()``, a collective of global ranks ``members``, of which this process is ``mine``.
+
+    Args:
+        what: begins the message: "whole matrices cannot go to their owners or back".
+    Raises: what ``act`` raises if that says itself what happened (an error of ours, of memory); in place of any other
+        RuntimeError a TransportError that names the ranks whose processes are gone, or all that it may be.
+    """
+    try:
+        return act()
+    except (ShardwiseError, torch.OutOfMemoryError):
+        raise  # it says what happened
+    except RuntimeError as error:
+        others, store = tuple(rank for rank in members if rank != mine), store_of_job()
+        if store is None:
+            who = f"{ranks_in_words(others)} did not all make this call, or raised an exception: see their errors"
+        else:
+            leave(f"{what} on rank {mine}: {in_short(error)}{ASKS}")
+            break_off_all(members)  # nobody may wait for this rank while it asks
+            status = status_in_words(members)
+            who = found_among(others, store, str(error)) + (f"; {status}" if status else "")
+        raise TransportError(
+            f"{what}: {who}; rank {mine} waited. Every rank must make the same calls in the same order; first error: "
+            f"{in_short(error)}"
+        ) from error
+
+
+def concerns_others(error: RuntimeError) -> bool:
+    """Return True for an error of a backend, or of ours about another rank; False for one of this rank alone."""
+    return not isinstance(error, (ShardwiseError, torch.OutOfMemoryError)) or isinstance(error, TransportError)
+
+
+def _explain(error: BaseException) -> str:
+    """Return which ranks a backend's own ``error`` may be of; leave for them what any error says that none of ours is."""
+    store = store_of_job()
+    if store is None or isinstance(error, SystemExit):
+        return ""
+    others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    found, status = "", status_in_words(range(dist.get_world_size()), error)
+    if not isinstance(error, ShardwiseError):  # which has been left, and names whom it is of
+        said = f"{type(error).__name__}: {in_short(error)}"
+        leave(said)
+        if _is_of_backend(error):
+            found = found_among(others, store, str(error))
+            leave(f"{said}; {found}")
+            found = "; ".join(filter(None, [found, status]))
+    will_leave(store)
+    return found
+
+
+def _is_of_backend(error: BaseException) -> bool:
+    """Return True if ``error`` is of a collective or the store; False for the program's own, of which others know nothing."""
+    frames = lines_of_trace(error.__traceback__)
+    is_called = isinstance(error, RuntimeError) and any("/torch/distributed/" in frame for frame in frames)
+    return is_called or isinstance(error, dist.DistError) or _OF_BACKEND.search(str(error)) is not None
+
+
+def found_among(others: Sequence[int], store: dist.Store, error: str = "") -> str:
+    """Say which of ``others`` are gone, else which say nothing although all whose collective has failed do.
+
+    ``error``: why this rank asks; a host that does not answer is not waited for.
+    """
+    others, begin = others[:_MOST_ASKED], time.monotonic()
+    while True:
+        alarm.look()
+        try:
+            JobStore(store, BRIEF_S).check([""])
+        except TransportError as silence:
+            return str(silence)
+        gone = [rank for rank in others if is_gone(store, rank)]
+        if gone:
+            return gone_in_words(store, gone)
+        silent = [rank for rank in others if not words_of(store, rank)]
+        waited = time.monotonic() - begin
+        lost = [rank for rank in out_of_reach(store, others, error) if rank in silent] if waited >= LOOK_S else []
+        if lost:
+            return out_of_reach_in_words(lost)
+        if not silent:
+            return f"all ranks have failed{cited(store, others, patience_s=0.0)}"  # each would wait for all
+        if waited >= _SAY_S:
+            return f"{ranks_in_words(silent)} reported nothing: stopped, in another call, or it caught its exception"
+        time.sleep(0.05)
+
+
+# From the first import on: errors of this process are there for the others to read, and a backend's own says who is gone.
+witnesses.append(leave)
+explainers.append(_explain)

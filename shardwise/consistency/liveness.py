@@ -1,0 +1,342 @@
+"""Whether another rank's process is there: a rank that is gone is named at once, one that is late is waited for."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import functools
+import json
+import os
+import platform
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardwise.consistency.store import BRIEF_S, JobStore
+from shardwise.errors import ConfigError, StateError, TransportError
+
+# ---- Connections to other hosts: the kernel is asked to find out soon that a host is gone, or the cable to it cut.
+# TCP gives up on a silent peer after a quarter of an hour, and only while there is something to send.  Backends leave it at
+# that: a rank that waits for one on another host waits for the timeout of its group.  Connections of this process that lead to
+# hosts of the job (none else: a user's own stay as they are) are told to probe a peer that is silent and to break after
+# five seconds (:func:`set_host_timeout`) without an answer; a process that is late, or stopped, still answers: its kernel does.
+
+_limit_s = [5.0]  # one entry, set by set_host_timeout alone
+_ADDRESSES = "shardwise/addresses"
+_SIOCGIFADDR = 0x8915
+_IDLE_S = 2  # before the first probe
+_NO_ANSWER = tuple(
+    os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+)
+
+
+def set_host_timeout(seconds: float) -> None:
+    """Say after how long without a sign of life another host of the job counts as gone; 5 seconds at first.
+
+    Call it before the first ``fully_shard``, ``replicate`` or optimizer of ours, alike on every rank.  Ranks that wait for
+    a host that was switched off, or whose cable is cut, then raise an error instead of waiting for the timeout of the
+    process group.  A rank that is late or stopped is waited for as ever.
+
+    Args:
+        seconds: from 3 on; 0 leaves connections as the backend has made them.
+
+    Raises: ConfigError for any other number.
+    """
+    if seconds != 0 and not 3 <= seconds < float("inf"):
+        raise ConfigError(
+            f"seconds must be 0 (never) or at least 3, so that one lost packet is no lost host; got {seconds!r}"
+        )
+    _limit_s[0] = float(seconds)
+
+
+def post_addresses(store: JobStore, host: str) -> None:
+    """Let the ranks of other hosts know under which addresses they reach this one; ``host``: its name, once per host."""
+    with contextlib.suppress(TransportError, NotImplementedError):
+        if store.add(f"{_ADDRESSES}/of/{host}", 1) == 1:
+            store.append(_ADDRESSES, " ".join(own_addresses()) + "\n")
+
+
+def watch_cables(store: dist.Store) -> int:
+    """Let connections of this process to other hosts of the job break when the host does; return how many lead there.
+
+    To be called whenever connections may have been made; costs one question to the store and a look at each socket.
+    """
+    if _limit_s[0] == 0 or not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return 0
+    try:
+        lines = (JobStore(store, BRIEF_S).peek(_ADDRESSES) or "").splitlines()
+    except TransportError:
+        return 0
+    if len(lines) < 2:
+        return 0  # this host alone
+    theirs = {address for line in lines for address in line.split()} - set(own_addresses())
+    number = 0
+    for each in _connections():
+        with each:
+            if _peer(each) in theirs:
+                number += 1
+                _set(each)
+    return number
+
+
+def tells_of_lost_host(error: str) -> bool:
+    """Return True if ``error`` has the kernel's words for a host that answers nothing: switched off, or behind a cut cable."""
+    return any(words in error for words in _NO_ANSWER)
+
+
+def host_timeout_s() -> float:
+    """Return after how many seconds without an answer connections break; 0: when the backend has it so."""
+    return _limit_s[0]
+
+
+def own_addresses() -> list[str]:
+    """Return the addresses of this host's interfaces, as peers see them; IPv6 of this network namespace too."""
+    found = [*_ipv4(), *_ipv6()]
+    return [each for each in found if not each.startswith("127.") and each != "::1"]
+
+
+def _ipv4() -> Iterator[str]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                yield socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6() -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0]))
+
+
+def _connections() -> Iterable[socket.socket]:
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found = socket.socket(fileno=os.dup(int(name)))
+                if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
+                    yield found
+                else:
+                    found.close()
+
+
+def _peer(connection: socket.socket) -> str:
+    try:
+        address = str(connection.getpeername()[0])
+    except OSError:  # it listens
+        return ""
+    return address.removeprefix("::ffff:").split("%")[0]
+
+
+def _set(connection: socket.socket) -> None:
+    probes = max(1, round(_limit_s[0]) - _IDLE_S)
+    for level, option, value in (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * _limit_s[0])),
+    ):
+        connection.setsockopt(level, option, value)
+
+
+# ---- The end of a process that has had process groups: the backend's threads must be done with Python by then.
+
+_PAUSE_S = 0.002  # in which the interpreter's lock is free
+_MOST_S = 0.5
+_TASKS = Path("/proc/self/task")
+
+
+@functools.cache
+def settle_at_exit() -> None:
+    """Let this process call :func:`settle` when it ends."""
+    atexit.register(lambda: settle())  # as it is named then
+
+
+def settle(limit_s: float = _MOST_S) -> None:
+    """Wait until the other threads of this process rest, at most ``limit_s`` seconds.
+
+    A thread of gloo lets go of a message after whoever waited for it has gone on.  If it comes late and holds the last
+    reference to a tensor, it asks for the interpreter's lock; once the interpreter ends, torch (2.13) ends the process for
+    that with SIGABRT ("terminate called without an active exception"), though all work was done.
+    ``destroy_process_group()`` joins these threads only where nobody keeps the group, as sharded models do; so two looks that
+    find nobody running must do.
+    """
+    end, looks = time.monotonic() + limit_s, 0
+    while looks < 2 and time.monotonic() < end:
+        time.sleep(_PAUSE_S)
+        looks = 0 if _others_run() else looks + 1
+
+
+def _others_run() -> bool:
+    own = str(threading.get_native_id())
+    for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
+        try:
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:  # it has ended
+            continue
+        if state == "R" and task.name != own:
+            return True
+    return False
+
+
+LOOK_S = 0.5  # between two looks at the process of a rank that is late
+_LEFT = ["left by an error"]  # in place of where a process is
+
+# Ranks that have left their note in a store: every fully_shard comes by, one note is enough.
+_announced: weakref.WeakKeyDictionary[dist.Store, set[int]] = weakref.WeakKeyDictionary()
+
+
+class Liveness:
+    """Whether a process of this host is there: by a handle, because its number may come back as another's."""
+
+    def __init__(self, pid: int) -> None:
+        self._fd: int | None = None
+        self._poll = select.poll()
+        try:
+            self._fd = os.pidfd_open(pid)
+        except ProcessLookupError:  # gone already, and waited for by its parent
+            return
+        self._poll.register(self._fd, select.POLLIN)
+
+    def is_alive(self) -> bool:
+        """Return False once the process has ended."""
+        return self._fd is not None and not self._poll.poll(0)
+
+    def __del__(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+
+
+_inherited: list[
+    dist.ProcessGroup
+] = []  # the default group of the process that this one was forked from, if it had peers
+
+
+def _note_fork() -> None:
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    _inherited[:] = [world] if world is not None and world.size() > 1 else []
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def refuse_forked() -> None:
+    """Raise in a process that was forked from a rank: it has the rank's connections, and none of the threads behind them.
+
+    Raises: StateError.
+    """
+    if _inherited and dist.group.WORLD is _inherited[0]:
+        raise StateError(
+            f"process {os.getpid()} was forked from rank {dist.get_rank()} and cannot run its sharded modules: ranks would "
+            "wait for it in vain. Run them in the rank itself, or start processes with the method 'spawn'"
+        )
+
+
+_declared: list[str] = []  # the names that on_host has been given and not taken back; the last one counts
+
+
+@contextmanager
+def on_host(name: str) -> Generator[None, None, None]:
+    """Let this process count as one of another host, with others of the same ``name`` alone: several hosts on one machine.
+
+    For tests and benchmarks.  To be entered before the first ``fully_shard``, ``replicate`` or optimizer.
+    """
+    _declared.append(name)
+    try:
+        yield
+    finally:
+        _declared.pop()
+
+
+def host_id() -> str:
+    """Return a text that is the same for all processes of one boot of one host, and for no others."""
+    try:
+        found = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        found = platform.node()
+    return "/".join([found, *_declared[-1:]])
+
+
+def announce(store: dist.Store, rank: int) -> None:
+    """Leave process id and addresses of global rank ``rank`` in ``store``, so that others can tell whether it has gone."""
+    ranks = _announced.setdefault(store, set())
+    if rank not in ranks:
+        ranks.add(rank)
+        settle_at_exit()
+        job = JobStore(store)
+        job.set(_note_key(rank), json.dumps([*_name_space(), os.getpid()]))
+        post_addresses(job, "/".join([host_id(), _link("net")]))
+
+
+def say_left(store: dist.Store, rank: int) -> None:
+    """Let global rank ``rank``, whose process is ending by an error or has ended, count as gone on every host.
+
+    Raises: TransportError if the store does not answer.
+    """
+    JobStore(store, BRIEF_S).set(_note_key(rank), json.dumps(_LEFT))
+
+
+def is_gone(store: dist.Store, rank: int) -> bool:
+    """Return True if global rank ``rank`` was a process of this host that has ended, or of any that ends by an error.
+
+    False if that cannot be known.
+    """
+    try:
+        text = JobStore(store, BRIEF_S).peek(_note_key(rank))
+        if text is None:
+            return False
+        *space, pid = json.loads(text)
+        if [*space, pid] == _LEFT:
+            return True
+        if space != _name_space() or Liveness(int(pid)).is_alive():
+            return False
+        say_left(store, rank)  # other hosts cannot see it
+        return True
+    except (RuntimeError, OSError, AttributeError):  # no store, no /proc, no pidfds
+        return False
+
+
+def is_elsewhere(store: dist.Store, rank: int) -> bool:
+    """Return True if global rank ``rank`` is a process of another host; False if that cannot be known."""
+    try:
+        text = JobStore(store, BRIEF_S).peek(_note_key(rank))
+    except RuntimeError:
+        return False
+    return text is not None and json.loads(text)[0] not in (host_id(), *_LEFT)
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return ``ranks`` as errors name them.
+
+    Example:
+        >>> ranks_in_words([3]), ranks_in_words(range(10))
+        ('rank 3', 'ranks 0, 1, 2, 3, 4, 5, 6, 7, ...')
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
+
+
+def _note_key(rank: int) -> str:
+    return f"shardwise/process/{rank}"
+
+
+def _name_space() -> list[str]:
+    """Return in which host and container a process number means something."""
+    return [host_id(), _link("pid")]
+
+
+def _link(kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""

@@ -1,0 +1,399 @@
+"""Process groups and meshes that are made on the way; making one waits for its own ranks alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.tensor import DeviceMesh
+
+from shardwise import torch_private
+from shardwise.consistency.liveness import ranks_in_words
+from shardwise.errors import ConfigError, StateError, TransportError
+from shardwise.observe import EVERYBODY, note
+from shardwise.torch_private import is_gloo, set_timeout, timeout_s_of
+
+# ---- Checks which user owns each connection: no process of another user of this host may take the place of a rank.
+# gloo accepts any connection that sends the number of a pair of ranks, which is easy to guess, and every user can read its port
+# in the kernel's table of connections.  The same table has the user at the other end of each connection within this host.
+
+_LISTENS = "0A"  # a state in the kernel's table
+_MAPPED = "0000000000000000FFFF0000"  # before an IPv4 address in the table of IPv6
+
+# The sockets of this process at the last check that passed: while they are the same, the table is not read again.
+_checked: set[str] = set()
+
+
+class _Row(NamedTuple):
+    local: str
+    remote: str
+    state: str
+    uid: int
+    inode: str
+
+
+def check_peers() -> None:
+    """Raise if another user of this host is connected to a port of this process; call it before anything is sent.
+
+    Only listeners on one address are checked, as gloo's are, not servers that listen on every interface.  Nothing is
+    checked where the kernel's table cannot be read.  Cost: lists the open files; reads the table if there are new sockets.
+    Raises: TransportError naming the port and the user.
+    """
+    own = set(_own_sockets())
+    if own <= _checked:
+        return
+    rows = [row for name in ("tcp", "tcp6") for row in _table(name)]
+    listening = {row.local for row in rows if row.state == _LISTENS and row.inode in own}
+    users = {(row.local, row.remote): row.uid for row in rows if row.inode != "0"}  # "0": that end is closed
+    for row in rows:
+        uid = users.get((row.remote, row.local), os.geteuid())
+        if row.inode in own and row.state != _LISTENS and row.local in listening and uid != os.geteuid():
+            raise TransportError(
+                f"user {uid} of this host is connected to port {int(row.local[-4:], 16)} of this rank, expected only processes "
+                f"of user {os.geteuid()}: it may have taken the place of another rank, so nothing is sent. End that "
+                "process, then start the job again"
+            )
+    _checked.clear()
+    _checked.update(own)
+
+
+def _own_sockets() -> Iterator[str]:
+    with contextlib.suppress(OSError):  # no /proc
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith("socket:["):
+                    yield target[len("socket:[") : -1]
+
+
+def _table(name: str) -> Iterator[_Row]:
+    with contextlib.suppress(OSError), open(f"/proc/self/net/{name}") as lines:
+        next(lines, None)
+        for line in lines:
+            fields = line.split()
+            local, remote = fields[1].removeprefix(_MAPPED), fields[2].removeprefix(_MAPPED)
+            yield _Row(local, remote, fields[3], int(fields[7]), fields[9])
+
+
+# ---- Waits for what gloo moves that end when a connection breaks, also where gloo's own do not.
+# When a connection breaks, gloo tells all messages in its queues.  One that it is just handing to the socket, or of which a
+# part has come, is in none of them: who waits for it, or for a collective made of it, waits as long as the timeout of the
+# group.  So who has waited for a while looks whether the connections of the group are still there.  A collective can be waited
+# for by and by.  A wait for a message cannot, since one that gives up closes all connections: a thread waits in place of the
+# caller.
+
+FIRST = timedelta(seconds=0.5)  # before the first look
+_MOST_S = 2.0  # between two looks
+_SETTLE_S = 0.25  # for what came before the connection broke
+_SETTLE_AGAIN_S = 0.02
+_MOST_ASKED = 64
+_TAG = 0x5AFE  # of messages that nobody sends
+
+# When each group was last asked: an answer that never comes keeps some bytes on both sides, in a run of months, too.
+_asked: weakref.WeakKeyDictionary[dist.ProcessGroup, float] = weakref.WeakKeyDictionary()
+_ASK_AGAIN_S = 5.0
+
+# Groups of this process of which a connection was found closed; none is ever opened again, except by mending.
+_closed: weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]] = weakref.WeakKeyDictionary()
+
+
+def closed_to(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks of ``group``, as the job names them, that no gloo connection of this process leads to any more.
+
+    Asked by a receive that nobody answers: it fails at once where there is no connection, and else costs both ranks some
+    bytes: within five seconds it is not asked again, and nothing is returned.
+    """
+    found = _closed.get(group)
+    last = _asked.get(group)
+    if found is None and is_gloo(group) and (last is None or time.monotonic() - last > _ASK_AGAIN_S):
+        _asked[group] = time.monotonic()
+        found = [rank for rank in range(group.size()) if rank != group.rank()][:_MOST_ASKED]
+        found = [rank for rank in found if not _leads_to(group, rank)]
+        with contextlib.suppress(KeyError, ValueError, RuntimeError):  # a group that was destroyed has no names
+            members = dist.get_process_group_ranks(group)
+            found = [members[rank] for rank in found]
+        if found:
+            _closed[group] = found
+    return found or []
+
+
+def forget_closed(group: dist.ProcessGroup) -> None:
+    """Take note that the ranks of ``group`` have been connected anew."""
+    _closed.pop(group, None)
+    _asked.pop(group, None)
+
+
+def await_collective(work: dist.Work | None, group: dist.ProcessGroup | None) -> None:
+    """Wait for a collective of ``group`` (None: of all ranks) that was launched with ``async_op=True``.
+
+    Raises: RuntimeError, the backend's own, or one that names the ranks whose connection has broken meanwhile.
+    """
+    group = dist.group.WORLD if group is None else group
+    if work is None:
+        return
+    if group is None or not is_gloo(group):
+        work.wait()
+        return
+    try:
+        work.wait(FIRST)
+    except RuntimeError:
+        outlast(work, group)
+
+
+def outlast(work: dist.Work, group: dist.ProcessGroup) -> None:
+    """Go on with a wait for a collective of ``group`` that has raised: because it had a limit, or as the collective has.
+
+    Raises: as :func:`await_collective`.
+    """
+    pause_s = FIRST.total_seconds()
+    while not work.is_completed():
+        closed = closed_to(group)
+        with contextlib.suppress(RuntimeError):  # of what has failed it is raised below
+            work.wait(timedelta(seconds=_SETTLE_S if closed else pause_s))
+        if closed and not work.is_completed():
+            raise _broken(closed)
+        pause_s = min(2 * pause_s, _MOST_S)
+    work.wait()
+
+
+def wait_all(works: list[dist.Work], group: dist.ProcessGroup) -> None:
+    """Wait for messages of ``group`` and take out those that have ended: after an exception the rest is in the list.
+
+    Raises: RuntimeError, the backend's own, or one that names the ranks whose connection has broken meanwhile.
+    """
+    if not works:
+        return
+    note(EVERYBODY)
+    waiter: _Waiter | None = getattr(_mine, "waiter", None)
+    if waiter is None or waiter.pid != os.getpid():  # a fork has no threads
+        waiter = _Waiter()
+    _mine.waiter = None  # who does not come back from here leaves it to its wait
+    waiter.wait(works, group)
+    _mine.waiter = waiter
+
+
+_Task: TypeAlias = "tuple[list[dist.Work], threading.Lock, list[BaseException]]"
+_mine = threading.local()  # the waiter of each thread, while it has nothing to wait for
+
+
+class _Waiter:
+    """A thread that waits for messages."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        threading.Thread(target=_wait, args=(self._tasks,), name="shardwise-messages", daemon=True).start()
+
+    def wait(self, works: list[dist.Work], group: dist.ProcessGroup) -> None:
+        is_over, failed = threading.Lock(), list[BaseException]()
+        is_over.acquire()
+        self._tasks.put((works, is_over, failed))
+        pause_s = _SETTLE_AGAIN_S if group in _closed else FIRST.total_seconds()
+        while not is_over.acquire(timeout=pause_s):
+            was_closed = group in _closed
+            closed = closed_to(group)
+            if closed and not is_over.acquire(timeout=_SETTLE_AGAIN_S if was_closed else _SETTLE_S):
+                raise _broken(closed)
+            if closed:
+                break
+            pause_s = min(2 * pause_s, _MOST_S)
+        if failed:
+            raise failed.pop().with_traceback(None)
+
+    def __del__(self) -> None:
+        self._tasks.put(None)
+
+
+def _wait(tasks: SimpleQueue[_Task | None]) -> None:
+    while (each := tasks.get()) is not None:
+        works, is_over, failed = each
+        try:
+            while works:
+                works[0].wait()  # no name for it: a frame that an exception keeps alive would keep the message, too
+                del works[0]
+        except BaseException as error:
+            failed.append(error)
+        del each, works, failed
+        is_over.release()
+        del is_over
+
+
+def _leads_to(group: dist.ProcessGroup, rank: int) -> bool:
+    try:
+        group.recv([torch.empty(1, device="cpu")], rank, _TAG)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _broken(ranks: Sequence[int]) -> RuntimeError:
+    return RuntimeError(f"the connection to {ranks_in_words(ranks)} was closed in the middle of a transfer")
+
+
+# ---- Make the ranks of a group equal: in what they hold, and in how far they have come.
+
+_MAX_BYTES = 32 * 2**20  # per broadcast: large enough for bandwidth, small enough for memory
+
+
+def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite ``tensors`` with those of the group's first rank; shapes and dtypes agree on all ranks.
+
+    Of wrapper subclasses the tensors within are overwritten.
+    Raises: ConfigError for a subclass that does not show them (``__tensor_flatten__``).
+    """
+    if group.size() == 1:
+        return
+    tensors = [part for tensor in tensors for part in _plain(tensor)]
+    source = dist.get_global_rank(group, 0)
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        for batch in (batch for kind in by_kind.values() for batch in _batches(kind)):
+            flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+            await_collective(dist.broadcast(flat, source, group=group, async_op=True), group)
+            for tensor, part in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if cast(Any, type(tensor)).__torch_dispatch__ is cast(Any, torch.Tensor).__torch_dispatch__:
+        return [tensor]
+    if not hasattr(tensor, "__tensor_flatten__"):
+        raise ConfigError(
+            f"a {type(tensor).__name__} cannot be made equal on all ranks, because its class does not define "
+            "__tensor_flatten__. Give its parameter in ignored_params, or call replicate(module, mesh=mesh), which expects "
+            "equal values"
+        )
+    names, _ = cast(Any, tensor).__tensor_flatten__()
+    return [part for name in names for part in _plain(getattr(tensor, name))]
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    batches: list[list[torch.Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if not batches or num_bytes > room:
+            batches.append([])
+            room = _MAX_BYTES
+        batches[-1].append(tensor)
+        room -= num_bytes
+    return batches
+
+
+def all_have_come(group: dist.ProcessGroup) -> None:
+    """Return once all ranks of ``group`` have called this: one all-reduce of one number."""
+    if group.size() > 1:
+        await_collective(
+            dist.all_reduce(torch.ones((), dtype=torch.int32, device="cpu"), group=group, async_op=True), group
+        )
+
+
+# ---- Process groups whose connections are closed on purpose, so that nobody waits in them, and made anew under the
+# same object.
+# Whoever holds the group (a mesh, torch's DistributedDataParallel, user code) goes on with it: what lies under it is exchanged.
+
+_MENDING_TAG = 0x5AFF  # of messages that nobody sends
+_FIRST_KIND, _LAST_KIND = 8, 255  # numbers of backends that torch does not use, in one byte
+_CPU = torch.device("cpu")
+
+_num_mended: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def groups_within(members: Collection[int]) -> list[dist.ProcessGroup]:
+    """Return this rank's gloo groups of several ranks that are all among global ranks ``members``; the same order on each."""
+    found = [
+        group
+        for group in torch_private.all_groups()
+        if torch_private.is_gloo(group)
+        and group.size() > 1
+        and set(dist.get_process_group_ranks(group)) <= set(members)
+    ]
+    return sorted(found, key=lambda group: group.group_name)
+
+
+def break_off(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections in ``group``: collectives that wait for it, here and on other ranks, fail at once.
+
+    Who fails breaks off, too: so all learn it that wait for a rank which waits for this one.  Cost: a few milliseconds.
+    """
+    backend = torch_private.backend_of(group, _CPU)
+    for step in range(1, group.size()):
+        # Of a message that does not come gloo closes all pairs that are open; asked of each, since one may be closed before.
+        with contextlib.suppress(RuntimeError):
+            backend.recv([torch.empty(1, device="cpu")], (group.rank() + step) % group.size(), _MENDING_TAG).wait(
+                timedelta(milliseconds=1)
+            )
+
+
+def break_off_all(members: Collection[int]) -> None:
+    """Close this rank's connections in all gloo groups that are within global ranks ``members``."""
+    for group in groups_within(members) if dist.is_initialized() else ():
+        with contextlib.suppress(RuntimeError):
+            break_off(group)
+
+
+def mend(group: dist.ProcessGroup) -> None:
+    """Connect the ranks of ``group`` anew.  Collective over them; a few milliseconds, and two threads until it is destroyed.
+
+    Raises: StateError after 248 times.
+    """
+    number = _num_mended.get(group, 0)
+    if _FIRST_KIND + number > _LAST_KIND:
+        raise StateError(
+            f"group {group.group_name} was reconnected {number} times; start the job again from a checkpoint"
+        )
+    _num_mended[group] = number + 1
+    torch_private.replace_gloo(group, f"shardwise/mended/{number}", _FIRST_KIND + number)
+    forget_closed(group)
+    all_have_come(group)  # one that breaks off at once would take those along that are still connecting
+
+
+_alone: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a new process group of global ``ranks``, this one among them; waits for these ranks alone."""
+    world = dist.group.WORLD
+    limit = None if world is None else timedelta(seconds=timeout_s_of(world))
+    group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    check_peers()
+    return group
+
+
+def patience_s(group: dist.ProcessGroup, device: torch.device | None = None) -> float:
+    """Return how long ranks of ``group`` wait for each other: as its timeout says, or that of the job if it was given none.
+
+    A gloo group that was given none (those of ``init_device_mesh``) has torch's own half an hour, whatever the job was given;
+    it takes the job's from here on.
+    """
+    seconds, world = timeout_s_of(group, device), dist.group.WORLD
+    if world is None or group is world or not is_gloo(group) or seconds != default_pg_timeout.total_seconds():
+        return seconds
+    limit_s = timeout_s_of(world, device)
+    if limit_s < seconds:
+        set_timeout(group, limit_s)
+    return min(limit_s, seconds)
+
+
+def mesh_of_one(device_type: str) -> DeviceMesh:
+    """Return a mesh of this rank alone, made once per default process group."""
+    world = dist.group.WORLD
+    assert world is not None
+    known = _alone.setdefault(world, {})
+    if device_type not in known:
+        known[device_type] = DeviceMesh.from_group(group_of([dist.get_rank()]), device_type)
+    return known[device_type]

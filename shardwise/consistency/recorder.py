@@ -1,0 +1,646 @@
+"""``shardwise.record``: let a rank write down what it did last, whenever something fails."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import platform
+import re
+import select
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from shardwise import observe
+from shardwise.safe_files import MOST_BYTES, move_file, open_input, replace_file
+from shardwise.torch_private import timeout_s_of
+
+# ---- Finds the lines of a stack that are user code, not this package, torch or the standard library.  Pure.
+
+_PACKAGE = Path(__file__).parents[1]
+_LIBRARIES = re.compile(r"/torch/|/lib/python3[.\d]*/(?!(site|dist)-packages/)|^<|/(threading|contextlib)\.py")
+_OTHERS = re.compile(r"/(site|dist)-packages/")
+_MOST_FRAMES = 40
+_USER, _PROGRAM, _OTHER, _LIBRARY = range(4)  # kinds of lines, the most informative first
+
+
+def own_line(frames: Sequence[str]) -> str:
+    """Return the innermost of ``frames`` that is user code, and the function that runs; without user code, a library's line.
+
+    Lines of a program of this package (``shardwise train``) are marked as such.
+
+    Args:
+        frames: "file:line function", the innermost last.
+    """
+    if not frames:
+        return "nowhere"
+    place = innermost(frames, _OTHER)
+    called = f"in {frames[-1].rsplit(' ', 1)[-1]}()"
+    if place is None:
+        return f"outside your code, {called}"
+    prefix = "shardwise's own program, " if whose(frames[place]) == _PROGRAM else ""
+    return f"{prefix}{frames[place]}" + (f", {called}" if place < len(frames) - 1 else "")
+
+
+def innermost(frames: Sequence[str], least: int = _USER) -> int | None:
+    """Return the index of the innermost of ``frames`` that is user code, or else of the best kind up to ``least``."""
+    kinds = [whose(frame) for frame in frames]
+    best = min(kinds, default=_LIBRARY)
+    return None if best > least else len(kinds) - 1 - kinds[::-1].index(best)
+
+
+def whose(frame: str) -> int:
+    """Return the kind of a frame: user code, a program of this package, another package, or a library."""
+    path = frame.rsplit(":", 1)[0]
+    return _USER if path.startswith("<") and frame.endswith(" <module>") else _whose_file(path)  # python -c
+
+
+@functools.lru_cache(maxsize=4096)
+def _whose_file(path: str) -> int:
+    tail = path.rpartition("/shardwise/")[2] if "/shardwise/" in path else ""
+    if tail.startswith("recipes/"):  # it calls the library as a user does
+        return _PROGRAM
+    if tail and (_PACKAGE / tail).is_file():  # a folder of the user may also be called shardwise
+        return _LIBRARY
+    if _LIBRARIES.search(path):
+        return _LIBRARY
+    return _OTHER if _OTHERS.search(path) else _USER
+
+
+def lines_of(frame: FrameType | None) -> tuple[str, ...]:
+    """Return the stack that ends in ``frame``: its innermost lines, and only user code of the outer ones."""
+    found: list[str] = []
+    while frame is not None and len(found) < 2 * _MOST_FRAMES:
+        line = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+        if len(found) < _MOST_FRAMES or whose(line) == _USER:
+            found.append(line)
+        frame = frame.f_back
+    return tuple(reversed(found))
+
+
+def lines_of_trace(trace: TracebackType | None) -> tuple[str, ...]:
+    """Return the lines of a traceback, the innermost last, with the limits of :func:`lines_of`."""
+    found: list[str] = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        found.append(f"{code.co_filename}:{trace.tb_lineno} {code.co_name}")
+        trace = trace.tb_next
+    outer = [line for line in found[:-_MOST_FRAMES] if whose(line) == _USER]
+    return (*outer[-_MOST_FRAMES:], *found[-_MOST_FRAMES:])
+
+
+# ---- What one rank has written down: its last events, why it wrote, and where its threads were.  Pure; JSON lines.
+
+VERSION = 1
+MOST_RANKS = 2**20  # what is said of missing ranks takes memory for each
+MOST_TEXT = 400  # characters of one text
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event; ``time_s`` in seconds since the epoch, ``track`` empty for those that are this rank's own."""
+
+    time_s: float
+    thread: int
+    track: str
+    count: int
+    place: str
+    what: str
+
+    @property
+    def text(self) -> str:
+        """Say what it was."""
+        return f"{self.place} ({self.what})" if self.what else self.place
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why, and when, a rank wrote."""
+
+    time_s: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Where a thread was when the rank wrote; ``frames``: "file:line function", the innermost last."""
+
+    time_s: float
+    thread: int
+    name: str
+    frames: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """All that one rank has written.
+
+    Attributes:
+        rank: global; None if it was not known yet.  num_ranks: of the job; 0 if not known.
+        host, pid: of the process.  main_thread: which of its threads runs the program.
+        written_s: when it was written last.
+        groups: of tracks among the events, as far as they are known: the global ranks that make these events.
+        is_cut: a line could not be read.
+    """
+
+    rank: int | None
+    num_ranks: int
+    host: str
+    pid: int
+    main_thread: int
+    written_s: float
+    reasons: tuple[Reason, ...] = ()
+    stacks: tuple[Stack, ...] = ()
+    events: tuple[Event, ...] = field(default=(), repr=False)
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]], repr=False)
+    is_cut: bool = False
+
+
+def to_lines(record: Record) -> Iterator[str]:
+    """Yield ``record`` as JSON lines: the rank, its reasons, its stacks, groups of tracks, its events."""
+    head = {
+        "version": VERSION,
+        "rank": record.rank,
+        "num_ranks": record.num_ranks,
+        "host": record.host,
+        "pid": record.pid,
+        "main_thread": record.main_thread,
+        "written_s": record.written_s,
+    }
+    yield json.dumps(head)
+    for reason in record.reasons:
+        yield json.dumps({"reason": reason.text[:MOST_TEXT], "time_s": reason.time_s})
+    for stack in record.stacks:
+        yield json.dumps({"stack": asdict(stack)})
+    tracks: dict[tuple[int, ...], list[str]] = {}
+    for track, ranks in record.groups.items():
+        tracks.setdefault(ranks, []).append(track)
+    for ranks, names in tracks.items():
+        yield json.dumps({"ranks": ranks, "tracks": names})
+    for event in record.events:
+        what = event.what[:MOST_TEXT]
+        yield json.dumps([round(event.time_s, 6), event.thread, event.track, event.count, event.place, what])
+
+
+def read_record(path: Path) -> Record | None:
+    """Return the record in the file ``path``; None if there is none that can be read."""
+    try:
+        with open_input(path.parent, path.name, MOST_BYTES) as file:
+            return from_lines(line.decode(errors="replace") for line in file)
+    except OSError:
+        return None
+
+
+def from_lines(lines: Iterable[str]) -> Record | None:
+    """Return what ``lines`` say, without those that are cut off or unknown; None if not even the first can be read."""
+    head: dict[str, Any] | None = None
+    reasons: list[Reason] = []
+    stacks: list[Stack] = []
+    events: list[Event] = []
+    groups: dict[str, tuple[int, ...]] = {}
+    is_cut = False
+    for line in lines:
+        try:
+            found = json.loads(line)
+            if head is None:
+                head = _checked_head(found)
+            elif isinstance(found, list):
+                events.append(_event(cast(list[Any], found)))
+            elif "reason" in found:
+                reasons.append(Reason(float(found["time_s"]), str(found["reason"])))
+            elif "stack" in found:
+                stacks.append(_stack(found["stack"]))
+            elif "tracks" in found:
+                groups |= dict.fromkeys(map(str, found["tracks"]), tuple(map(int, found["ranks"])))
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            is_cut = True
+            if head is None:
+                return None
+    if head is None:
+        return None
+    return Record(
+        **head, reasons=tuple(reasons), stacks=tuple(stacks), events=tuple(events), groups=groups, is_cut=is_cut
+    )
+
+
+def _checked_head(found: Any) -> dict[str, Any]:
+    rank, num_ranks = found["rank"], int(found["num_ranks"])
+    if not -1 <= int(-1 if rank is None else rank) < MOST_RANKS or not 0 <= num_ranks <= MOST_RANKS:
+        raise ValueError("no job has so many ranks")
+    return {
+        "rank": None if rank is None else int(rank),
+        "num_ranks": num_ranks,
+        "host": str(found["host"]),
+        "pid": int(found["pid"]),
+        "main_thread": int(found["main_thread"]),
+        "written_s": float(found["written_s"]),
+    }
+
+
+def _event(found: list[Any]) -> Event:
+    time_s, thread, track, count, place, what = found
+    return Event(float(time_s), int(thread), str(track), int(count), str(place), str(what))
+
+
+def _stack(found: Any) -> Stack:
+    frames = tuple(map(str, found["frames"]))
+    return Stack(float(found["time_s"]), int(found["thread"]), str(found["name"]), frames)
+
+
+# ---- A thread that hears signals although the main one waits in a collective, and sees when nothing moves any more.
+
+_SIGNAL = signal.SIGUSR1
+_MOST_PAUSE_S, _LEAST_PAUSE_S = 5.0, 0.05
+
+
+class Watch:
+    """Calls ``signalled`` after SIGUSR1 and ``stalled(seconds)`` once when the black box has heard nothing for ``limit_s()``.
+
+    Python runs handlers of signals on the main thread alone, between two of its lines; one that waits in a collective never
+    gets there.  So the signal also wakes this thread, through the file that ``signal.set_wakeup_fd`` names; what was in
+    that place before goes on hearing.
+    """
+
+    def __init__(
+        self, signalled: Callable[[], None], stalled: Callable[[float], None], limit_s: Callable[[], float]
+    ) -> None:
+        self._signalled, self._stalled, self._limit_s = signalled, stalled, limit_s
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._pid = os.getpid()
+        self._next_fd = -1
+        self._handler: Any = None
+        self._hears_signals = self._is_over = False
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
+
+    def open(self) -> None:
+        """Begin; signals are heard if this is the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.getsignal(_SIGNAL)
+            signal.signal(_SIGNAL, self._handle)
+            self._next_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            self._hears_signals = True
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and put back what was there."""
+        if os.getpid() != self._pid:
+            return
+        if self._hears_signals and threading.current_thread() is threading.main_thread():
+            self._give_back()
+        self._is_over = True
+        with contextlib.suppress(OSError):
+            os.write(self._write, b"\0")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=1.0)
+        if not self._thread.is_alive():
+            os.close(self._read)
+            os.close(self._write)
+
+    def _give_back(self) -> None:
+        found = signal.set_wakeup_fd(self._next_fd, warn_on_full_buffer=False)
+        if found != self._write:  # somebody came after us: theirs stays
+            signal.set_wakeup_fd(found, warn_on_full_buffer=False)
+        if signal.getsignal(_SIGNAL) == self._handle:
+            signal.signal(_SIGNAL, self._handler if self._handler is not None else signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if callable(self._handler):
+            self._handler(number, frame)
+
+    def _run(self) -> None:
+        reported = 0.0
+        ears = select.poll()  # select.select takes no descriptor above 1,023, which jobs with many files have
+        ears.register(self._read, select.POLLIN)
+        while not self._is_over:
+            limit_s = self._limit_s()
+            if ears.poll(1000 * min(max(limit_s / 4, _LEAST_PAUSE_S), _MOST_PAUSE_S)):
+                self._hear()
+            last = max(observe.last_time(), self._began)
+            idle_s = time.monotonic() - last
+            if idle_s >= limit_s and last != reported and not self._is_over:
+                reported = last
+                self._stalled(idle_s)
+
+    def _hear(self) -> None:
+        try:
+            numbers = os.read(self._read, 4096)
+        except OSError:
+            return
+        if self._next_fd != -1:
+            with contextlib.suppress(OSError):
+                os.write(self._next_fd, numbers.replace(b"\0", b""))
+        if bytes([_SIGNAL]) in numbers:
+            self._signalled()
+
+
+PATTERN = "rank-*.jsonl"
+BLACK_BOX = "black_box"  # the folder of records in the folder of a run
+BEFORE = "before"  # in the folder: records of the start before this one
+STALL_S = 60.0
+_MOST_REASONS, _MOST_STACKS = 16, 128
+_MOST_JOBS = 4  # whose records are kept in the temporary folder
+_OWN_FILES = ("/shardwise/consistency/recorder.py", "/shardwise/observe.py", "/shardwise/errors.py")
+_QUIET = ("ConfigError", "LayoutError")  # wrong arguments: nobody waits, and the message says all
+
+
+_open: list[Recorder] = []  # those of this process that are open; changed by open() and close() alone
+
+
+class Recorder:
+    """Writes the record of this process.  Nothing that goes wrong in writing ever reaches the program."""
+
+    def __init__(self, folder: Path, stall_s: float | None) -> None:
+        self.folder = folder
+        self._stall_s = stall_s
+        self._pid = os.getpid()
+        self._began_s = time.monotonic()  # what was before has nothing to do with this run
+        self._rank: int | None = None
+        self._num_ranks = 0
+        self._reasons: list[Reason] = []
+        self._stacks: list[Stack] = []
+        self._lock = threading.Lock()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._write_raised(error, trace)
+        self.close()
+
+    def close(self) -> None:
+        """Write no more, and leave signals and hooks as they were."""
+        self._stack.close()
+
+    def write(self, reason: str) -> Path | None:
+        """Write the last events, and where every thread is now; return the file, None if that could not be done."""
+        return self._write(reason, ())
+
+    def place(self) -> Path | None:
+        """Return the folder; None while it is not known."""
+        return self.folder
+
+    @property
+    def is_silent(self) -> bool:
+        """True if this recorder writes nothing: it is closed, another one writes, or this process is a fork."""
+        return self not in _open or os.getpid() != self._pid
+
+    def _write_raised(self, error: BaseException, trace: TracebackType | None) -> None:
+        if self.is_silent:
+            return
+        frames = lines_of_trace(trace)
+        known = observe.explain_end(error)
+        self._write("; ".join(part for part in (_describe(error, frames), known) if part), frames)
+
+    def _write(self, reason: str, raised: tuple[str, ...]) -> Path | None:
+        if self.is_silent or not self._lock.acquire(timeout=1.0):  # a signal handler may run while it writes
+            return None
+        try:
+            now_s = time.time()
+            self._add(now_s, reason, raised)
+            return self._put(self._record(now_s))
+        except Exception:  # a full disk, a folder that is gone, an interpreter on its way out: training goes on
+            return None
+        finally:
+            self._lock.release()
+
+    def _add(self, now_s: float, reason: str, raised: tuple[str, ...]) -> None:
+        self._learn_rank()
+        self._reasons = [*self._reasons, Reason(now_s, reason)][-_MOST_REASONS:]
+        self._stacks = [*self._stacks, *_stacks_of_all_threads(now_s, raised)][-_MOST_STACKS:]
+
+    # ---- what triggers it ----
+
+    def open(self) -> None:
+        """Begin to watch."""
+        self._learn_rank()
+        self._put_last_run_aside()
+        self._hear_errors()
+        watch = Watch(self._signalled, self._stalled, self._limit_s)
+        self._stack.callback(watch.close)
+        watch.open()
+
+    def _hear_errors(self) -> None:
+        _open.append(self)
+        self._stack.callback(_open.remove, self)
+        self._stack.enter_context(observe.witnessing(self._on_error))
+        self._stack.enter_context(_excepthook(self._write_raised))
+
+    def _on_error(self, text: str) -> None:
+        if not text.startswith(_QUIET):
+            self.write(text)
+
+    def _signalled(self) -> None:
+        self.write("asked by SIGUSR1")
+
+    def _stalled(self, idle_s: float) -> None:
+        self.write(f"nothing has moved for {idle_s:.0f} s")
+
+    def _limit_s(self) -> float:
+        if self._stall_s is not None:
+            return self._stall_s
+        if not dist.is_initialized() or dist.group.WORLD is None or dist.get_backend() == "fake":
+            return STALL_S
+        return min(STALL_S, timeout_s_of(dist.group.WORLD) / 2)
+
+    # ---- what is written ----
+
+    def _learn_rank(self) -> None:
+        if dist.is_available() and dist.is_initialized():
+            self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+
+    def _put_last_run_aside(self) -> None:
+        if self._rank is None:
+            return
+        kept = self.folder / BEFORE / self._file_name()
+        with contextlib.suppress(OSError):
+            if kept.parent.is_dir() and not kept.parent.is_symlink():
+                kept.unlink(missing_ok=True)  # of a start before that one
+            move_file(self.folder, self._file_name(), f"{BEFORE}/{self._file_name()}")
+
+    def _file_name(self) -> str:
+        return f"rank-p{self._pid}.jsonl" if self._rank is None else f"rank-{self._rank:05d}.jsonl"
+
+    def _record(self, now_s: float) -> Record:
+        since = now_s - time.monotonic()
+        events = [Event(entry[0] + since, entry[1], *map(_plain, entry[2:])) for entry in self._entries()]
+        main = threading.main_thread().ident or 0
+        return Record(
+            self._rank,
+            self._num_ranks,
+            platform.node(),
+            self._pid,
+            main,
+            now_s,
+            tuple(self._reasons),
+            tuple(self._stacks),
+            tuple(events),
+            observe.groups_of(dict.fromkeys(event.track for event in events if event.track)),
+        )
+
+    def _entries(self) -> list[observe.Entry]:
+        return [entry for entry in observe.entries() if entry[0] >= self._began_s]
+
+    def _put(self, record: Record) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        replace_file(self.folder, self._file_name(), "\n".join(to_lines(record)) + "\n")
+        return self.folder / self._file_name()
+
+
+class DefaultRecorder(Recorder):
+    """Writes the record of a process that has not called :func:`record`, into the system's temporary folder.
+
+    It handles no signals.  Folders of this user's last jobs are kept; older ones are removed.  A program may catch
+    thousands of errors, so an error that is not the program's end is written by :meth:`flush`.
+
+    Args:
+        name: returns the name of the job; None while it is not known.
+    """
+
+    def __init__(self, name: Callable[[], str | None]) -> None:
+        super().__init__(default_place(), None)
+        self._name, self._job = name, ""
+        self._is_unwritten = False  # reasons and stacks since the last write
+
+    def flush(self) -> None:
+        """Write what errors have left since the last write; call it periodically, and before the process exits."""
+        if self._is_unwritten and not self.is_silent and self._lock.acquire(timeout=1.0):
+            try:
+                with contextlib.suppress(Exception):  # as in _write
+                    self._put(self._record(time.time()))
+            finally:
+                self._lock.release()
+
+    def _on_error(self, text: str) -> None:
+        if not text.startswith(_QUIET) and not self.is_silent and self._lock.acquire(timeout=1.0):
+            try:
+                self._add(time.time(), text, ())
+                self._is_unwritten = True
+            finally:
+                self._lock.release()
+
+    def place(self) -> Path | None:
+        """Return the folder of the job, once its name is known."""
+        if not self._job:
+            self._job = self._name() or ""
+            self.folder = self.folder / self._job
+        return self.folder if self._job else None
+
+    def open(self) -> None:
+        """Start to record errors."""
+        self._hear_errors()
+
+    @property
+    def is_silent(self) -> bool:
+        """True also while the user's own recorder is open."""
+        return super().is_silent or any(type(each) is Recorder for each in _open)
+
+    def _put(self, record: Record) -> Path:
+        self._is_unwritten = False
+        if self.place() is None:
+            raise OSError("the job has no name yet")
+        place = self.folder.parent
+        place.mkdir(mode=0o700, exist_ok=True)
+        found = place.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():  # another user created it first
+            raise OSError(f"{place} belongs to another user")
+        for old in sorted(each for each in place.iterdir() if each != self.folder)[: 1 - _MOST_JOBS]:
+            shutil.rmtree(old, ignore_errors=True)
+        return super()._put(record)
+
+
+def default_place() -> Path:
+    """Return where processes that have not called :func:`record` write their records: it has one folder per job."""
+    return Path(tempfile.gettempdir()) / f"shardwise-records-{os.geteuid()}"
+
+
+def place_of_records() -> Path | None:
+    """Return the folder into which this process writes its record when something fails; None if it writes none."""
+    return next((each.place() for each in reversed(_open) if not each.is_silent), None)
+
+
+def record(folder: str | Path, *, stall_s: float | None = None) -> Recorder:
+    """From here on write ``folder/rank-NNNNN.jsonl`` whenever something fails on this rank; ``shardwise diagnose`` reads it.
+
+    Without this call, records are written after errors and long waits (:func:`set_wait_report`) from the first sharded model
+    or optimizer on, a few seconds later or when the process exits, to one folder per job in the system's temporary folder
+    (``shardwise-records-UID``). Those of the last four jobs are kept.
+
+    Written are the last few thousand events and the stack of every thread, when: an error of shardwise is raised that ranks
+    meet in; an exception is not caught; the process gets SIGUSR1 (a handler of Python's that was there is called, too);
+    nothing has moved for a while.  Each time the file is replaced.  Nothing is written while all goes well, and nothing that
+    goes wrong in writing reaches the program.
+
+    Args:
+        folder: a place that outlives the job; the same for all ranks.
+        stall_s: after how long without an event to write, once until something moves again (default: 60 s, or half the
+            timeout of the process group if that is less).
+
+    Returns: a context manager, with ``write(reason)`` and ``close()``; leaving it by an exception writes.  SIGUSR1 is heard
+        if this is called on the main thread.
+
+    Example:
+        >>> with shardwise.record("run/black_box"):  # doctest: +SKIP
+        ...     train()
+    """
+    recorder = Recorder(Path(folder).absolute(), stall_s)
+    recorder.open()
+    return recorder
+
+
+@contextlib.contextmanager
+def _excepthook(hear: Callable[[BaseException, TracebackType | None], None]) -> Generator[None, None, None]:
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        hear(error, trace)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+    try:
+        yield
+    finally:
+        if sys.excepthook is hook:
+            sys.excepthook = before
+
+
+def _describe(error: BaseException, frames: tuple[str, ...]) -> str:
+    return f"{type(error).__name__}: {error}"[:300] + (f" [{own_line(frames)}]" if frames else "")
+
+
+def _stacks_of_all_threads(now_s: float, raised: tuple[str, ...]) -> list[Stack]:
+    """Return where every thread is, the main one first; the calling one was at ``raised`` if that is not empty."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]  the documented way to all threads
+    main, mine = threading.main_thread().ident, threading.get_ident()
+    order = sorted(frames, key=lambda ident: (ident != main, ident))
+    lines = {ident: _lines_of(frames[ident]) for ident in order} | ({mine: raised} if raised else {})
+    return [Stack(now_s, ident, names.get(ident, "?"), lines[ident]) for ident in order]
+
+
+def _lines_of(frame: FrameType | None) -> tuple[str, ...]:
+    while frame is not None and frame.f_code.co_filename.endswith(_OWN_FILES):
+        frame = frame.f_back
+    return lines_of(frame)
+
+
+def _plain(value: Any) -> Any:
+    return value if type(value) in (str, int) else str(getattr(value, "value", value))

@@ -1,1 +1,0 @@
-"""What ranks write down when something fails, and what can be said of it when all of it lies together."""

@@ -1,0 +1,640 @@
+"""``fully_shard``: parameters, gradients and optimizer states sharded over data-parallel ranks (ZeRO-3).
+
+The call convention and the methods are those of torch's FSDP2 (``torch.distributed.fsdp.fully_shard``, 2.13), so that a
+user changes one import.  Source of the method: ZeRO, arXiv 1910.02054; PyTorch FSDP, arXiv 2304.11277.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType, TracebackType
+from typing import Any, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor, init_device_mesh
+
+from shardwise import torch_private
+from shardwise.arguments import explains_arguments, ids_of_ignored
+from shardwise.collectives.codec import CompressionPolicy
+from shardwise.consistency.process_groups import broadcast_from_first
+from shardwise.errors import ArgumentTypeError, ConfigError, StateError, UsageError, did_you_mean
+from shardwise.fsdp.build import Preset, ShardPlacementFn, build_unit
+from shardwise.fsdp.engine import engine_of
+from shardwise.fsdp.hooks import keep_buffers_equal, wrap_forward_method
+from shardwise.fsdp.mesh import DataParallelMeshDims, MeshAxes, names_of
+from shardwise.fsdp.module import FSDPModule, mix_in
+from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
+from shardwise.fsdp.roots import Attachment, attachment_of, is_managed_by_torch, provisional_engine, share_lanes
+from shardwise.fsdp.unit import Unit
+from shardwise.plan.grouping import UnitRow, UnitTable, compress_paths
+
+# ---- Say which units a model has.
+
+
+def describe_units(model: nn.Module) -> UnitTable:
+    """Return the units of ``model``, however they were made, with their sizes; ``str()`` of it is a table.
+
+    Needs no forward and no communication; every rank gets the same table.  Tied parameters count in the unit that owns
+    them; beside tensor parallelism bytes and elements are those of the local part, which is what data parallelism gathers.
+
+    Raises: ConfigError if ``model`` contains no unit.
+
+    Example:
+        >>> from shardwise import describe_units
+        >>> print(describe_units(model))  # doctest: +SKIP
+        unit        modules  parameters      bytes  padding          route
+        (root)            1      36,992  144.5 KiB     1.00  shared memory
+        blocks.0-7        8     399,872  1.525 MiB     1.00  shared memory
+        2 units, 436,864 parameters, 1.667 MiB
+    """
+    paths: dict[Unit, list[str]] = {}
+    for path, module in model.named_modules():
+        attachment = attachment_of(module)
+        if attachment is not None:
+            paths.setdefault(attachment.unit, []).append(path)
+    if not paths:
+        raise ConfigError(
+            f"{type(model).__name__} contains no unit; call shard_model, fully_shard or replicate on it first"
+        )
+    rows = tuple(_row(unit, compress_paths(names)) for unit, names in paths.items())
+    engine = engine_of(next(iter(paths)))
+    plan = None if engine is None else engine.journal.plan
+    return UnitTable(rows, None if plan is None else plan.ahead_bytes)
+
+
+def _row(unit: Unit, name: str) -> UnitRow:
+    numel = num_bytes = moved = 0
+    for group in unit.groups:
+        for param in group.params:
+            numel += param.shard.numel
+            num_bytes += param.shard.numel * param.dtype.itemsize
+            is_cut = group.is_collective and not param.shard.is_whole
+            moved += param.shard.section_numel * param.shard.num_shards if is_cut else param.shard.numel
+    route = unit.route if engine_of(unit) is not None else ""
+    return UnitRow(name, len(unit.modules), numel, num_bytes, moved / numel if numel else 1.0, route)
+
+
+# ---- Meshes as the doors take them, checked and turned into axes.
+
+logger = logging.getLogger("shardwise")
+
+
+def default_mesh(dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Return the 1-D mesh of all ranks; without a process group, make one (of one rank if no launcher set it up)."""
+    if not dist.is_initialized():
+        _join_or_stand_alone()
+    return init_device_mesh(torch_private.accelerator_type(), (dist.get_world_size(),), mesh_dim_names=dim_names)
+
+
+def _join_or_stand_alone() -> None:
+    device_type = torch_private.accelerator_type()
+    backend = "nccl" if device_type == "cuda" else "gloo" if device_type == "cpu" else None
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend)
+        return
+    logger.info("no process group and no launcher: shardwise makes a group of one rank")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def check_mesh(mesh: object) -> None:
+    """Raise ArgumentTypeError unless ``mesh`` is a DeviceMesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(
+            f"mesh is {mesh!r} of type {type(mesh).__name__}; expected a DeviceMesh, as init_device_mesh('cuda', (ranks,)) of "
+            "torch.distributed.device_mesh makes one, or None for all ranks"
+        )
+
+
+def axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshAxes:
+    """Return the roles of the axes of ``mesh``: 1-D shards, 2-D is (replicate, shard), named ones as ``dims`` says.
+
+    Raises: ValueError, AssertionError with torch's words for meshes that do not fit.
+    """
+    check_mesh(mesh)
+    if dims is not None:
+        return _named_axes(mesh, dims)
+    if mesh.ndim not in (1, 2):
+        raise ConfigError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}; pass the data-parallel axes alone, e.g. mesh['dp'], "
+            "or name them with dp_mesh_dims"
+        )
+    if mesh.ndim == 1:
+        return MeshAxes(mesh, shard_mesh_dim=0)
+    if mesh.mesh_dim_names is None:
+        raise UsageError(
+            "Please init the 2D mesh for HSDP with mesh_dim_names specified, "
+            'e.g. init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))'
+        )
+    return MeshAxes(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ConfigError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+    for name in (*names_of(dims.shard), *names_of(dims.replicate)):
+        if name not in names:
+            raise ConfigError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
+    if not names_of(dims.shard):
+        return MeshAxes(_one_axis(mesh, names_of(dims.replicate)), None, 0, dims, mesh)
+    shard = _one_axis(mesh, names_of(dims.shard))
+    if not names_of(dims.replicate):
+        return MeshAxes(shard, 0, None, dims, mesh)
+    joined = torch_private.join_meshes([_one_axis(mesh, names_of(dims.replicate)), shard])
+    return MeshAxes(joined, 1, 0, dims, mesh)
+
+
+def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else torch_private.flatten_mesh(mesh[names], "_".join(names))
+
+
+def resolve_reshard(value: Any, num_shards: int) -> bool | int:
+    """Return ``reshard_after_forward`` as True, False or a true divisor of ``num_shards``.
+
+    Raises: ConfigError for another type or a number that does not divide.
+    """
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise ConfigError(
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value}"
+        )
+    if value < 1 or value > num_shards or num_shards % value != 0:
+        raise ConfigError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {num_shards}, not {value}"
+        )
+    if value == 1:
+        logger.warning(
+            "reshard_after_forward=1 (int) means resharding parameters to world size 1, "
+            "instead of reshard_after_forward=True (bool)"
+        )
+        return False
+    return True if value == num_shards else value
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    compression: CompressionPolicy | None = ...,
+    sync_module_states: bool = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    compression: CompressionPolicy | None = ...,
+    sync_module_states: bool = ...,
+) -> list[FSDPModule]: ...
+
+
+@explains_arguments
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008  frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    compression: CompressionPolicy | None = None,
+    sync_module_states: bool = False,
+) -> FSDPModule | list[FSDPModule]:
+    """Shard the parameters of ``module`` that no earlier call on a submodule has sharded.
+
+    Call it on each block and on the root, in any order before the first forward; bottom-up costs least, because what an
+    outer module has sharded already has to move.  Every call makes one unit: its parameters are all-gathered
+    together before forward and backward, and its gradients are reduced together.  Parameters become DTensors cut along
+    dim 0 like ``torch.chunk``; while a unit computes they are ordinary tensors.
+
+    Args:
+        module: the module, or several that form one unit.
+        mesh: 1-D: shard over it.  2-D with names: replicate over the first axis, shard over the second (HSDP).  None: all
+            ranks; without a process group a group of one rank is made.
+        reshard_after_forward: True: give full parameters back after forward and gather them again in backward.  False:
+            keep them.  An int: keep shards over that many ranks.  None: True, but False for the root.
+        shard_placement_fn: maps a parameter to None, a ``Shard(dim)``, or a :class:`ShardPlacementResult` on another mesh.
+        mp_policy: dtypes of compute, reduction and output.
+        offload_policy: None or ``OffloadPolicy()``: nothing is offloaded.
+            ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in host memory.
+        ignored_params: parameters that are neither sharded nor moved.
+        dp_mesh_dims: names the data-parallel axes of ``mesh`` when that is a full SPMD mesh with DTensor parameters on it.
+        compression: what of the unit travels in fewer bits; between replicas alone on a mesh that has them.  None: nothing.
+        sync_module_states: broadcast parameters and buffers of the first rank of the mesh before sharding; other ranks may
+            have them on meta.  If False, all ranks must have the same values, which the first forward checks.
+
+    Returns: ``module``, its class mixed with :class:`FSDPModule`.
+
+    Raises:
+        ValueError: no module, a container without forward, a mesh or ``reshard_after_forward`` that does not fit, bad
+            placements.
+        AssertionError: the module was sharded before, an unnamed 2-D mesh, a shard dim that the tensor does not have.
+
+    Example:
+        >>> import torch
+        >>> from shardwise import fully_shard
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> for layer in model:  # doctest: +SKIP
+        ...     fully_shard(layer)
+        >>> fully_shard(model)  # doctest: +SKIP
+    """
+    modules = modules_in(module, "fully_shard")
+    check_modules(modules, "fully_shard")
+    mesh = mesh if mesh is not None else default_mesh()
+    axes = axes_of(mesh, dp_mesh_dims)
+    if axes.shard_mesh_dim is None:
+        reshard: bool | int | None = False
+    else:
+        reshard = None if reshard_after_forward is None else resolve_reshard(reshard_after_forward, axes.num_shards)
+    ignored = ids_of_ignored(ignored_params, "fully_shard")
+    precision, offload = precision_from(mp_policy), offload_from(offload_policy)
+    preset = Preset(
+        axes, reshard, precision, offload, shard_placement_fn, ignored, False, compression, sync_module_states
+    )
+    check_compression(compression, axes, "fully_shard")
+    attachment = build_unit(modules, preset)
+    for each in attachment.unit.modules:
+        mix_in(each, FSDPModule, "FSDP")
+    return cast("FSDPModule | list[FSDPModule]", module)
+
+
+def modules_in(given: object, door: str) -> list[nn.Module]:
+    """Return what was given to ``door``, a module or several, as a list.
+
+    Raises: ConfigError if it is anything else.
+    """
+    if isinstance(given, nn.Module):
+        return [given]
+    if isinstance(given, type):
+        raise ConfigError(
+            f"{door} takes a module, found the class {given.__name__}. Make an instance and call {door} on it, or on each of "
+            f"its blocks: for block in model.modules(): if isinstance(block, {given.__name__}): {door}(block)"
+        )
+    modules = list(cast(Iterable[object], given)) if isinstance(given, Iterable) else [given]
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise ConfigError(
+                f"{door} takes a module or a list of modules, found {each!r} of type {type(each).__name__}"
+            )
+    if not modules:
+        raise ConfigError(f"{door} takes a module or a list of modules, found an empty {type(given).__name__}")
+    return cast(list[nn.Module], modules)
+
+
+def check_modules(modules: Sequence[nn.Module], door: str) -> None:
+    """Raise unless every module can be given to ``door``."""
+    for module in modules:
+        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if is_container and type(module).forward is nn.Module.forward:
+            raise ConfigError(
+                f"{door} does not support containers that do not implement forward: {module}\n"
+                f"Call {door} on its children instead."
+            )
+        if is_managed_by_torch(module):
+            raise ConfigError(
+                f"{door}: torch's own {' and '.join(torch_private.composable_apis_of(module))} manages the parameters of this "
+                f"{type(module).__name__} already; call one of the two, not both"
+            )
+        if attachment_of(module) is not None:
+            raise UsageError(
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"{type(module).__name__} was given to {door} before: leave out one of the calls; shardwise.policy(...) and "
+                "the set_* methods change settings afterwards"
+            )
+
+
+def check_compression(policy: object, axes: MeshAxes, door: str) -> None:
+    """Raise ConfigError unless ``policy`` is a CompressionPolicy, or None, for parameters on ``axes``."""
+    if policy is not None and not isinstance(policy, CompressionPolicy):
+        raise ConfigError(f"{door}: compression is {policy!r}, expected a CompressionPolicy or None")
+    if policy is not None and policy.gather is not None and axes.replicate_mesh_dim is not None:
+        raise ConfigError(
+            f"{door}: CompressionPolicy(gather={policy.gather!r}) on a mesh with replicas, between which parameters are not "
+            "gathered; leave gather=None: reduce is for what goes between replicas"
+        )
+
+
+def _state(module: nn.Module) -> Attachment | None:
+    return attachment_of(module)
+
+
+fully_shard.state = _state  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Treat ``module.method_name`` like ``forward``: unshard before it, reshard after it.
+
+    Does nothing if ``module`` is not sharded.  Raises: ValueError if it has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ConfigError(f"{type(module)} does not have a method {method_name}")
+    attachment = attachment_of(module)
+    assert attachment is not None
+    wrap_forward_method(module, attachment, method_name)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots (stages of a pipeline) share streams and buffers.
+
+    Raises: ValueError if a module is not sharded.
+    """
+    attachments = [attachment_of(cast(nn.Module, module)) for module in modules]
+    for module, attachment in zip(modules, attachments, strict=True):
+        if attachment is None:
+            raise ConfigError(f"Expects list of FSDPModules but got {module}")
+    engines = [provisional_engine(attachment) for attachment in attachments if attachment is not None]
+    share_lanes(engines)
+
+
+# ---- ``replicate``: data parallelism with whole parameters on every rank (DDP), by the engine that shards.
+
+OLDER_ARGUMENTS = frozenset(
+    {
+        *("process_group", "device_mesh", "device_ids", "device_id", "output_device", "dim"),
+        *("init_sync", "broadcast_buffers", "forward_sync_buffers", "mixed_precision"),
+        *("bucket_cap_mb", "bucket_cap_mb_list", "gradient_as_bucket_view", "batched_grad_copy", "static_graph"),
+        *("find_unused_parameters", "skip_all_reduce_unused_params", "check_reduction"),
+        *("delay_all_reduce_named_params", "param_to_hook_all_reduce"),
+    }
+)
+
+
+class ReplicateModule(FSDPModule):
+    """Mixed into the class of every module that ``replicate`` was called on; the methods of :class:`FSDPModule`."""
+
+
+@overload
+def replicate(
+    module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None = ...,
+    *,
+    mesh: DeviceMesh | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    compression: CompressionPolicy | None = ...,
+    **ddp: Any,
+) -> ReplicateModule: ...
+
+
+@overload
+def replicate(
+    module: list[nn.Module],
+    ignored_modules: Iterable[nn.Module] | None = ...,
+    *,
+    mesh: DeviceMesh | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    compression: CompressionPolicy | None = ...,
+    **ddp: Any,
+) -> list[ReplicateModule]: ...
+
+
+def replicate(
+    module: nn.Module | list[nn.Module],
+    ignored_modules: Iterable[nn.Module] | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008  frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    compression: CompressionPolicy | None = None,
+    **ddp: Any,
+) -> ReplicateModule | list[ReplicateModule]:
+    """Average gradients over ranks that all hold the whole parameters.
+
+    Parameters and gradients become DTensors with ``Replicate()`` on a 1-D mesh; every call makes one unit.  Small gradients of
+    neighbouring units are all-reduced together, and those of one unit for the whole model in buckets while backward runs.
+    Called the older way, with any argument of ``DistributedDataParallel`` (``device_ids``, ``process_group``, ...) or
+    ``ignored_modules``, it behaves as that: parameters stay plain tensors, and parameters and buffers are made equal to
+    rank 0's.  Otherwise ranks begin with what each has: values that differ are a DesyncError in the first averaged backward.
+
+    Args:
+        module: the module, or several that form one unit.
+        ignored_modules: modules whose parameters are left alone (older way).
+        mesh: the 1-D mesh of replicas; None: all ranks, its axis called "replicate".
+        mp_policy, offload_policy, ignored_params: as for :func:`shardwise.fully_shard`.
+        dp_mesh_dims: names the replicate axes of a full SPMD mesh; shard axes are refused.
+        compression: how gradients travel in fewer bits; ``gather`` must be None.
+        ddp: the older way's ``process_group``, ``device_mesh``, ``device_ids``, ``device_id``, ``init_sync``,
+            ``forward_sync_buffers`` and ``broadcast_buffers``, which mean what they mean to ``DistributedDataParallel``; its
+            tuning arguments (bucket sizes, ``static_graph``, ``find_unused_parameters``, ``gradient_as_bucket_view``) have
+            nothing to tune here and are taken as they are.
+
+    Returns: ``module``, its class mixed with :class:`ReplicateModule`.
+
+    Raises: RuntimeError for a module that ``fully_shard`` manages, or a ``device_id`` of a wrong type; TypeError for an
+        argument that neither way has; ValueError for a mesh that is not 1-D, and for DDP's ``mixed_precision``.
+
+    Example:
+        >>> from shardwise import replicate
+        >>> replicate(model)  # doctest: +SKIP
+    """
+    _check_older(ddp)
+    modules = modules_in(module, "replicate")
+    for each in modules:
+        if attachment_of(each) is not None and not isinstance(each, ReplicateModule):
+            raise StateError("Cannot apply `replicate()` on a Module already managed by `fully_shard`")
+    check_modules(modules, "replicate")
+    is_plain = bool(ddp) or ignored_modules is not None
+    axes = _plain_axes(ddp) if is_plain and mesh is None else _mesh_axes(mesh, dp_mesh_dims)
+    ignored = ids_of_ignored(ignored_params, "replicate")
+    ignored |= {id(param) for each in ignored_modules or () for param in each.parameters()}
+    precision, offload = precision_from(mp_policy), offload_from(offload_policy)
+    preset = Preset(axes, False, precision, offload, None, ignored, is_plain, compression)
+    check_compression(compression, axes, "replicate")
+    if is_plain and ddp.get("init_sync", True):
+        shared = [tensor.detach() for tensor in _start_tensors(modules, ddp) if id(tensor) not in ignored]
+        broadcast_from_first(shared, axes.mesh.get_group(0))
+    attachment = build_unit(modules, preset)
+    for each in attachment.unit.modules:
+        if is_plain and _shares_buffers(ddp):
+            keep_buffers_equal(each, axes.mesh.get_group(0))
+        mix_in(each, ReplicateModule, "Replicate")
+    return cast("ReplicateModule | list[ReplicateModule]", module)
+
+
+def _mesh_axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> MeshAxes:
+    mesh = mesh if mesh is not None else default_mesh(("replicate",))
+    if dims is not None:
+        axes = axes_of(mesh, dims)
+        if axes.shard_mesh_dim is not None:
+            raise ConfigError(
+                "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). "
+                "Use fully_shard() for sharding."
+            )
+        return axes
+    check_mesh(mesh)
+    if mesh.ndim != 1:
+        raise ConfigError(f"replicate expects a 1D DeviceMesh but got {mesh}")
+    return MeshAxes(mesh, replicate_mesh_dim=0)
+
+
+def _check_older(ddp: dict[str, Any]) -> None:
+    unknown = sorted(set(ddp) - OLDER_ARGUMENTS)
+    known = [*OLDER_ARGUMENTS, "mesh", "mp_policy", "offload_policy", "ignored_params", "dp_mesh_dims", "compression"]
+    if unknown:
+        raise ArgumentTypeError(
+            f"replicate() has no argument {', '.join(unknown)}.{did_you_mean(unknown[0], known)} It takes "
+            "mesh, mp_policy, offload_policy, ignored_params, dp_mesh_dims and compression, or, called the older "
+            "way, ignored_modules and what DistributedDataParallel takes"
+        )
+    if ddp.get("mixed_precision") is not None:
+        raise ConfigError(
+            "replicate() does not take DDP's mixed_precision: pass mp_policy=MixedPrecisionPolicy(param_dtype=..., "
+            "reduce_dtype=...) and no argument of DistributedDataParallel"
+        )
+
+
+def _shares_buffers(ddp: dict[str, Any]) -> bool:
+    """True if buffers are made equal before forwards: ``broadcast_buffers`` is the older name, None the default of both."""
+    newer, older = ddp.get("forward_sync_buffers"), ddp.get("broadcast_buffers")
+    return older is not False if newer is None else bool(newer)
+
+
+def _start_tensors(modules: list[nn.Module], ddp: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the plain tensors that DDP makes equal at the start: buffers, unless the older name says no."""
+    found: list[torch.Tensor] = [param for each in modules for param in each.parameters()]
+    if _shares_buffers(ddp) or ddp.get("forward_sync_buffers") is not None:
+        found += [buffer for each in modules for buffer in each.buffers()]
+    return [tensor for tensor in found if not isinstance(tensor, DTensor)]
+
+
+def _plain_axes(ddp: dict[str, Any]) -> MeshAxes:
+    device_id = ddp.get("device_id")
+    if device_id is not None and not isinstance(device_id, (int, torch.device)):
+        raise StateError(f"Expected device_id to be int or torch.device, but got {type(device_id)}")
+    mesh: DeviceMesh | None = ddp.get("device_mesh")
+    group: dist.ProcessGroup | None = ddp.get("process_group")
+    if mesh is None and group is None:
+        mesh = default_mesh(("replicate",))
+    elif mesh is None and group is not None:
+        device_type = torch_private.accelerator_type()
+        mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("replicate",))
+    assert mesh is not None
+    return MeshAxes(mesh, replicate_mesh_dim=0)
+
+
+replicate.state = _state  # pyright: ignore[reportFunctionMemberAccess]
+
+
+# ---- ``use_in``: code that calls torch's FSDP2 by name calls shardwise instead.
+
+# Classes need no replacement: torch's policies and meshes are understood, and ``isinstance`` of its FSDPModule is true.
+_OURS: dict[str, Callable[..., Any]] = {
+    each.__name__: each for each in (fully_shard, replicate, register_fsdp_forward_method, share_comm_ctx)
+}
+_OLDER_PATHS = ("torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")
+_PLACES = ("torch.distributed.fsdp", "torch.distributed._composable.replicate_with_fsdp")
+
+
+class use_in:
+    """Replace torch's ``fully_shard`` and its companions in the namespaces of ``modules`` by those of shardwise.
+
+    For code that calls ``fully_shard`` itself: a trainer's module that has imported the name, or ``torch.distributed.fsdp``
+    for code that imports it when it runs (accelerate, Lightning, transformers), also from the older path
+    ``torch.distributed._composable.fsdp``.  A warning names modules that have already imported torch's function by name.
+    Only these namespaces change, from the call on, or within ``with``; call it before the model is sharded, on every rank.
+
+    Attributes:
+        replaced: pairs of a module and a name, in the order of replacement.
+
+    Raises: ConfigError if a module has none of these names.
+
+    Example: ``with use_in(their_trainer): their_trainer.main()``, or ``use_in(their_trainer)`` once at the start of a script.
+    """
+
+    def __init__(self, *modules: ModuleType) -> None:
+        self.replaced: list[tuple[ModuleType, str]] = []
+        self._before: list[Any] = []
+        added = [each for module in modules for each in _at_older_paths(module) if each not in modules]
+        found = [
+            (module, name) for module in (*modules, *added) for name, value in vars(module).items() if _is_torchs(value)
+        ]
+        for module in modules:
+            if not any(owner is module for owner, _ in found):
+                raise ConfigError(
+                    f"{module.__name__} has no name for torch's fully_shard, or it is replaced already; pass the module that "
+                    "calls it, or torch.distributed.fsdp if that one imports it in a function"
+                )
+        for module, name in found:
+            before = getattr(module, name)
+            self._before.append(before)
+            self.replaced.append((module, name))
+            setattr(module, name, _OURS[before.__name__])
+        left = _who_has_torchs() if added else []
+        if left:
+            logger.warning(
+                "%s imported torch's function before use_in was called and still use it: pass these modules to use_in, too",
+                ", ".join(left),
+            )
+
+    def __enter__(self) -> use_in:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Put torch's names back."""
+        while self.replaced:
+            module, name = self.replaced.pop()
+            setattr(module, name, self._before.pop())
+
+
+def _at_older_paths(module: ModuleType) -> list[ModuleType]:
+    """Return the modules in which torch has the names of ``module`` as well.
+
+    They are imported here: if they were imported later, they would copy the replaced names and keep them for ever.
+    """
+    found: list[ModuleType] = []
+    for name in _OLDER_PATHS if module.__name__ == "torch.distributed.fsdp" else ():
+        with contextlib.suppress(ImportError):
+            found.append(importlib.import_module(name))
+    return found
+
+
+def _who_has_torchs() -> list[str]:
+    """Return the names of modules outside torch and shardwise that have imported torch's ``fully_shard`` by name."""
+    others = [(name, each) for name, each in list(sys.modules.items()) if not name.startswith(("torch.", "shardwise."))]
+    return [name for name, each in others if _is_torchs(getattr(each, "__dict__", {}).get("fully_shard"))]
+
+
+def _is_torchs(value: object) -> bool:
+    place = getattr(value, "__module__", None)
+    return (
+        getattr(value, "__name__", None) in _OURS
+        and callable(value)
+        and isinstance(place, str)
+        and place.startswith(_PLACES)
+    )

@@ -1,0 +1,640 @@
+"""Turn modules into a unit: find its parameters, shard them, hook the modules."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise import torch_private
+from shardwise.collectives.codec import CompressionPolicy
+from shardwise.collectives.compressed import Compression
+from shardwise.consistency.liveness import announce
+from shardwise.errors import ConfigError, StateError
+from shardwise.fsdp.flat_buffer import ParamStorage
+from shardwise.fsdp.hooks import Hooks, watch_optimizers, wrap_forward_method
+from shardwise.fsdp.initial_values import sync_buffers, values_of_first
+from shardwise.fsdp.mesh import MeshAxes, ShardPlacementResult, axes_from, cut_shard, place, smaller_axes
+from shardwise.fsdp.param import Beginning, Slot, UnitParam
+from shardwise.fsdp.param_group import ShardGroup
+from shardwise.fsdp.precision import CPUOffloadPolicy, GradDtype, MixedPrecisionPolicy, OffloadPolicy, keeps_dtype
+from shardwise.fsdp.roots import (
+    ATTACHMENT,
+    PENDING,
+    Attachment,
+    all_units,
+    attachment_of,
+    axes_of_plan,
+    copy_settings,
+    fits,
+    is_managed_by_torch,
+    is_used_elsewhere,
+    leave,
+    managed_by_slot,
+    may_share_memory,
+    owner_in,
+    provisional_engine,
+    remember,
+    unit_of,
+    whole,
+)
+from shardwise.fsdp.unit import Unit
+from shardwise.layout import ChunkShard
+from shardwise.observe import note
+from shardwise.plan.schedule import UnitPolicy
+
+# ---- ``full_tensor()`` of a sharded parameter inside a loss: its gradient is reduced with those of the parameter's
+# unit.
+# DTensor assumes that a gathered tensor has the same gradient on all ranks, so each rank's shard would get the gradient of that
+# rank's batch alone.  Losses that take a head's weight (fused cross entropies, contrastive heads) gather it this way.
+
+_WHY_NO_GRAPH = (
+    "shardwise reduces the gradient of a gathered parameter, which a compiled graph cannot: call full_tensor() outside of the "
+    "function that is compiled with fullgraph=True, and pass it the result"
+)
+_NUM_NEAR = 16  # nodes of the graph that are searched; casts, views and products of weights have fewer
+
+
+def watch_gathers() -> None:
+    """Intercept ``DTensor.redistribute``, and with it ``full_tensor``, for sharded parameters; further calls do nothing."""
+    torch_private.intercept_redistribute(_gather)
+
+
+class _AsFull(torch.autograd.Function):
+    """Returns ``values`` as a function of ``full`` in the autograd graph; ``full`` needs no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, full: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        ctx.full = full if isinstance(full, DTensor) else None
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gradient, full = gradients[0], ctx.full
+        if full is not None:  # beside tensor parallelism
+            mesh = full.device_mesh
+            gradient = DTensor.from_local(gradient, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            gradient = gradient.redistribute(placements=full.placements)
+        return gradient, None
+
+
+class _Averaged(torch.autograd.Function):
+    """Returns ``gathered`` and averages its gradient over ranks, as the reduction of a unit does."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: DTensor) -> torch.Tensor:
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gradient: DTensor = gradients[0]
+        mesh = gradient.device_mesh
+        summands = DTensor.from_local(gradient.to_local(), mesh, [Partial("avg")] * mesh.ndim, run_check=False)
+        return summands.redistribute(placements=gradient.placements)
+
+
+def _gather(sharded: DTensor, gather: Any) -> DTensor | None:
+    """Return the result of ``gather`` as a function of the unsharded parameter, or of the shards behind ``sharded``.
+
+    None: ``sharded`` is neither a sharded parameter nor computed from one.
+    """
+    if torch.compiler.is_compiling():
+        if any(
+            getattr(param.sharded, "device_mesh", None) == sharded.device_mesh
+            for unit in all_units()
+            for param in unit.params
+        ):
+            torch_private.end_graph(_WHY_NO_GRAPH)
+        return None
+    if not sharded.is_leaf:
+        return cast(Any, _Averaged.apply(gather())) if _comes_from_shards(sharded) else None
+    found = _managed(sharded)
+    if found is None:
+        return None
+    with torch.no_grad():
+        values: DTensor = gather()
+    whole = _AsFull.apply(_full_form(*found), torch_private.wait_tensor(values.to_local()))
+    return DTensor.from_local(
+        whole, values.device_mesh, values.placements, run_check=False, shape=values.shape, stride=values.stride()
+    )
+
+
+def _managed(tensor: torch.Tensor) -> tuple[Unit, UnitParam] | None:
+    return next(((unit, param) for unit in all_units() for param in unit.params if param.sharded is tensor), None)
+
+
+def _comes_from_shards(tensor: torch.Tensor) -> bool:
+    """Return True if ``tensor`` was computed, in few steps, from a sharded parameter, as ``weight.bfloat16()`` is."""
+    nodes: list[Any] = [tensor.grad_fn]
+    for _ in range(_NUM_NEAR):
+        if not nodes:
+            break
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, DTensor) and _managed(leaf) is not None:
+            return True
+        if node is not None and node.name() != "_FromTorchTensorBackward":  # activations that users distribute
+            nodes += [each for each, _ in node.next_functions]
+    return False
+
+
+def _full_form(unit: Unit, param: UnitParam) -> torch.Tensor:
+    """Return the unsharded parameter of ``param``, whose gradient ``unit`` reduces; the first time an all-gather makes it."""
+    attachment = attachment_of(unit.modules[0])
+    assert attachment is not None
+    provisional_engine(attachment)
+    if param.full is None:
+        unit.wait()
+        unit.reshard()
+    group = next(group for group in unit.groups if param in group.members)
+    assert param.full is not None
+    group.sync_requires_grad(param, param.full, unit.backward.hook)
+    return param.full
+
+
+# ---- Deep copies: a copied module gets units of its own, over copies of the shards.
+
+
+def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any]) -> nn.Module:
+    """Return a deep copy of a sharded module, for ``copy.deepcopy``.
+
+    Full parameters are given back first.  Gradients are not copied, as ``nn.Parameter`` does not copy its own: neither those
+    that are set nor those that earlier backwards hold back.  What the user has set (sync, prefetching, ends of steps) is.
+    """
+    for member in (attachment.unit, *attachment.unit.borrows):
+        member.reshard()
+    is_outermost = PENDING not in memo
+    pending: list[tuple[Attachment, Attachment]] = memo.setdefault(PENDING, [])
+    result = object.__new__(type(module))
+    memo[id(module)] = result
+    # torch copies gradients of DTensors with them, unlike those of other parameters.
+    owners = (attachment.unit, *attachment.unit.borrows)
+    apart = [(each.sharded, each.sharded.grad) for owner in owners for each in owner.params]
+    for sharded, _ in apart:
+        sharded.grad = None
+    try:
+        for key, value in module.__dict__.items():
+            result.__dict__[key] = copy.deepcopy(value, memo)
+    finally:
+        for sharded, gradient in apart:
+            sharded.grad = gradient
+    if is_outermost:
+        # Only now every module that may share a parameter has been copied.
+        del memo[PENDING]
+        for old, new in pending:
+            _complete(old, new, memo)
+    return result
+
+
+def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
+    source, unit = old.unit, new.unit
+    unit.adopt_modules([memo[id(module)] for module in source.modules if id(module) in memo])
+    unit.uses_default_reshard = source.uses_default_reshard
+    if old.is_root and source.uses_default_reshard:
+        unit.policy = source.policy  # a root that has run keeps its parameters after forward; so does its copy
+    unit.max_reductions = source.max_reductions
+    unit.transport = source.transport
+    unit.ahead_bytes = source.ahead_bytes
+    unit.all_reduce_hook = source.all_reduce_hook
+    unit.groups = [_copy_group(group, memo) for group in source.groups]
+    unit.number_parameters()
+    remember(unit)
+    Hooks(new).listen()
+    copy_settings(old, new)
+    unit.forward_prefetch = _copied(source.forward_prefetch, memo)
+    unit.backward_prefetch = _copied(source.backward_prefetch, memo)
+    new.ignored = tuple((memo[id(table)], name) for table, name in old.ignored if id(table) in memo)
+    for lender in source.borrows:
+        copied = _copy_of(lender, memo)
+        if copied is not None:
+            unit.borrow(copied)
+    for name in old.forward_methods:
+        for module in unit.modules:
+            module.__dict__.pop(name, None)
+            wrap_forward_method(module, new, name)
+
+
+def _copy_group(group: ShardGroup, memo: dict[Any, Any]) -> ShardGroup:
+    params: list[UnitParam] = []
+    for param in group.params:
+        slots = [_copy_slot(slot, memo) for slot in param.slots if id(slot.parameters) in memo]
+        sharded = slots[0].parameters[slots[0].name]
+        assert sharded is not None
+        attributes = copy.deepcopy(param.attributes, memo)
+        if attributes is not vars(sharded):  # copies of plain parameters lack them
+            torch_private.give_attributes(attributes, sharded)
+        copied = UnitParam(param.fqn, slots, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape)
+        copied.keeps_dtype, copied.grad_dtype = param.keeps_dtype, param.grad_dtype
+        copied.follow_grad_dtype()
+        copied.beginning = param.beginning
+        module = param.module()
+        if module is not None and id(module) in memo:
+            copied.module = weakref.ref(memo[id(module)])
+        params.append(copied)
+    result = ShardGroup(params, group.axes, group.dtypes.precision, group.place, group.keeps_plain)
+    result.sub_axes = group.sub_axes
+    result.custom = replace(group.custom)
+    if group.compression is not None:
+        known = group.compression.residuals
+        pairs = [(new, known[old]) for old, new in zip(group.params, params, strict=True) if old in known]
+        result.compression = Compression(group.compression.policy, {new: each.clone() for new, each in pairs})
+    result.ensure_packed()
+    return result
+
+
+def _copy_slot(slot: Slot, memo: dict[Any, Any]) -> Slot:
+    module = slot.follower() if slot.follower is not None else None
+    follower = weakref.ref(memo[id(module)]) if module is not None and id(module) in memo else None
+    return Slot(memo[id(slot.parameters)], slot.name, follower)
+
+
+def _copied(named: list[weakref.ref[Unit]] | None, memo: dict[Any, Any]) -> list[weakref.ref[Unit]] | None:
+    if named is None:
+        return None
+    copies = [_copy_of(unit, memo) for ref in named if (unit := ref()) is not None]
+    return [weakref.ref(copied) for copied in copies if copied is not None]
+
+
+def _copy_of(unit: Unit, memo: dict[Any, Any]) -> Unit | None:
+    for module in unit.modules:
+        copied = memo.get(id(module))
+        if copied is not None:
+            for value in copied.__dict__.values():
+                if isinstance(value, Attachment):
+                    return value.unit
+    return None
+
+
+_WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})  # of torch
+
+ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
+
+# Ties between modules that are sharded by separate calls show in nothing but the identity of the original parameter, so
+# who has sharded it must be remembered from one call to the next, for as long as someone holds the original.
+_sharded_from: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Parameters that stay what they are, by id: a weak reference to them would keep torch from swapping their contents.
+_managed_plain: weakref.WeakValueDictionary[int, UnitParam] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What a door asks for: the arguments of ``fully_shard``, checked.
+
+    Attributes:
+        keeps_plain: parameters stay plain tensors.
+        syncs: ``sync_module_states``.
+    """
+
+    axes: MeshAxes
+    reshard_after_forward: bool | int | None
+    precision: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    placement_fn: ShardPlacementFn | None = None
+    ignored: frozenset[int] = frozenset()
+    keeps_plain: bool = False
+    compression: CompressionPolicy | None = None
+    syncs: bool = False
+
+
+@dataclass(slots=True)
+class _FoundParam:
+    """A parameter and the places it hangs in; ``owned``: what the unit of an outer module has made of it,
+    and on which mesh; ``values``: what to shard instead of its own values."""
+
+    param: nn.Parameter
+    fqn: str
+    module: nn.Module
+    slots: list[Slot] = field(default_factory=list)
+    owned: UnitParam | None = None
+    owned_on: MeshAxes | None = None
+    values: torch.Tensor | None = None
+
+
+def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
+    """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
+    watch_optimizers()
+    watch_gathers()
+    note("init", "unit")
+    store = torch_private.default_store() if dist.is_initialized() else None
+    if store is not None:
+        announce(store, dist.get_rank())
+    roots = _outermost(modules)
+    device = preset.axes.device
+    managed = _managed_modules(roots)
+    refuse_wrappers(managed, preset.ignored)
+    found = _find_parameters(managed, preset.ignored)
+    _refuse_unfit(found)
+    _move_buffers(managed, device)
+    if preset.syncs:
+        sync_buffers(managed, preset.axes)
+    _find_owned(found)
+    for item in found:
+        if item.owned is None:
+            _move_parameter(item, device)
+    reshard = True if preset.reshard_after_forward is None else preset.reshard_after_forward
+    unit = Unit(roots, preset.precision, UnitPolicy(reshard_after_forward=reshard))
+    unit.uses_default_reshard = preset.reshard_after_forward is None
+    own: list[_FoundParam] = []
+    for item in found:
+        lender = _manager_of(item.param) if item.owned is None else item.owned
+        is_taken = item.owned is not None and not is_used_elsewhere(item.owned, item.slots)
+        if is_taken or lender is None or not _lend(lender, item, unit):
+            own.append(item)
+    taken = [item.owned for item in own if item.owned is not None]
+    _check_not_run(taken)
+    leave(taken)
+    unit.groups = _make_groups(own, preset, device)
+    unit.number_parameters()
+    for param in unit.params:
+        if isinstance(param.sharded, DTensor):
+            param.made_of = torch_private.storage_id(param.sharded), weakref.ref(param.local)
+    remember(unit)
+    attachment = Attachment(unit)
+    attachment.ignored = _ignored_in(managed, preset.ignored)
+    for module in roots:
+        module.__dict__[ATTACHMENT] = attachment
+    hooks = Hooks(attachment)
+    hooks.install()
+    hooks.install_state_dict_hooks()
+    hooks.listen()
+    return attachment
+
+
+def _manager_of(param: nn.Parameter) -> UnitParam | None:
+    """Return what an earlier call has made of ``param``, None if it is in no unit."""
+    owner = _sharded_from.get(param)
+    if owner is not None:
+        return owner()
+    plain = _managed_plain.get(id(param))
+    return plain if plain is not None and plain.sharded is param else None
+
+
+def _outermost(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    inner = {child for module in modules for child in module.modules() if child is not module}
+    return tuple(dict.fromkeys(module for module in modules if module not in inner))
+
+
+def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Return the modules below ``roots`` that no inner unit owns, in module order, with their paths."""
+    managed: dict[nn.Module, str] = {}
+    for root in roots:
+        todo = [("", root)]
+        while todo:
+            path, module = todo.pop()
+            is_inner = module not in roots and attachment_of(module) is not None
+            if module in managed or is_inner or is_managed_by_torch(module):
+                continue
+            managed[module] = path
+            children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+            todo += reversed(children)
+    return [(path, module) for module, path in managed.items()]
+
+
+def refuse_wrappers(managed: Iterable[tuple[str, nn.Module]], ignored: frozenset[int]) -> None:
+    """Raise ConfigError for one of torch's wrappers that reduce gradients, if any of its parameters is not ignored."""
+    for path, module in managed:
+        kind = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _WRAPPERS), None)
+        if kind is not None and any(id(param) not in ignored for param in module.parameters()):
+            raise ConfigError(
+                f"{path or 'the module'} is a {kind}, which exchanges gradients of the same parameters itself. Shard the "
+                f"wrapped module (model.module) and leave {kind} out, or leave its parameters to {kind} with ignored_params"
+            )
+
+
+def _ignored_in(
+    managed: Iterable[tuple[str, nn.Module]], ignored: frozenset[int]
+) -> tuple[tuple[dict[str, nn.Parameter | None], str], ...]:
+    if not ignored:
+        return ()
+    tables = [torch_private.parameters_of(module) for _, module in managed]
+    return tuple((table, name) for table in tables for name, param in table.items() if id(param) in ignored)
+
+
+def _find_parameters(managed: Iterable[tuple[str, nn.Module]], ignored: frozenset[int]) -> list[_FoundParam]:
+    found: dict[int, _FoundParam] = {}
+    for path, module in managed:
+        parameters = torch_private.parameters_of(module)
+        for name, param in parameters.items():
+            if param is None or id(param) in ignored:
+                continue
+            item = found.get(id(param))
+            if item is None:
+                item = found[id(param)] = _FoundParam(param, f"{path}.{name}" if path else name, module)
+            item.slots.append(Slot.of(module, name))
+    return list(found.values())
+
+
+def _refuse_unfit(found: Iterable[_FoundParam]) -> None:
+    for item in found:
+        if is_lazy(item.param):
+            raise ConfigError(
+                f"{item.fqn} has no shape yet, as all parameters of lazy modules before their first forward. Run one forward "
+                "of the plain model, on every rank with the same random seed, and shard it then"
+            )
+        if isinstance(item.module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{item.fqn} belongs to a module of torch.jit.script or trace, which reads its parameters where no other can "
+                "be put. Shard the plain module (and compile it with torch.compile), or name its parameters in ignored_params"
+            )
+
+
+def _find_owned(found: Iterable[_FoundParam]) -> None:
+    """Note which parameters belong to the unit of an outer module already."""
+    candidates = [item for item in found if isinstance(item.param, DTensor) or id(item.param) in _managed_plain]
+    if candidates:
+        places = managed_by_slot()
+        for item in candidates:
+            item.owned = owner_in(places, item.slots)
+            item.owned_on = None if item.owned is None else axes_of_plan(item.owned)
+
+
+def _move_buffers(managed: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
+    for _, module in managed:
+        for buffer in module.buffers(recurse=False):
+            if buffer.device != device and buffer.device.type != "meta":
+                buffer.data = buffer.to(device)
+
+
+def _move_parameter(item: _FoundParam, device: torch.device) -> None:
+    param = item.param
+    if param.device == device or param.device.type == "meta":
+        return
+    if isinstance(param, DTensor):
+        raise ConfigError(
+            f"Requires DTensor to have mesh of the same type as the FSDP mesh but got {param.device_mesh.device_type} "
+            f"for DTensor '{item.fqn}' and {device.type} for FSDP"
+        )
+    moved = param.to(device)
+    if type(param.data) is torch.Tensor:
+        param.data = moved
+    else:
+        item.param = nn.Parameter(moved.detach(), requires_grad=param.requires_grad)
+        _hand_on(param, item.param)
+
+
+def _lend(lender: UnitParam, item: _FoundParam, unit: Unit) -> bool:
+    """Hang the parameter that another unit owns in the slots of ``item``; False if that unit is gone."""
+    owner = unit_of(lender)
+    if owner is None:
+        return False
+    if item.owned is None:
+        lender.slots += item.slots
+        for slot in item.slots:
+            slot.put(lender.sharded)
+        for group in owner.groups:
+            group.note_ties()
+    lending = next((each for module in owner.modules if (each := attachment_of(module)) is not None), None)
+    if lending is not None:
+        Hooks(lending).reshard_for_state_dict(item.module)
+    unit.borrow(owner)
+    return True
+
+
+def _make_groups(found: list[_FoundParam], preset: Preset, device: torch.device) -> list[ShardGroup]:
+    by_mesh: dict[int, tuple[MeshAxes, list[UnitParam]]] = {}
+    infos: dict[int, tuple[object, MeshAxes]] = {}
+    resolved = [(item, *_resolve_placement(item, preset, infos)) for item in found]
+    if preset.syncs:
+        _sync_params([(item, axes) for item, axes, _ in resolved if item.owned is None])
+    for item, axes, shard in resolved:
+        make = _shard_parameter if item.owned is None else _take_over
+        by_mesh.setdefault(id(axes), (axes, []))[1].append(make(item, axes, shard, preset))
+    _check_shared_groups([axes for axes, _ in by_mesh.values()])
+    groups: list[ShardGroup] = []
+    for axes, params in by_mesh.values():
+        group = ShardGroup(params, axes, preset.precision, ParamStorage(device, preset.offload), preset.keeps_plain)
+        if preset.compression is not None:
+            group.compression = Compression(preset.compression)
+        group.place = replace(group.place, is_shared=may_share_memory(group))
+        size = preset.reshard_after_forward
+        if isinstance(size, int) and not isinstance(size, bool):
+            group.sub_axes = smaller_axes(axes, size)
+        group.ensure_packed()
+        groups.append(group)
+    return groups
+
+
+def _sync_params(found: Sequence[tuple[_FoundParam, MeshAxes]]) -> None:
+    for axes in {id(axes): axes for _, axes in found}.values():
+        items = [item for item, its_axes in found if its_axes is axes]
+        values = values_of_first([(item.fqn, torch_private.local_of(item.param)) for item in items], axes)
+        for item, value in zip(items, values, strict=True):
+            item.values = value
+
+
+def _resolve_placement(
+    item: _FoundParam, preset: Preset, infos: dict[int, tuple[object, MeshAxes]]
+) -> tuple[MeshAxes, Shard | None]:
+    """Return the mesh and the dim of a parameter; ``infos``: by id, objects given for meshes, kept alive, and what they say."""
+    wanted: object = preset.placement_fn(item.param) if preset.placement_fn is not None else None
+    if wanted is None:
+        return preset.axes, None
+    if isinstance(wanted, Shard):
+        return preset.axes, wanted
+    # Ours or torch's: what it holds is what counts.
+    info, placement = getattr(wanted, "mesh_info", None), getattr(wanted, "placement", None)
+    axes = infos[id(info)][1] if id(info) in infos else axes_from(info)
+    if axes is None or not (placement is None or isinstance(placement, Shard)):
+        raise ConfigError(
+            f"Invalid shard_placement_fn result: {wanted} for parameter '{item.fqn}'; "
+            "return None, a Shard or a ShardPlacementResult"
+        )
+    infos[id(info)] = (info, axes)
+    return axes, placement
+
+
+def _check_shared_groups(all_axes: Sequence[MeshAxes]) -> None:
+    seen: dict[tuple[str, ...], MeshAxes] = {}
+    for axes in all_axes:
+        dims = [dim for dim in (axes.shard_mesh_dim, axes.replicate_mesh_dim) if dim is not None]
+        key = tuple(axes.mesh.get_group(dim).group_name for dim in dims)
+        if key in seen:
+            raise ConfigError(
+                "Params sharing the same process group must use the same FSDPMeshInfo object, but got different objects: "
+                f"{seen[key]} vs {axes}"
+            )
+        seen[key] = axes
+
+
+def _hand_on(source: nn.Parameter, target: nn.Parameter) -> None:
+    """Copy what users have set on ``source`` to ``target``: gradient hooks, and attributes that are not this package's."""
+    torch_private.share_hooks(source, target)
+    attributes = torch_private.attributes_of(source).items()
+    torch_private.give_attributes({k: v for k, v in attributes if not k.startswith("shardwise_")}, target)
+
+
+def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: Preset) -> UnitParam:
+    placed = place(item.param, item.fqn, axes, shard)
+    if item.values is not None:
+        placed = replace(placed, local=item.values)
+    cut = ChunkShard(tuple(placed.local.shape), placed.dim, axes.num_shards)
+    shape = cut.shard_shape(axes.shard_rank)
+    if preset.keeps_plain:
+        sharded = item.param
+    else:
+        with torch.no_grad():
+            local = cut_shard(placed.local, cut, axes.shard_rank)
+            if isinstance(preset.offload, CPUOffloadPolicy) and local.device.type != "meta":
+                local = local.cpu()
+            sharded = torch_private.parameter_from_local(local, placed.spec, item.param.requires_grad)
+        _hand_on(item.param, sharded)
+    result = UnitParam(item.fqn, item.slots, cut, placed.spec, placed.inner_spec, sharded, shape, preset.keeps_plain)
+    result.module = weakref.ref(item.module)
+    result.keeps_dtype = keeps_dtype(preset.precision, item.param, item.fqn)
+    if torch_private.has_chosen_grad_dtype(item.param):
+        result.grad_dtype = GradDtype(item.param.grad_dtype)
+        result.follow_grad_dtype()
+    result.register(sharded)
+    if preset.keeps_plain:
+        _managed_plain[id(item.param)] = result
+    else:
+        result.original = weakref.ref(item.param)
+        _sharded_from[item.param] = weakref.ref(result)
+        if axes.num_shards > 1:
+            result.beginning = Beginning.of(placed.local, result.local)
+    return result
+
+
+def _check_not_run(params: Iterable[UnitParam]) -> None:
+    for param in params:
+        owner = unit_of(param)
+        attachments = [attachment_of(module) for module in owner.modules] if owner is not None else []
+        if any(each is not None and each.is_root is not None for each in attachments):
+            raise StateError(
+                f"{param.fqn} belongs to the unit of an outer module, which has run a forward already. Shard inner modules "
+                "before the first forward of the root"
+            )
+
+
+def _take_over(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: Preset) -> UnitParam:
+    """Return the parameter that an outer unit has given up, cut as this unit wants it; a collective if that is otherwise."""
+    old = item.owned
+    assert old is not None
+    storage = torch.device("cpu") if isinstance(preset.offload, CPUOffloadPolicy) else axes.device
+    device = storage if old.local.device.type != "meta" else old.local.device
+    if not preset.keeps_plain and fits(old, item.owned_on, axes, 0 if shard is None else shard.dim, device):
+        old.fqn, old.full, old.is_hooked = item.fqn, None, False
+        old.module = weakref.ref(item.module)
+        return old
+    item.param = whole(old)
+    if item.param is not old.sharded:
+        _hand_on(old.sharded, item.param)
+    _move_parameter(item, axes.device)
+    new = _shard_parameter(item, axes, shard, preset)
+    if old.beginning is not None and not old.beginning.was_overwritten(old.local):
+        # The gathered values are the same on every rank, even if ranks had sharded different ones.
+        new.beginning = None if new.beginning is None else replace(old.beginning, shard=new.beginning.shard)
+    original = old.original()
+    if original is not None:
+        new.original = weakref.ref(original)
+        _sharded_from[original] = weakref.ref(new)
+    return new

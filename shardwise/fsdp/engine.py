@@ -1,0 +1,843 @@
+"""One engine per root module: what happens at each edge of forward and backward."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.collectives.routes import SpanKind
+from shardwise.consistency.failure_report import in_short, leave
+from shardwise.errors import ShardwiseError, StateError
+from shardwise.fsdp.execution_order import Converted, Journal, WrittenAlike
+from shardwise.fsdp.initial_values import compare_replicas, have_replicas
+from shardwise.fsdp.local_gradients import run_gradient_hooks
+from shardwise.fsdp.param import UnitParam
+from shardwise.fsdp.reductions import Reductions, hold_assigned
+from shardwise.fsdp.transports import CommContext
+from shardwise.fsdp.unit import Gathering, Stage, Subsharded, Unit
+from shardwise.fsdp.user_writes import Written
+from shardwise.observe import Op, logger, unit_in_words
+from shardwise.plan.schedule import Edge
+from shardwise.torch_private import innermost_transform
+
+# ---- Backward whose end the user says (``set_manual_backward_finalization``): what may be called when.
+
+
+class ManualFinalization:
+    """Whether gradients are complete when a backward ends, or when the user says so.
+
+    Attributes:
+        is_on: gradients are set by ``finalize_backward``, after any number of backwards, not at the end of one.
+        is_open: a backward has begun whose gradients are not complete.
+        completion: stands for launched reductions that nobody has waited for.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.is_open = self._was_open = False
+        self.completion: object | None = None
+
+    @property
+    def awaits_completion(self) -> bool:
+        """True when gradients of a backward wait to be complete."""
+        return self.is_open or self.completion is not None
+
+    def set_on(self, is_on: bool, is_in_backward: bool, has_deferred: bool) -> None:
+        """Begin or end it.  Raises: StateError if gradients of a backward are on their way."""
+        if is_on == self.is_on:
+            return
+        if is_in_backward:
+            raise StateError("set_manual_backward_finalization cannot change mode during backward; call it before")
+        if self.awaits_completion or has_deferred:
+            raise StateError(
+                "set_manual_backward_finalization cannot change mode after backward starts: gradients of an earlier backward "
+                f"wait for {'finalize_backward()' if self.is_on else 'a last backward'}; let them be set first"
+            )
+        self.is_on = is_on
+
+    def inherit(self, old: ManualFinalization) -> None:
+        """Be on if ``old``, of an engine that this one takes over, was."""
+        self.is_on = self.is_on or old.is_on
+
+    # ---- what happens ----
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+        self._was_open, self.is_open = self.is_open, self.is_on
+
+    def abort_backward(self) -> None:
+        """It has raised."""
+        self.is_open = self._was_open
+
+    def launch(self) -> object:
+        """All that is left has been launched; return what :meth:`complete` takes."""
+        self.completion = object()
+        return self.completion
+
+    def complete(self) -> None:
+        """Gradients are set."""
+        self.is_open, self.completion = False, None
+
+    def forget(self) -> None:
+        """Gradients that have not been set are gone."""
+        self.is_open = self._was_open = False
+        self.completion = None
+
+    def hold_open(self) -> None:
+        """The rest is about to be launched; if that raises, it may be tried again."""
+        self._was_open = self.is_open
+
+    # ---- what may happen ----
+
+    def check_launch(self, is_in_backward: bool) -> bool:
+        """Return True if there is a backward to finalize.
+
+        Raises: StateError in a backward, without manual finalization, or before an earlier call has been completed.
+        """
+        if is_in_backward:
+            raise StateError(
+                "finalize_backward must be called after backward completes; call it after the last backward()"
+            )
+        if self.completion is not None:
+            raise StateError(
+                "The previous gradient reduction must be waited on before finalizing backward again; call wait() on its handle"
+            )
+        if not self.is_on:
+            raise StateError(
+                "finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) on the "
+                "root before forward"
+            )
+        return self.is_open
+
+    def check_completion(self, completion: object) -> None:
+        """Raise StateError if ``completion`` has been forgotten."""
+        if completion is not self.completion:
+            raise StateError(
+                "This gradient reduction handle was invalidated by reset_iter_state(); its gradients are gone"
+            )
+
+    def check_completed(self, what: str) -> None:
+        """Raise StateError if launched reductions have not been waited for before ``what``."""
+        if self.completion is not None:
+            raise StateError(
+                f"The previous gradient reduction must be waited on before {what}: call wait() on the handle that "
+                "finalize_backward(async_op=True) has returned"
+            )
+
+    def check_step(self, stepped: set[int], units: Iterable[Unit]) -> None:
+        """Raise StateError if gradients are not complete of a parameter of ``units`` with an id in ``stepped``."""
+        if not self.awaits_completion:
+            return
+        missing = "call finalize_backward()" if self.completion is None else "wait() for finalize_backward()"
+        for unit in units:
+            for param in unit.params:
+                if id(param.sharded) in stepped:
+                    raise StateError(
+                        f"an optimizer steps on {param.fqn} ({unit_in_words(unit.name)}) before the gradients of its last "
+                        f"backward are complete, in manual backward finalization; {missing} on the root module first"
+                    )
+
+
+# ---- Whether a backward runs, has ended or has raised, as far as autograd tells.
+
+
+class BackwardEnd:
+    """What autograd calls when a backward ends; it lets go of it without a call when that backward raises."""
+
+    __slots__ = ("__weakref__", "_finish")
+
+    def __init__(self, finish: weakref.WeakMethod[Callable[[], None]]) -> None:
+        self._finish = finish
+
+    def __call__(self) -> None:
+        finish = self._finish()
+        if finish is not None:
+            if innermost_transform() is None:
+                finish()
+            else:
+                with torch_private.beside_transforms():
+                    finish()
+
+
+class BackwardWatch:
+    """Watches one backward at a time.
+
+    Args:
+        finish: the bound method to call when it ends.  abort: the one to call when it has raised.
+
+    Attributes:
+        end: reference to the end of the backward that runs, dead if that has raised; None without one.
+        task: autograd's number of it.
+        makes_graph: it runs with ``create_graph=True``.
+    """
+
+    def __init__(self, finish: Callable[[], None], abort: Callable[[], None]) -> None:
+        self._finish, self._abort = weakref.WeakMethod(finish), weakref.WeakMethod(abort)
+        self.end: weakref.ref[BackwardEnd] | None = None
+        self.task = -1
+        self.makes_graph = False
+
+    @property
+    def is_running(self) -> bool:
+        """True from :meth:`begin` on, until the backward has ended or raised."""
+        return self.end is not None and self.end() is not None
+
+    @property
+    def has_raised(self) -> bool:
+        """True if the backward that was begun has raised, and nobody has said so yet."""
+        return self.end is not None and self.end() is None
+
+    def begin(self) -> BackwardEnd:
+        """Watch the running backward; the caller queues what is returned, when all else has been done for its begin."""
+        end, this = BackwardEnd(self._finish), weakref.ref(self)
+
+        def on_death(dead: weakref.ref[BackwardEnd]) -> None:
+            watch = this()
+            abort = watch._abort() if watch is not None and watch.end is dead else None
+            if abort is not None:
+                abort()
+
+        self.end = weakref.ref(end, on_death)
+        self.task = torch_private.graph_task_id()
+        self.makes_graph = False
+        return end
+
+    def stop(self) -> None:
+        """The backward is over, one way or the other."""
+        self.end = None
+
+
+# ---- The forwards of one engine that have begun and not ended.
+
+# torch's words where a tensor is read whose storage has no memory.
+_NO_MEMORY = (
+    "Cannot access data pointer of Storage that is invalid",
+    "out of bounds for storage of size 0",
+    "its data is not allocated yet",
+)
+_MIXED = "got mixed torch.Tensor and DTensor"
+_READ_ELSEWHERE = (
+    "a sharded parameter was read outside of its unit's forward, and it is unsharded only there. Put the module that reads it "
+    "and the one that has it into one unit, fully_shard([outer, inner]), or call fully_shard only on the outer one"
+)
+_GIVEN_BACK = (
+    "a tensor that shared memory with a full parameter was read after that was given back. "
+    "Keep clone() of it, or read the parameter from its module inside its forward"
+)
+
+
+@dataclass(slots=True)
+class Forward:
+    """A forward that has begun: of which unit, while which exception was handled."""
+
+    unit: Unit
+    exception: BaseException | None
+
+
+def explain_torchs(error: BaseException | None) -> None:
+    """Add advice to ``error`` of a forward if it is torch's about freed memory, or about mixed plain tensors and DTensors."""
+    if type(error) is RuntimeError and len(error.args) == 1:
+        text = str(error)
+        if _GIVEN_BACK not in text and any(words in text for words in _NO_MEMORY):
+            error.args = (f"{text}\n{_GIVEN_BACK}",)
+        elif _MIXED in text and _READ_ELSEWHERE not in text:
+            error.args = (f"{text}\n{_READ_ELSEWHERE}",)
+
+
+class Forwards(list[Forward]):
+    """The forwards that have begun and not ended, the outermost first.
+
+    An interrupt (BaseException) skips torch's always-called hooks and leaves forwards behind that have ended unseen: the frame
+    of the outermost call tells.
+
+    Attributes:
+        frame: that; held, since another could have its address, until the forward has ended.
+        has_told: the other ranks may read why one has ended by an exception.
+    """
+
+    frame: FrameType | None = None
+    has_told = False
+    _thread = 0
+
+    def remember_call(self) -> None:
+        """Remember the call of the module that is about to start its forward."""
+        self._thread = threading.get_ident()
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_name not in ("_call_impl", "forward_method"):
+            frame = frame.f_back
+        self.frame = frame
+
+    @property
+    def were_left(self) -> bool:
+        """True if there are any, of this thread, and the outermost is not on its stack any more."""
+        if not self or self.frame is None or self._thread != threading.get_ident():
+            return False
+        frame = inspect.currentframe()
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is None
+
+    def tell(self, error: BaseException | None) -> None:
+        """Leave for the other ranks why forward has ended here; an error of ours has told them itself."""
+        if isinstance(error, Exception) and not isinstance(error, ShardwiseError):
+            leave(f"{type(error).__name__}: {in_short(error)}")
+            self.has_told = True
+
+    def take_back(self) -> None:
+        """Take back what was told: a later forward has come to its end, where all ranks meet."""
+        leave("")
+        self.has_told = False
+
+    def clear(self) -> None:
+        """Forget all."""
+        super().clear()
+        self.frame = None
+
+
+live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class ExternalChecks(Protocol):
+    """What users do to the model beside its engine: :class:`shardwise.fsdp.roots.ExternalChecks`.
+
+    Attributes:
+        originals: parameters of before they were sharded that somebody keeps.
+    """
+
+    @property
+    def originals(self) -> Sequence[object]: ...
+
+    def check(self) -> None:
+        """Raise StateError before a forward that would train something else."""
+        ...
+
+    def check_originals(self) -> None:
+        """Raise StateError after a backward whose gradients went to parameters of before they were sharded."""
+        ...
+
+
+class Engine:
+    """Carries out the steps of one root module: it says when; what happens to tensors, units and reductions do.
+
+    Attributes:
+        units: the units of the root's module tree, root first; ``units[i]`` is number i of every plan.
+        means: where collectives run, and the ways to other ranks.
+        journal: the order of the running step, and the plan made from an earlier one.
+        forwards: those that have begun, outermost first.
+        watch: knows whether a backward runs.
+        reductions: gradients on their way.
+        manual: whether the user says when gradients are complete.
+        is_last_backward: False defers waiting for reductions to a later backward.
+        outside: what users do to the model beside it; None before a root's first forward.
+        written: what forwards have written to parameters, to be compared between ranks.
+        awaits_backward: a forward has built a graph since the last backward.
+        converted: what was converted since shards were put together.
+        compares_replicas: nobody knows yet whether replicas hold the same.
+        post_optim_event: what the next step waits for instead of all that was done before; used once.
+    """
+
+    def __init__(self, means: CommContext) -> None:
+        self.units: list[Unit] = []
+        self.means = means
+        self.journal = Journal()
+        self.forwards = Forwards()
+        self.watch = BackwardWatch(self.finish, self.abort_backward)
+        self.reductions = Reductions(self.journal, means)
+        self.manual = ManualFinalization()
+        self.is_last_backward = True
+        self.post_optim_event: torch.Event | None = None
+        self.outside: ExternalChecks | None = None
+        self.written = WrittenAlike()
+        self._borrowers: dict[Unit, list[Unit]] = {}  # of units that lend parameters
+        self._plain: list[Unit] = []  # those of which parameters may be their own full form
+        self._late: list[Unit] = []  # to be resharded when the span is over
+        self._num_forwards = 0
+        self._is_graphless = False  # the last forward built no graph
+        self.awaits_backward = False
+        self.converted = Converted()
+        self.compares_replicas = False
+        live_engines.add(self)
+
+    def adopt(self, units: Iterable[Unit]) -> None:
+        """Carry out the steps of ``units`` from here on."""
+        self.units = list(units)
+        self.journal.adopt(self.units)
+        self.compares_replicas = have_replicas(self.units)
+        self._plain = [unit for unit in self.units if any(group.keeps_plain for group in unit.groups)]
+        self._borrowers = {
+            lender: [u for u in self.units if lender in u.borrows] for u in self.units for lender in u.borrows
+        }
+        for unit in self.units:
+            unit.host_ref = weakref.ref(self)
+            heard = self.journal.instruments
+            heard += [each for each in unit.log.instruments if each not in heard]
+            unit.log = self.journal.log
+            unit.backward.on_gradients = _hearing(weakref.ref(self), weakref.ref(unit))
+
+    # ---- what units ask for ----
+
+    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
+        """Return ``error`` with the position of every rank, as far as they can be known."""
+        return self.journal.explain(error, where)
+
+    def before_gather(self) -> None:
+        """Order the next all-gather after what has been done to shards."""
+        self.means.lanes.gather.wait_current()
+
+    # ---- forward ----
+
+    def before_forward(self, unit: Unit) -> None:
+        """Make the full parameters of ``unit`` readable and start what the plan wants ahead."""
+        if torch_private.graph_task_id() != -1:  # in backward
+            self.journal.visit(unit, Edge.ENTER_RECOMPUTE)
+            unit.wait_with_lenders(self.means.spans.number)
+            return
+        if self.forwards and unit is self.forwards[0].unit and self.forwards.were_left:
+            self.reset()
+        if not self.forwards:
+            self._begin_forward()
+            self.forwards.remember_call()
+        self.forwards.append(Forward(unit, sys.exc_info()[1]))
+        starts = not unit.awaited and not unit.holders
+        ahead = self.journal.visit(unit, Edge.ENTER_FORWARD) if starts else []
+        unit.begin_forward(self.means.spans.number)
+        if starts:
+            self._run_ahead(ahead, unit.forward_prefetch)
+
+    def after_forward(self, unit: Unit, module: nn.Module) -> bool:
+        """Reshard ``unit`` if its policy says so and all its modules have run.
+
+        Returns: True if the output of this forward needs :meth:`before_backward` hooks, False if forward has raised.
+        """
+        if torch_private.graph_task_id() != -1:  # in backward
+            if unit.backward.stage is not Stage.RUNNING and not self._is_lending(unit):
+                self.reshard_in_step(unit, after_forward=True)
+            self.journal.visit(unit, Edge.EXIT_RECOMPUTE)
+            return True
+        if not self.forwards or self.forwards[-1].unit is not unit:
+            return True
+        raised = sys.exc_info()[1]
+        if raised is not self.forwards.pop().exception:  # forward has raised
+            explain_torchs(raised)
+            unit.abort_forward()
+            if not self.forwards:
+                self.forwards.tell(raised)
+                self.reset()
+            return False
+        if unit.end_forward(module):
+            if not unit.holders:
+                self.journal.visit(unit, Edge.EXIT_FORWARD)
+            for member in (unit, *unit.borrows):
+                if not member.holders:
+                    self.reshard_in_step(member, after_forward=True)
+        if not self.forwards:
+            self._end_forward(unit)
+        return True
+
+    @property
+    def is_in_step(self) -> bool:
+        """True in forward, and in a backward of these units: nobody changes shards then."""
+        return bool(self.forwards) or self.watch.is_running
+
+    def expect_nested_backwards(self) -> None:
+        """Let no unit's backward end with its last gradient before one has shown which gradients are the last."""
+        for unit in self.units:
+            unit.backward.distrust_counts()
+
+    @property
+    def has_full_units(self) -> bool:
+        """True when full parameters are registered."""
+        return any(unit.is_full for unit in self.units)
+
+    def reshard_stepped(self, stepped: set[int]) -> None:
+        """Reshard units that have a parameter with an id in ``stepped``; not in forward or backward."""
+        for unit in self.units:
+            if unit.is_full and any(id(param.sharded) in stepped for param in unit.params):
+                unit.reshard()
+
+    def _begin_forward(self) -> None:
+        self.manual.check_completed("a forward")
+        if self.watch.has_raised:
+            self.abort_backward()
+        logger.debug("FSDP::root_pre_forward")
+        self._num_forwards += 1
+        if self.outside is not None:
+            self.outside.check()
+        is_aside = not (self.journal.gathers or torch.is_grad_enabled())
+        if not is_aside:  # one rank may run those alone: they are not compared
+            track = self.journal.log.track
+            track.num_forwards, track.running = track.num_forwards + 1, "forward"
+        self.journal.begin(is_aside)
+        if self._is_graphless:
+            # Nothing needs what an evaluation has left unsharded, and what has been written to shards since may not show.
+            for unit in self.units:
+                if unit.uses_default_reshard:
+                    unit.reshard()
+        if self.converted.before:
+            self.converted.settle(self.journal, is_backward=False)
+        self.enter_span("forward")
+        event, self.post_optim_event = self.post_optim_event, None
+        lanes = self.means.lanes
+        if lanes.are_concurrent and event is None:
+            lanes.gather.wait_current()
+        elif event is not None:
+            lanes.gather.wait_event(event)
+
+    def enter_span(self, kind: SpanKind) -> None:
+        """Begin a forward or backward: what was written to full parameters goes to the shards, which are put together."""
+        for unit in self.units:
+            if unit.is_full and self.means.spans.number is None:
+                unit.take_writes()
+                if kind == "forward" and unit.has_shards_registered:
+                    unit.reshard()
+            for group in unit.groups:
+                group.ensure_packed()
+        self.means.spans.begin(kind)
+
+    def _end_forward(self, outermost: Unit) -> None:
+        self.forwards.frame = None
+        for unit in self.units:
+            if type(unit.state) is Gathering:  # ahead, but forward went another way
+                unit.discard()
+            if unit.awaited:  # some of its modules did not run: a later call of them stands alone
+                unit.await_none()
+                if unit is not outermost:
+                    self.reshard_in_step(unit, after_forward=True)
+            if type(unit.state) is Subsharded and not torch.is_grad_enabled():  # no backward will need it
+                unit.reshard()
+        self._is_graphless = not torch.is_grad_enabled()
+        self.awaits_backward = not self._is_graphless
+        if self._is_graphless and self.means.lanes.are_concurrent:  # else backward ends it
+            self.means.lanes.host_waits_for_copies()  # whoever has the shards on the host may write to them next
+        self._leave_span()
+        if self.forwards.has_told:
+            self.forwards.take_back()
+        journal = self.journal
+        if self._is_graphless and (journal.gathers or journal.bulletin is None) and not journal.has_planned_forward():
+            journal.replan()
+        if self._is_graphless and not journal.gathers:
+            journal.go_on()
+        journal.log.track.running = ""
+
+    def _leave_span(self) -> None:
+        try:
+            self.means.spans.end()
+        except RuntimeError as error:
+            self.means.spans.abort()
+            raise self.journal.explain(error, "the other ranks at the end of forward or backward") from error
+        if self.means.spans.number is None:
+            # In a span others read the shards: what modules have written to full parameters goes there only now.
+            late, self._late = self._late, []
+            for unit in late:
+                unit.take_writes(self._post_writes)
+                unit.reshard()
+            for unit in self.units:
+                if unit.is_full:
+                    unit.keep(self._post_writes)
+
+    def _post_writes(self, unit: Unit, written: Written) -> None:
+        place = f"{self._num_forwards}/{self.units.index(unit)}/{unit.writes.num_compared}"
+        self.written.post(unit, written, place, self.journal.bulletin)
+
+    def reshard_in_step(self, unit: Unit, after_forward: bool = False) -> None:
+        """Give the full parameters of ``unit`` back, at the end of the span if somebody has written to them."""
+        if after_forward and unit.backward.owes_weights and not unit.policy.reshard_after_backward:
+            return  # their backward takes the parameters where they are registered
+        if after_forward and (unit.backward.keeps_for_graph or (unit.backward.is_unseen and torch.is_grad_enabled())):
+            return
+        has_hooks = torch_private.saved_tensor_hooks(True) is not None and torch.is_grad_enabled()
+        if after_forward and has_hooks and unit.count_aliases() > unit.num_aliases:
+            return
+        is_done = unit.reshard_after_forward() if after_forward else unit.reshard(in_span=True)
+        if not is_done:
+            self._late.append(unit)
+
+    # ---- backward ----
+
+    def before_backward(self, unit: Unit, through: object, made_of: list[int]) -> None:
+        """Make the full parameters of ``unit`` readable for its backward.
+
+        ``through``: the pass that backward comes to, None if its end is not watched.  ``made_of``: how
+        often its groups had been put together in that forward.
+        """
+        self._begin_backward()
+        heap = self.means.heap
+        if heap.find_end() > heap.limit:
+            heap.keep()
+        if [group.num_packs for group in unit.groups] != made_of:
+            unit.refuse_packing()
+        backward, task = unit.backward, torch_private.graph_task_id()
+        is_nested = task != self.watch.task
+        if torch.is_grad_enabled():
+            backward.keeps_for_graph = self.watch.makes_graph = True
+        if through is not None:
+            backward.open_passes.add(through)
+        if backward.stage is Stage.RUNNING and (unit.is_full or not unit.policy.unshard_in_backward):
+            if is_nested and task != backward.task != self.watch.task:
+                backward.enter(task)
+                torch_private.call_after_backward(_ending(weakref.ref(self), weakref.ref(unit), task))
+            return
+        ahead = self.journal.visit(unit, Edge.ENTER_BACKWARD)
+        backward.enter(task, unit.is_full, self.watch.task)
+        if is_nested:
+            torch_private.call_after_backward(_ending(weakref.ref(self), weakref.ref(unit), task))
+        if len(self.units) == 1 and not self.manual.is_on:
+            backward.send_early(self.reductions.early_buckets(unit))
+        if unit.policy.unshard_in_backward:
+            unit.wait_with_lenders(self.means.spans.number)
+        self._run_ahead(ahead, unit.backward_prefetch)
+
+    def gradient_arrived(self, unit: Unit) -> None:
+        """Hear that a gradient is there which is the last one, or of a unit whose backward has not begun."""
+        self._begin_backward()
+        backward, is_nested = unit.backward, torch_private.graph_task_id() != self.watch.task
+        if backward.stage is not Stage.RUNNING and is_nested:
+            backward.note_nested()
+        if backward.is_complete and not unit.policy.reduces_unused:
+            # A borrower's uses are the outer graph's: they may be yet to come.
+            if not (is_nested and self._is_lending(unit)):
+                self.after_backward(unit)
+        elif backward.early is not None:
+            self.reductions.launch_early(unit, backward.early)
+
+    def inputs_done(self, unit: Unit, through: object) -> None:
+        """End the backward of ``unit`` as far as gradients have come: autograd has left the pass ``through`` its modules.
+
+        A unit that was called more than once may be in another pass still, have trainable parameters without any gradient
+        yet, or lend parameters to a unit whose backward goes on: it ends later.
+        """
+        backward = unit.backward
+        backward.open_passes.discard(through)
+        if backward.stage is not Stage.RUNNING or backward.open_passes:
+            return
+        if self._is_lending(unit):
+            return
+        if backward.arrived or not backward.expects_any:
+            self.after_backward(unit)
+
+    def nested_backward_ended(self, unit: Unit, task: int) -> None:
+        """End the backward of ``unit`` if it began in ``task``, the backward of a reentrant checkpoint that has just ended.
+
+        Not if an earlier backward used the unit again later: then it is reduced once, with the other gradients.
+        """
+        backward = unit.backward
+        if not self.watch.is_running or self._is_lending(unit):
+            return
+        if backward.ends_with(task, is_one_module=len(unit.modules) == 1):
+            backward.ended_in = self.watch.task
+            self.after_backward(unit)
+
+    def _is_lending(self, unit: Unit) -> bool:
+        """Return True while the backward of a unit runs that uses parameters of ``unit`` too."""
+        return any(each.backward.stage is Stage.RUNNING for each in self._borrowers.get(unit, ()))
+
+    def after_backward(self, unit: Unit, reduces: bool = True, is_late: bool = False) -> None:
+        """Give the full parameters back and reduce, or hold, the gradients that have come.
+
+        ``is_late``: it is the whole backward that has ended.
+        """
+        self._begin_backward()
+        logger.debug("FSDP::post_backward (%s)", unit.name)
+        gradients = unit.take_gradients(is_late)
+        if self._may_go(unit):
+            self.reshard_in_step(unit)
+        if not (unit.policy.sync and reduces):
+            if gradients:
+                self.reductions.hold(unit, gradients)
+                unit.note(Op.HOLD)
+            is_as_planned = gradients and not unit.policy.sync
+            self.journal.visit(unit, Edge.EXIT_BACKWARD if is_as_planned else Edge.RELEASE_BACKWARD)
+            return
+        if gradients or unit.earlier.held or self.reductions.has_early:
+            self.journal.visit(unit, Edge.EXIT_BACKWARD)
+            self.reductions.launch(unit, gradients)
+        else:
+            self.journal.visit(unit, Edge.RELEASE_BACKWARD)
+            self.reductions.skip(unit)
+
+    def _begin_backward(self) -> None:
+        end = self.watch.end
+        if end is not None:
+            if end() is not None:
+                return
+            self.abort_backward()
+        self.awaits_backward = False
+        if self.converted.before:
+            self.converted.settle(self.journal, is_backward=True)
+        self.manual.check_completed("a backward")
+        self.manual.begin_backward()
+        new_end = self.watch.begin()
+        track = self.journal.log.track
+        track.num_backwards, track.running = track.num_backwards + 1, "backward"
+        try:
+            self.hide_gradients()
+            self.enter_span("backward")
+            torch_private.call_after_backward(new_end)
+        finally:
+            del new_end  # the frames of an exception that somebody keeps would keep it, and with it the backward
+
+    def finish(self) -> None:
+        """End a backward: reduce what came only in part, reshard what is left, set gradients, plan the next step."""
+        logger.debug("FSDP::root_post_backward")
+        if not self.watch.makes_graph:
+            for unit in self.units:
+                unit.backward.keeps_for_graph = False
+        try:
+            for unit in reversed(self.units):
+                # Gradients held from earlier backwards must go out with this one, even if this one brought none.
+                is_due = not self.manual.is_on and self.is_due(unit)
+                if unit.backward.stage is not Stage.IDLE or is_due:
+                    self.after_backward(unit, reduces=not self.manual.is_on, is_late=unit.backward.counts)
+                elif type(unit.state) is Gathering:  # ahead, but backward went another way
+                    unit.discard()
+                elif unit.is_full and not unit.holders and self._may_go(unit):
+                    self.reshard_in_step(unit)
+                    self.journal.visit(unit, Edge.RELEASE_BACKWARD)
+            self.watch.stop()
+            is_joint = self.journal.gathers or self.reductions.has_launched
+            params = self.commit() if self.is_last_backward and not self.manual.is_on else self.defer()
+            if self.written.posted:  # at places that all ranks have left behind, now that their gradients have come
+                self.written.check(self.journal)
+            if is_joint:
+                self.journal.replan()
+            self.journal.log.track.running = ""
+        except BaseException:
+            self.abort_backward()
+            raise
+        # Last: when one raises, all gradients are there, and the ranks have agreed on the plan.
+        if self.outside is not None and self.outside.originals:
+            self.outside.check_originals()
+        self.run_hooks(params)
+
+    def run_hooks(self, params: list[UnitParam]) -> None:
+        """Run what users have registered to follow the accumulation of gradients."""
+        reductions = self.reductions
+        failed, reductions.failed_hook = reductions.failed_hook, None  # kept, it would keep the model for ever
+        if reductions.is_followed or failed is not None:
+            run_gradient_hooks(params, failed)
+
+    @staticmethod
+    def _may_go(unit: Unit) -> bool:
+        return unit.policy.reshard_after_backward and not unit.backward.keeps_for_graph
+
+    def is_due(self, unit: Unit) -> bool:
+        """Return True if a backward has to reduce ``unit`` even if it has brought none of its gradients."""
+        held, is_manual = unit.earlier.held, self.manual.is_on
+        if is_manual and held and unit.policy.sync:
+            return True
+        if not unit.policy.sync or not (held or unit.policy.reduces_unused):
+            return False
+        return not self.reductions.have_come(unit, since_commit=is_manual)
+
+    def defer(self) -> list[UnitParam]:
+        """End a backward whose gradients are to be set with those of a later one."""
+        self.reductions.wait_for_inputs()
+        self._leave_span()
+        self.reductions.defer()
+        self.show_gradients()
+        return []
+
+    def commit(self) -> list[UnitParam]:
+        """Set the gradients of this backward and of deferred ones; return the parameters that have got any."""
+        self.reductions.wait()
+        self._leave_span()
+        params = self.reductions.commit()
+        self.show_gradients()
+        if params and self.compares_replicas:
+            if self.journal.bulletin is not None:
+                compare_replicas(self.units, self.journal.bulletin, self.journal.position())
+            self.compares_replicas = False
+        return params
+
+    def hide_gradients(self) -> None:
+        """Take away what parameters that stay registered have of earlier backwards: what follows accumulates anew."""
+        for unit in self._plain:
+            unit.hide_gradients()
+
+    def show_gradients(self) -> None:
+        """Put it back, with what has been added."""
+        for unit in self._plain:
+            unit.show_gradients()
+
+    def abort_backward(self) -> None:
+        """Forget a backward that raised: its gradients, its reductions, its full parameters."""
+        self.watch.stop()
+        self.manual.abort_backward()
+        self.means.spans.abort()
+        self.reductions.cancel()
+        for unit in self.units:
+            unit.drop_gradients()
+        self.show_gradients()
+        if not self.forwards:
+            self.reset()
+
+    # ---- steps of many backwards, of which nobody knew the last (fsdp/reductions.py) ----
+
+    def hold_assigned(self) -> None:
+        """Get ready for one more backward: see :func:`shardwise.fsdp.reductions.hold_assigned`."""
+        if not self.is_in_step:
+            hold_assigned([unit for unit in self.units if unit not in self._plain])
+
+    def _run_ahead(self, planned: Iterable[Unit], explicit: list[weakref.ref[Unit]] | None) -> None:
+        targets = planned if explicit is None else [ref() for ref in explicit]
+        for target in targets:
+            if target is not None:
+                target.unshard(self.means.spans.number)
+
+    # ---- recovery ----
+
+    def forget_step(self) -> None:
+        """Bring every unit back to its shards and drop all gradients that have not reached ``.grad``."""
+        self.abort_backward()
+        self.reductions.forget_deferred()
+        self.manual.forget()
+        self.reset()
+        for unit in self.units:
+            unit.earlier.forget()
+
+    def reset(self) -> None:
+        """Bring every unit back to its shards; gradients held from earlier backwards stay."""
+        self.journal.log.track.running = ""
+        self.forwards.clear()
+        self.means.spans.abort()
+        for unit in self.units:
+            unit.abandon()
+        self.journal.forget()
+
+
+def _hearing(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit]) -> Callable[[], None]:
+    """Return what the backward of a unit calls when gradients are there from which something may follow."""
+
+    def on_gradients() -> None:
+        engine, unit = engine_ref(), unit_ref()
+        if engine is not None and unit is not None:
+            engine.gradient_arrived(unit)
+
+    return on_gradients
+
+
+def _ending(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit], task: int) -> Callable[[], None]:
+    """Return the callback for the end of ``task``, the backward of a reentrant checkpoint."""
+
+    def on_end() -> None:
+        engine, unit = engine_ref(), unit_ref()
+        if engine is not None and unit is not None:
+            engine.nested_backward_ended(unit, task)
+
+    return on_end
+
+
+def engine_of(unit: Unit) -> Engine | None:
+    """Return the engine that carries out the steps of ``unit``; None before there is one."""
+    host = unit.host_ref()
+    return host if isinstance(host, Engine) else None

@@ -1,0 +1,272 @@
+"""Parameters that say themselves what is gathered and what becomes of it.
+
+A shard (the local tensor) with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` hands out the tensors to gather and
+builds the full parameter from the results, as quantised weights do.  Source: the all-gather extensions of torch's FSDP2.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DeviceMesh
+
+from shardwise import torch_private
+from shardwise.collectives.buffer_pool import BufferPool, Lease
+from shardwise.collectives.protocol import BucketEnds, Communicator, GatherEnds, Pending
+from shardwise.collectives.streams import device_of
+from shardwise.consistency.process_groups import mesh_of_one
+from shardwise.errors import LayoutError
+from shardwise.fsdp.mesh import MeshAxes
+from shardwise.fsdp.param import UnitParam
+from shardwise.fsdp.precision import MixedPrecisionPolicy
+from shardwise.layout import align, row_major
+
+_ALIGNMENT = 16  # bytes, of every input in the packed section
+
+
+@dataclass(slots=True, eq=False)
+class _Output:
+    """One gathered tensor: its storage stays, the memory under it comes and goes."""
+
+    tensor: torch.Tensor
+    lease: Lease | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Extended:
+    param: UnitParam
+    outputs: list[_Output] = field(default_factory=list)
+    inner: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
+
+
+def has_extension(param: UnitParam) -> bool:
+    """True if the shard brings both extension methods.  Raises: LayoutError if it has one of the two."""
+    local = torch_private.local_of(param.sharded)
+    before, after = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
+    if before != after:
+        raise LayoutError(
+            f"{param.fqn}: its tensor type {type(local).__name__} has "
+            f"{'fsdp_pre_all_gather' if before else 'fsdp_post_all_gather'} alone; define both or neither"
+        )
+    return before
+
+
+def _shard_mesh(axes: MeshAxes) -> DeviceMesh:
+    """Return the mesh of the ranks among which a parameter is cut: this rank alone where parameters stay whole."""
+    if axes.shard_mesh_dim is None:
+        return mesh_of_one(axes.mesh.device_type)
+    return axes.mesh if axes.mesh.ndim == 1 else axes.mesh[(axes.mesh.mesh_dim_names or ())[axes.shard_mesh_dim]]
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """True for tensor subclasses whose bytes cannot be addressed through the tensor itself."""
+    return type(tensor) not in (torch.Tensor, nn.Parameter)
+
+
+class ExtensionParams:
+    """The parameters of a group that have extensions.
+
+    Attributes:
+        params: these, in the group's order.
+    """
+
+    def __init__(self, axes: MeshAxes, precision: MixedPrecisionPolicy, device: torch.device) -> None:
+        self._axes = axes
+        self._precision = precision
+        self._device = device
+        self._on = device_of(device)
+        self._entries: list[_Extended] = []
+        self.params: list[UnitParam] = []
+
+    @staticmethod
+    def wants(param: UnitParam) -> bool:
+        """True if ``param`` is to be kept out of flat memory."""
+        return has_extension(param) or is_wrapper(torch_private.local_of(param.sharded))
+
+    def is_current(self, params: Sequence[UnitParam]) -> bool:
+        """True while the same parameters have extensions (they may be patched on after ``fully_shard``)."""
+        return sum(hasattr(torch_private.local_of(p.sharded), "fsdp_pre_all_gather") for p in params) == sum(
+            hasattr(torch_private.local_of(entry.param.sharded), "fsdp_pre_all_gather") for entry in self._entries
+        )
+
+    def adopt(self, params: list[UnitParam]) -> None:
+        """Manage ``params`` from here on."""
+        self._entries = [_Extended(param) for param in params]
+        self.params = params
+        for param in params:
+            param.full = None
+            param.is_hooked = False
+
+    def gather(self, plain: GatherEnds | None, comm: Communicator | None, pool: BufferPool) -> Pending | None:
+        """Launch one all-gather of the plain shards and the extensions' inputs, without ``comm`` a copy."""
+        pieces = _MixedPieces(self, plain, pool)
+        if comm is None:
+            pieces.deliver(pieces.shard())
+            return None
+        return comm.all_gather(pieces)
+
+    def inputs_of(self, param: UnitParam) -> tuple[list[torch.Tensor], Any]:
+        """Return the tensors of ``param`` to gather, on the device, and what its class wants back with the results."""
+        local = torch_private.local_of(param.sharded)
+        if not hasattr(local, "fsdp_pre_all_gather"):
+            return [local], None
+        function: Callable[..., Any] = local.fsdp_pre_all_gather  # pyright: ignore[reportAttributeAccessIssue]
+        shard_mesh = _shard_mesh(self._axes)
+        with torch.no_grad():
+            if len(inspect.signature(function).parameters) == 1:
+                tensors, extra = function(shard_mesh)
+            else:
+                shape = torch.Size(param.shard.shape)
+                stride = torch.empty(shape, device="meta").stride()
+                tensors, extra = function(shard_mesh, shape, stride, param.module(), self._precision)
+        return [_filled_up(self._on.fetch(tensor, tensor.dtype), param) for tensor in tensors], extra
+
+    def complete(self, entry: _Extended, gathered: list[torch.Tensor], metadata: Any) -> None:
+        """Build (first time) or refill the full parameter of ``entry`` from the gathered tensors."""
+        local = torch_private.local_of(entry.param.sharded)
+        if not hasattr(local, "fsdp_post_all_gather"):
+            raise LayoutError(
+                f"{entry.param.fqn}: tensor type {type(local).__name__} has no fsdp_pre_all_gather/fsdp_post_all_gather, "
+                "so its bytes cannot be gathered; define both on the type"
+            )
+        function: Callable[..., Any] = local.fsdp_post_all_gather  # pyright: ignore[reportAttributeAccessIssue]
+        dtype = entry.param.dtype_of_full(self._precision)
+        outputs = tuple(gathered)
+        with torch.no_grad():
+            if entry.param.full is not None:
+                for storage, num_bytes in entry.inner:
+                    storage.resize_(num_bytes)
+                target = entry.param.full
+                out = torch_private.local_of(target) if entry.param.inner_spec else target
+                with torch_private.same_version(out):
+                    function(outputs, metadata, dtype, out=out)
+                return
+            full, inner = function(outputs, metadata, dtype)
+            shape = entry.param.shard.shape
+            if tuple(full.shape) != shape:  # uneven shards that fsdp_pre_all_gather has padded
+                full = full.as_strided(shape, row_major(shape), 0)
+            own = {output.tensor.untyped_storage().data_ptr() for output in entry.outputs}
+            entry.inner = [
+                (tensor.untyped_storage(), tensor.untyped_storage().nbytes())
+                for tensor in inner
+                if tensor.untyped_storage().data_ptr() not in own
+            ]
+            if entry.param.inner_spec is not None:
+                full = torch_private.dtensor_from_local(full, entry.param.inner_spec)
+            entry.param.full = nn.Parameter(full, requires_grad=entry.param.sharded.requires_grad)
+            torch_private.give_attributes(entry.param.attributes, entry.param.full)
+
+    def hold_outputs(
+        self, entry: _Extended, shapes: list[tuple[tuple[int, ...], torch.dtype]], pool: BufferPool
+    ) -> list[torch.Tensor]:
+        """Return contiguous tensors for the gathered inputs, the same tensor objects in every step."""
+        if not entry.outputs:
+            for _, dtype in shapes:
+                entry.outputs.append(_Output(torch.empty(0, dtype=dtype, device=self._device)))
+        for output, (shape, dtype) in zip(entry.outputs, shapes, strict=True):
+            if output.lease is None:
+                output.lease = pool.lease(math.prod(shape) * dtype.itemsize)
+                storage = output.tensor.untyped_storage()
+                torch_private.swap_storage(storage, output.lease.storage)
+                if tuple(output.tensor.shape) != shape:
+                    stride = torch.empty(shape, device="meta").stride()
+                    output.tensor.set_(storage, 0, shape, stride)
+        return [output.tensor for output in entry.outputs]
+
+    def drop(self, keeps_memory: bool = False) -> None:
+        """Give the memory of the gathered tensors back, unless ``keeps_memory``."""
+        if keeps_memory:
+            return
+        for entry in self._entries:
+            for output in entry.outputs:
+                if output.lease is not None:
+                    lease, output.lease = output.lease, None
+                    torch_private.swap_storage(output.tensor.untyped_storage(), lease.storage)
+                    lease.release()
+            for storage, _ in entry.inner:
+                storage.resize_(0)
+
+    @property
+    def entries(self) -> list[_Extended]:
+        """One record per parameter."""
+        return self._entries
+
+
+class _MixedPieces:
+    """Plain shards and extension inputs in one section of bytes."""
+
+    def __init__(self, owner: ExtensionParams, plain: GatherEnds | None, pool: BufferPool) -> None:
+        self._owner = owner
+        self._pool = pool
+        self._plain = plain
+        self._inputs: list[list[torch.Tensor]] = []
+        self._metadata: list[Any] = []
+        self._plain_dtype = torch.uint8
+        self._plain_bytes = 0
+
+    def buckets(self) -> Sequence[BucketEnds]:
+        """Extensions' results are taken out of one packed buffer."""
+        return ()
+
+    def shard(self) -> torch.Tensor:
+        parts: list[torch.Tensor] = []
+        # Here, and not before: what makes the inputs runs where they are gathered.
+        found = [self._owner.inputs_of(entry.param) for entry in self._owner.entries]
+        self._inputs, self._metadata = [tensors for tensors, _ in found], [extra for _, extra in found]
+        if self._plain is not None:
+            section = self._plain.shard()
+            self._plain_dtype = section.dtype
+            raw = section.view(torch.uint8)
+            self._plain_bytes = raw.numel()
+            parts.append(_padded(raw))
+        for tensors in self._inputs:
+            parts += [_padded(tensor.contiguous().view(-1).view(torch.uint8)) for tensor in tensors]
+        return torch.cat(parts)
+
+    def deliver(self, packed: torch.Tensor) -> None:
+        sections = packed.view(self._num_shards(packed), -1)
+        start = 0
+        if self._plain is not None:
+            plain = sections[:, : self._plain_bytes].contiguous().view(-1)
+            self._plain.deliver(plain.view(self._plain_dtype))
+            start = align(self._plain_bytes, _ALIGNMENT)
+        for entry, tensors, metadata in zip(self._owner.entries, self._inputs, self._metadata, strict=True):
+            shapes = [((sections.shape[0] * t.shape[0], *t.shape[1:]), t.dtype) for t in tensors]
+            outputs = self._owner.hold_outputs(entry, shapes, self._pool)
+            for tensor, output in zip(tensors, outputs, strict=True):
+                num_bytes = tensor.numel() * tensor.element_size()
+                raw = output.view(-1).view(torch.uint8).view(sections.shape[0], num_bytes)
+                with torch_private.same_version(output):  # refilled, not changed, as far as autograd is concerned
+                    raw.copy_(sections[:, start : start + num_bytes])
+                start += align(num_bytes, _ALIGNMENT)
+            self._owner.complete(entry, outputs, metadata)
+
+    def _num_shards(self, packed: torch.Tensor) -> int:
+        section = align(self._plain_bytes, _ALIGNMENT) + sum(
+            align(t.numel() * t.element_size(), _ALIGNMENT) for tensors in self._inputs for t in tensors
+        )
+        return packed.numel() // section
+
+
+def _filled_up(tensor: torch.Tensor, param: UnitParam) -> torch.Tensor:
+    """Return ``tensor`` with as many rows as on the rank with most, if it has one for each of this rank's: all send alike.
+
+    A class that is told the mesh alone cannot do so itself; what comes out is cut to the shape of the parameter.
+    """
+    shard, shape = param.shard, tensor.shape
+    if not shard.has_padding or shard.dim != 0 or shape[:1] != param.shard_shape[:1] or shape[0] == shard.chunk:
+        return tensor
+    whole = tensor.new_zeros((shard.chunk, *shape[1:]))
+    whole[: shape[0]].copy_(tensor)
+    return whole
+
+
+def _padded(raw: torch.Tensor) -> torch.Tensor:
+    extra = align(raw.numel(), _ALIGNMENT) - raw.numel()
+    return nn.functional.pad(raw, (0, extra)) if extra else raw

@@ -1,0 +1,804 @@
+"""This rank's shards of parameters of one dtype, side by side in one allocation."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise import torch_private
+from shardwise.collectives.buffer_pool import BufferPool, Lease, carve, carve_all, is_own
+from shardwise.collectives.host.local_peers import ArenaPlace, take_shareable
+from shardwise.collectives.protocol import BucketEnds
+from shardwise.collectives.routes import Link, section_parts
+from shardwise.collectives.streams import Device, device_of
+from shardwise.errors import LayoutError
+from shardwise.fsdp.param import FreedParameter, Slot, UnitParam, mark_freed
+from shardwise.fsdp.precision import CPUOffloadPolicy, OffloadPolicy
+from shardwise.layout import Bucket, Move, align, build_bucket, row_major
+
+
+def view_of(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
+    """Return a strided window of the 1-D tensor ``flat``."""
+    return flat.as_strided(shape, stride, flat.storage_offset() + offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a section lies in: a 1-D tensor, and where that is for other processes of this host, if it is shared."""
+
+    flat: torch.Tensor
+    place: ArenaPlace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Allocator:
+    """Makes memory for sections; page-locked, or where other processes of this host can map it, if wanted and possible.
+
+    Attributes:
+        offloads_from: what computes with the sections, if that is not the host.
+    """
+
+    device: torch.device
+    pins: bool = False
+    shares: bool = False
+    offloads_from: Device | None = None
+
+    def __call__(self, numel: int, dtype: torch.dtype) -> Memory:
+        """Return ``numel`` zeros."""
+        if self.shares and numel and self.device.type == "cpu":  # meta has no memory to share
+            found = take_shareable(numel * dtype.itemsize)
+            if found is not None:
+                return Memory(found[0].view(dtype), found[1])
+        if self.offloads_from is not None and self.device.type == "cpu":
+            return Memory(self.offloads_from.host_memory(numel, dtype, self.pins).zero_())
+        return Memory(torch.zeros(numel, dtype=dtype, device=self.device))
+
+
+@dataclass(slots=True, eq=False)
+class SubBucket:
+    """This rank's shards on the smaller mesh that parameters go to after forward; attributes as of a FlatBucket."""
+
+    params: list[UnitParam]
+    layout: Bucket
+    full_dtype: torch.dtype
+    local: torch.Tensor
+    byte_offset: int = 0
+
+    def windows(self, rank: int) -> list[torch.Tensor]:
+        """Return the shards of ``rank``, each with a storage of its own."""
+        shapes = [shard.shard_shape(rank) for shard in self.layout.shards]
+        return [carve(self.local, offset, shape) for offset, shape in zip(self.layout.offsets, shapes, strict=True)]
+
+
+class FlatBucket:
+    """This rank's shards of parameters of one dtype, side by side in one allocation.
+
+    Every shard has a storage of its own there, its *home*.  Memory that somebody else may hold is never replaced: when user
+    code has put other memory under a parameter (``to_empty``, ``load_state_dict(assign=True)``, ``share_memory_``), the
+    parameter comes home once nothing but itself holds that memory.  Until then it is *loose*: what travels is a copy.
+
+    Attributes:
+        params: the parameters, in layout order.
+        layout: where each of them starts, in a section and in the full buffer.
+        dtype: of the shards.  full_dtype: of the all-gather and the full parameters.
+        local: 1-D, ``layout.section_numel`` elements: this rank's section.
+        place: where ``local`` lies for other processes of this host; None: it is this process's own.
+        travels: full parameters are copies; else they are the shards themselves, wherever these lie.
+        byte_offset: where the bucket starts in a section that several buckets share.
+        number: which of the sections that the ranks of a host read from each other this is.
+        loose: indices of the parameters that are not at home.
+        has_moved: the last :meth:`settle` has copied shards to where they travel from.
+        num_replaced: parameters that user code has put others in the place of, since somebody has asked.
+    """
+
+    def __init__(
+        self,
+        params: list[UnitParam],
+        layout: Bucket,
+        full_dtype: torch.dtype,
+        allocate: Allocator,
+        travels: bool,
+    ) -> None:
+        self.params = params
+        self.layout = layout
+        self.dtype = params[0].dtype
+        self.full_dtype = full_dtype
+        self.travels = travels
+        self.byte_offset = 0
+        self.number: int | None = None
+        self.num_replaced = 0
+        self.has_attributes = self.has_moved = False
+        self._allocate = allocate
+        self._take_memory()
+
+    @torch.inference_mode(False)  # an evaluation may be what comes first after a change; what is made here outlives it
+    def _take_memory(self) -> None:
+        memory = self._allocate(self.layout.section_numel, self.dtype)
+        self.place, self.local = memory.place, memory.flat
+        self._homes: list[torch.UntypedStorage] = []
+        # For each parameter its first slot, and the address of its home; None: the shard is empty.
+        self._places: list[tuple[UnitParam, Slot, int | None]] = []
+        self.loose: list[int] = []
+        for param, offset in zip(self.params, self.layout.offsets, strict=True):
+            home = carve(self.local, offset, param.shard_shape)
+            self._homes.append(home.untyped_storage())
+            self._places.append((param, param.slots[0], home.data_ptr() if home.numel() else None))
+
+    def move_in(self) -> None:
+        """Bring every parameter home that nobody else holds; note that the others are loose."""
+        for param in self.params:
+            if param.local is not param.count.local():
+                param.count.go_on(param.sharded, param.local)
+        self.loose = [
+            index
+            for index, (param, _, address) in enumerate(self._places)
+            if (address is not None or not param.is_handed_out) and not self._come_home(index)
+        ]
+
+    def settle(self, host_waits: Callable[[], None] | None = None) -> bool:
+        """Find parameters that are not at home; bring them home or note that they are loose.
+
+        ``host_waits``: is called before the host writes to the section, which copies may be reading.
+
+        Returns: False if a parameter has another dtype or device than the bucket was made for.
+        """
+        dtype, device = self.dtype, self.local.device
+        self.has_attributes = False
+        away: list[int] = []
+        for param, slot, _ in self._places:
+            if slot.parameters.get(slot.name) is not param.sharded and not param.is_registered:
+                param.adopt_registered()
+                self.num_replaced += 1
+        locals_ = torch_private.locals_of([param.sharded for param in self.params])
+        for index, (param, _, address) in enumerate(self._places):
+            sharded, local = param.sharded, locals_[index]
+            if local.dtype is not dtype or local.device != device:
+                return False
+            if local is not param.count.local():
+                param.count.go_on(sharded, local)
+            if local.__dict__:
+                self.has_attributes = True
+            if sharded.grad_dtype is not (dtype if param.grad_dtype is None else param.grad_dtype.dtype):
+                param.follow_grad_dtype()
+            if address is not None and self.travels and local.data_ptr() != address:
+                away.append(index)
+        self.has_moved = bool(away)
+        if away and host_waits is not None:
+            host_waits()
+        self.loose = [index for index in away if not self._come_home(index)] if away else away
+        if self.loose and any(torch_private.storage_use_count(self._homes[index]) for index in self.loose):
+            self.relocate()  # somebody holds a home that its parameter has left
+        return True
+
+    def stage(self) -> None:
+        """Copy loose parameters to where they travel from."""
+        for index in self.loose:
+            param = self.params[index]
+            with torch.no_grad():
+                view_of(self.local, param.shard_shape, row_major(param.shard_shape), self.layout.offsets[index]).copy_(
+                    param.local
+                )
+
+    def relocate(self, allocate: Allocator | None = None) -> None:
+        """Take other memory for the section, from ``allocate`` if that is given."""
+        if allocate is not None:
+            self._allocate = allocate
+        self._take_memory()
+        self.move_in()
+
+    @torch.inference_mode(False)
+    def _come_home(self, index: int) -> bool:
+        param, storage = self.params[index], self._homes[index]
+        local = param.local
+        if tuple(local.shape) != param.shard_shape:
+            raise LayoutError(
+                f"{param.fqn}: its shard has shape {tuple(local.shape)}, expected {param.shard_shape}; user code has put "
+                "another tensor in its place: assign one of the sharded shape"
+            )
+        if torch_private.storage_use_count(storage) or (param.is_handed_out and is_held(local)):
+            return False
+        home = torch.empty(0, dtype=self.dtype, device=self.local.device)
+        home.set_(storage, 0, local.shape, row_major(local.shape))
+        if local.device.type != "meta":
+            with torch.no_grad():
+                home.copy_(local)
+        if param.is_handed_out and is_own(local) and local.is_contiguous():
+            # The tensor object stays as well, and whoever holds it: only the memory under it is another.
+            old = local.untyped_storage()
+            torch_private.swap_storage(old, storage)
+            self._homes[index] = old
+        else:
+            param.replace_local(home.requires_grad_(local.requires_grad))
+            param.is_handed_out = True
+        return True
+
+
+def is_held(tensor: torch.Tensor) -> bool:
+    """Return True if something beside ``tensor`` holds its memory, or something beside Python holds ``tensor``."""
+    storage = tensor.untyped_storage()
+    return (
+        torch_private.storage_use_count(storage) > 1
+        or torch_private.tensor_use_count(tensor) > 0
+        or sys.getrefcount(storage) > 3  # itself, the argument, and the storage, which keeps its Python object
+        or (tensor.device.type == "cpu" and tensor.is_shared())  # with other processes, which nobody can count
+    )
+
+
+# ---- Where the parameters of a group live, and how buckets are made there.
+
+
+@dataclass(frozen=True)
+class ParamStorage:
+    """Where the parameters of a group live.
+
+    Attributes:
+        device: of the full parameters.
+        offload: whether shards live on the host instead.
+        is_shared: shards are made where other ranks of this host could read them.
+    """
+
+    device: torch.device
+    offload: OffloadPolicy
+    is_shared: bool = False
+
+    @functools.cached_property
+    def on(self) -> Device:
+        """What the engine asks ``device`` through."""
+        return device_of(self.device)
+
+    @functools.cached_property
+    def is_offloaded(self) -> bool:
+        """True if shards and gradients live on the host, and full parameters elsewhere."""
+        return isinstance(self.offload, CPUOffloadPolicy) and self.on.has_lanes
+
+    @functools.cached_property
+    def storage_device(self) -> torch.device:
+        """The device of the shards."""
+        return torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.device
+
+    @property
+    def pins(self) -> bool:
+        """True if shards lie in page-locked memory."""
+        return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory and self.on.can_pin
+
+    def alignment(self, dtype: torch.dtype) -> int:
+        """Return to how many elements tensors of ``dtype`` are aligned in a section."""
+        # 16 bytes keep vector loads of an accelerator's kernels possible; on CPU gaps would only cost.
+        return max(16 // dtype.itemsize, 1) if self.on.has_lanes else 1
+
+    def bucket(self, params: list[UnitParam], full_dtype: torch.dtype, is_collective: bool) -> FlatBucket:
+        """Return a bucket that ``params``, all of one dtype, have moved into.
+
+        It travels unless it has no elements, or, without collectives, is its own full form.
+        """
+        dtype, device = params[0].dtype, params[0].local.device
+        layout = build_bucket([param.shard for param in params], self.alignment(dtype), self.alignment(full_dtype))
+        travels = (
+            is_collective or dtype != full_dtype or self.is_offloaded or device != self.device
+        ) and layout.full_numel > 0
+        allocate = Allocator(device, self.pins, self.is_shared, self.on if self.is_offloaded else None)
+        bucket = FlatBucket(params, layout, full_dtype, allocate, travels)
+        bucket.move_in()
+        return bucket
+
+
+# ---- Memory for reduced gradients: side by side, each with a storage of its own, as users may keep them.
+
+# Small sections are used again in the next step when nobody has kept a gradient: making tensors costs more than their
+# arithmetic.  Large ones come from the allocator, so that the memory of dropped gradients serves the next forward.
+KEPT_BYTES = 1 << 20
+_MAX_KEPT = 2
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPlaces:
+    """Where the gradients of some parameters lie in a section of ``numel`` elements: offsets and shapes of the shards.
+
+    ``num_spare``: elements behind the section, for a mark.
+    """
+
+    params: tuple[UnitParam, ...]
+    places: tuple[tuple[int, tuple[int, ...]], ...]
+    numel: int
+    num_spare: int = 0
+
+    def empty(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a section with undefined values, in memory that has the spare elements behind it."""
+        return torch.empty(self.numel + self.num_spare, dtype=dtype, device=device).narrow(0, 0, self.numel)
+
+
+class GradientSection:
+    """A section and the gradients carved out of it.
+
+    Attributes:
+        flat: 1-D, the whole section.
+        windows: the gradient of each parameter, a plain tensor.
+        gradients: the same as users see them, DTensors like their parameters.
+    """
+
+    def __init__(self, places: GradientPlaces, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self._params = places.params
+        self.windows = carve_all(flat, places.places)
+        self.gradients = [as_gradient(param, window) for param, window in zip(places.params, self.windows, strict=True)]
+        self._storages = [window.untyped_storage() for window in self.windows]
+        self._addresses = [window.data_ptr() for window in self.windows]
+        self._specs = torch_private.specs_of([param.sharded for param in places.params])
+        self._is_taken = True
+        self._unheld = self._holders()
+
+    def give_back(self) -> None:
+        """Let the section be used again as soon as nobody else holds a gradient."""
+        self._is_taken = False
+
+    def take(self) -> bool:
+        """Return True, once, if nobody else holds a gradient and none has been changed by others."""
+        if self._is_taken or self._holders() != self._unheld or not self._is_as_made():
+            return False
+        self._is_taken = True
+        return True
+
+    def _holders(self) -> list[int]:
+        tensors = self.gradients + self.windows
+        return [
+            *map(sys.getrefcount, tensors),
+            *map(sys.getrefcount, self._storages),
+            *torch_private.use_counts(tensors, self._storages),
+        ]
+
+    def _is_as_made(self) -> bool:
+        return (
+            all(map(operator.is_, torch_private.locals_of(self.gradients), self.windows))
+            and [*map(torch.Tensor.data_ptr, self.windows)] == self._addresses
+            and all(map(operator.is_, torch_private.specs_of([param.sharded for param in self._params]), self._specs))
+            and not any(map(_REQUIRES_GRAD, self.gradients))
+        )
+
+
+class GradientMemory:
+    """Sections for the gradients of the same parameters, step after step; up to ``kept_bytes`` they are used again."""
+
+    def __init__(self, places: GradientPlaces, kept_bytes: int) -> None:
+        self._places = places
+        self._kept_bytes = kept_bytes
+        self._kept: list[GradientSection] = []
+
+    def take(self, dtype: torch.dtype, place: ParamStorage) -> GradientSection:
+        """Return a section where the shards of ``place`` live that nobody else uses, with undefined values."""
+        for section in self._kept:
+            if section.flat.dtype is dtype and section.flat.device == place.storage_device and section.take():
+                return section
+        if place.is_offloaded:
+            flat = place.on.host_memory(self._places.numel, dtype, place.pins)
+        else:
+            flat = self._places.empty(dtype, place.device)
+        section = GradientSection(self._places, flat)
+        if flat.numel() * flat.element_size() <= self._kept_bytes:
+            self._kept = [*self._kept, section][-_MAX_KEPT:]
+        return section
+
+
+def as_gradient(param: UnitParam, window: torch.Tensor) -> torch.Tensor:
+    """Return ``window`` as users see the gradient of ``param``: a DTensor if the parameter is one."""
+    if not isinstance(param.sharded, DTensor):
+        return window
+    spec = torch_private.spec_in(torch_private.spec_of(param.sharded), window.dtype)
+    return torch_private.dtensor_from_local(window, spec)
+
+
+# ---- The shards of a unit's parameters on their way into the full parameters: sections, moves, and the memory they
+# arrive in.
+
+_GIVEN_BACK = (
+    "This tensor shared memory with a full parameter, which shardwise has given back since: keep clone() of it, or read the "
+    "parameter where it is unsharded."
+)
+_BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share
+
+
+def full_window(flat: torch.Tensor, move: Move, base: int) -> torch.Tensor:
+    """Return the side of ``move`` that lies in a full tensor starting at element ``base``."""
+    return view_of(flat, move.shape, move.full_stride, base + move.full_offset)
+
+
+def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
+    """Return the side of ``move`` that lies in a packed buffer: its memory alone, where a view would keep ``flat`` itself.
+
+    Windows are remembered as long as somebody has ``flat``; remembered views would be that somebody.
+    """
+    with torch.inference_mode(False):
+        window = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        return window.set_(
+            flat.untyped_storage(), flat.storage_offset() + move.packed_offset, move.shape, move.packed_stride
+        )
+
+
+class FullBuffer:
+    """The full parameters of one bucket, in memory that comes and goes under a storage that stays.
+
+    Autograd keeps references to the storage, so it must be the same object in forward and backward.
+
+    Attributes:
+        is_shared: the full parameters are the shards themselves.
+        is_held: the memory is there.
+    """
+
+    def __init__(self, layout: Bucket, dtype: torch.dtype, device: torch.device, is_shared: bool) -> None:
+        """``is_shared``: the full parameters are the shards themselves (one shard per tensor); else own memory."""
+        self._lease: Lease | None = None
+        self.is_shared = self.is_held = is_shared
+        self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        if not is_shared:  # a kernel that reads a storage without memory ends the process
+            torch_private.refuse_reads(self._storage, _GIVEN_BACK)
+        self.num_bytes = 0 if is_shared else layout.full_numel * dtype.itemsize
+        self._dtype = dtype
+        self._flat: torch.Tensor | None = None
+
+    def hold(self, pool: BufferPool) -> torch.Tensor:
+        """Take memory from ``pool`` unless held; return the 1-D buffer."""
+        if self._lease is None:
+            self._lease = pool.lease(self.num_bytes)
+            self.is_held = True
+            torch_private.swap_storage(self._storage, self._lease.storage)
+            if self._flat is None:
+                with torch.inference_mode(False):
+                    empty = torch.empty(0, dtype=self._dtype, device=self._storage.device)
+                    self._flat = empty.set_(self._storage, 0, (self.num_bytes // self._dtype.itemsize,), (1,))
+        assert self._flat is not None
+        return self._flat
+
+    def drop(self) -> None:
+        """Give the memory back; tensors on it must not be read until the next :meth:`hold`."""
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            self.is_held = self.is_shared
+            torch_private.swap_storage(self._storage, lease.storage)
+            lease.release()
+
+    @property
+    def num_holders(self) -> int:
+        """The number of tensors that use this memory, 0 if it is shared and so never freed."""
+        return 0 if self.is_shared else torch_private.storage_use_count(self._storage)
+
+    def lose(self) -> object:
+        """Do as :meth:`drop` does, but keep the memory from its pool: somebody may still write to it.  Returns its keeper."""
+        if self._lease is None:
+            return None
+        lease, self._lease = self._lease, None
+        self.is_held = self.is_shared
+        torch_private.swap_storage(self._storage, lease.storage)
+        return lease.lose()
+
+
+def make_full_parameter(
+    memory: torch.Tensor, offset: int, param: UnitParam, stride: tuple[int, ...] | None = None
+) -> nn.Parameter:
+    """Return the parameter that modules compute with: a window of ``memory`` with a version counter of its own.
+
+    ``stride``: where its elements lie there; None: one after the other.
+    """
+    shape = param.shard.shape
+    with torch.inference_mode(False), torch.no_grad():
+        # set_ instead of a view: gathering into ``memory`` must not count as changing what autograd has saved.
+        local = torch.empty(0, dtype=memory.dtype, device=memory.device)
+        local.set_(
+            memory.untyped_storage(),
+            memory.storage_offset() + offset,
+            shape,
+            row_major(shape) if stride is None else stride,
+        )
+        if param.inner_spec is not None:
+            local = torch_private.dtensor_from_local(local, param.inner_spec)
+        full = nn.Parameter(local, requires_grad=param.sharded.requires_grad)
+    torch_private.give_attributes(param.attributes, full)
+    return full
+
+
+class Shards:
+    """The sections of one placement of a unit's parameters, gathered and cut again by moves that are made once."""
+
+    def __init__(self, buckets: Sequence[FlatBucket | SubBucket], num_shards: int, place: ParamStorage) -> None:
+        self.buckets = buckets
+        self.num_shards = num_shards
+        self._place = place
+        offset = 0
+        for bucket in buckets:
+            bucket.byte_offset = offset
+            offset = align(offset + bucket.layout.section_numel * bucket.full_dtype.itemsize, _BYTE_ALIGNMENT)
+        self._section_bytes = offset
+        self._section_numel = buckets[0].layout.section_numel if len(buckets) == 1 else offset
+        self._moves = [self._bucket_moves(bucket) for bucket in buckets]
+        self._full_windows: list[torch.Tensor] | None = None
+        self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of buffers, while somebody has them
+        self._own_parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._full_parts: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
+        # On a host as many copies are made in either case, and through kept windows they cost half.
+        is_split = len(buckets) == 1 and place.device.type != "cpu"
+        self._num_even = buckets[0].layout.num_even if is_split else 0
+
+    @property
+    def packed_dtype(self) -> torch.dtype:
+        """Dtype of the packed buffer: the parameters' if they have one, else bytes."""
+        return self.buckets[0].full_dtype if len(self.buckets) == 1 else torch.uint8
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed buffer of all ranks."""
+        return self.num_shards * self._section_numel * self.packed_dtype.itemsize
+
+    def _bucket_moves(self, bucket: FlatBucket | SubBucket) -> list[tuple[int, Move]]:
+        itemsize = bucket.full_dtype.itemsize
+        stride = self._section_numel if len(self.buckets) == 1 else self._section_bytes // itemsize
+        start = 0 if len(self.buckets) == 1 else bucket.byte_offset // itemsize
+        return [
+            (bucket.layout.full_offsets[index], move)
+            for index in range(len(bucket.params))
+            for move in bucket.layout.moves(index, into_full=True, section_offset=start, section_stride=stride)
+        ]
+
+    def section(self) -> torch.Tensor:
+        """Return this rank's section in the dtype of the all-gather, on the device: the shards themselves if they are that."""
+        if len(self.buckets) == 1:
+            return self.section_of(self.buckets[0])
+        section = torch.empty(self._section_bytes, dtype=torch.uint8, device=self._place.device)
+        for bucket in self.buckets:
+            numel = bucket.layout.section_numel
+            window = section.narrow(0, bucket.byte_offset, numel * bucket.full_dtype.itemsize).view(bucket.full_dtype)
+            is_cast = bucket.local.dtype is not bucket.full_dtype
+            window.copy_(self.section_of(bucket) if is_cast else bucket.local, non_blocking=True)
+        return section
+
+    def section_of(self, bucket: FlatBucket | SubBucket) -> torch.Tensor:
+        """Return this rank's section of one bucket in the dtype of the all-gather, on the device."""
+        if bucket.local.dtype is bucket.full_dtype and not self._place.is_offloaded:
+            return bucket.local
+        return self._place.on.fetch(bucket.local, bucket.full_dtype)
+
+    def own_parts(self, number: int, rank: int) -> list[torch.Tensor]:
+        """Return the windows of each parameter in this rank's section of bucket ``number``, in the dtype of the all-gather."""
+        bucket = self.buckets[number]
+        section = self.section_of(bucket)
+        if section is not bucket.local:
+            return section_parts(bucket.layout, section, rank)
+        known = self._own_parts.get(number)
+        if known is None or known[0] is not section:
+            known = self._own_parts[number] = (section, section_parts(bucket.layout, section, rank))
+        return known[1]
+
+    def full_parts(self, number: int, rank: int, full: torch.Tensor) -> list[torch.Tensor]:
+        """Return the windows of ``full`` (bucket ``number``'s full buffer) that ``rank``'s shards go to."""
+        parts = self._full_parts.get((number, rank))
+        if parts is None:
+            layout = self.buckets[number].layout
+            moves = zip(layout.parts(rank), layout.full_offsets, strict=True)
+            parts = self._full_parts[number, rank] = [full_window(full, move, base) for move, base in moves]
+        return parts
+
+    def unpack(self, packed: torch.Tensor, fulls: Sequence[torch.Tensor]) -> None:
+        """Copy every shard from the packed buffer to its place in the full buffers."""
+        if self._full_windows is None:
+            self._full_windows = [
+                full_window(full, move, base)
+                for full, moves in zip(fulls, self._moves, strict=True)
+                for base, move in moves
+            ]
+        if self._num_even:
+            rows = packed.view(self.num_shards, self._section_numel)[: self._num_even]
+            torch.split_with_sizes_copy(rows, self._columns, dim=1, out=self._full_windows)
+            return
+        sources = self._packed_windows.get(packed)
+        if sources is None:
+            sources = self._packed_windows[packed] = [
+                packed_window(packed if packed.dtype == bucket.full_dtype else packed.view(bucket.full_dtype), move)
+                for bucket, moves in zip(self.buckets, self._moves, strict=True)
+                for _, move in moves
+            ]
+        if sources:
+            torch_private.copy_each(self._full_windows, sources)
+
+
+class ShardEnds:
+    """One bucket, for transports that move parts.  ``pool``: where its full buffer finds memory."""
+
+    def __init__(self, shards: Shards, index: int, full: FullBuffer) -> None:
+        bucket = shards.buckets[index]
+        assert isinstance(bucket, FlatBucket)
+        self._shards, self._index, self._bucket, self._full = shards, index, bucket, full
+        self.pool: BufferPool | None = None
+        self.layout, self.dtype, self.full_dtype = bucket.layout, bucket.dtype, bucket.full_dtype
+
+    @property
+    def params(self) -> Sequence[UnitParam]:
+        return self._bucket.params
+
+    @property
+    def number(self) -> int | None:
+        return self._bucket.number
+
+    def section(self) -> torch.Tensor:
+        return self._shards.section_of(self._bucket)
+
+    def full_parts(self, rank: int) -> list[torch.Tensor]:
+        assert self.pool is not None
+        return self._shards.full_parts(self._index, rank, self._full.hold(self.pool))
+
+    def lose_full(self) -> object:
+        return self._full.lose()
+
+
+@dataclass(slots=True)
+class Delivery:
+    """Both ends of an all-gather from ``shards`` into ``fulls``, which find memory in ``pool``.
+
+    Attributes:
+        ends: of the buckets, if they may travel in parts.
+    """
+
+    shards: Shards
+    fulls: Sequence[FullBuffer]
+    pool: BufferPool
+    ends: Sequence[BucketEnds] = ()
+
+    def buckets(self) -> Sequence[BucketEnds]:
+        return self.ends
+
+    def shard(self) -> torch.Tensor:
+        return self.shards.section()
+
+    def deliver(self, packed: torch.Tensor) -> None:
+        self.shards.unpack(packed, [full.hold(self.pool) for full in self.fulls])
+
+
+class Packing:
+    """Buckets and their full buffers: made anew, whole, when parameters have another dtype or place.
+
+    Attributes:
+        buckets: those that travel first.  fulls: the full buffer of each.
+        travelling: those of what travels.  shards: its sections.  ends: what takes it in parts.
+        full_bytes: of the full parameters beyond the shards.
+        pool: where full buffers find memory; None before an engine is there.
+    """
+
+    pool: BufferPool | None = None
+
+    def __init__(self, buckets: list[FlatBucket], num_shards: int, place: ParamStorage) -> None:
+        self.buckets = sorted(buckets, key=lambda bucket: not bucket.travels)  # numbered as in what travels
+        for bucket in self.buckets:
+            bucket.stage()
+            for param in bucket.params:
+                param.full = None
+                param.is_hooked = False
+        self.fulls = [FullBuffer(b.layout, b.full_dtype, place.device, is_shared=not b.travels) for b in self.buckets]
+        self._windows = {
+            param: (buffer, offset)
+            for bucket, buffer in zip(self.buckets, self.fulls, strict=True)
+            for param, offset in zip(bucket.params, bucket.layout.full_offsets, strict=True)
+        }
+        self.shards = Shards([bucket for bucket in self.buckets if bucket.travels], num_shards, place)
+        self.full_bytes = sum(full.num_bytes for full in self.fulls)
+        self.travelling = [full for full in self.fulls if not full.is_shared]
+        self.ends = [ShardEnds(self.shards, number, full) for number, full in enumerate(self.travelling)]
+        self._staging: tuple[Link | None, tuple[int, bool]] | None = None
+
+    def bind(self, pool: BufferPool | None) -> None:
+        """Let parts find memory in ``pool``."""
+        self.pool = pool
+        for ends in self.ends:
+            ends.pool = pool
+
+    def hold(self, pool: BufferPool) -> list[torch.Tensor]:
+        """Return the 1-D full buffers of the buckets that travel, with memory under them."""
+        return [full.hold(pool) for full in self.travelling]
+
+    def make_full(self, param: UnitParam, pool: BufferPool) -> nn.Parameter:
+        """Return what modules compute with for ``param``: a window of its full buffer, or of the shard if that is whole."""
+        buffer, offset = self._windows[param]
+        if buffer.is_shared:
+            return make_full_parameter(param.local, 0, param, param.local.stride())  # user code may have put it there
+        return make_full_parameter(buffer.hold(pool), offset, param)
+
+    def staging(self, link: Link | None) -> tuple[int, bool]:
+        """Return the bytes that an all-gather by ``link`` stages, and whether its full parameters are among them."""
+        if self._staging is None or self._staging[0] is not link:
+            self._staging = (link, self._compute_staging(link))
+        return self._staging[1]
+
+    def _compute_staging(self, link: Link | None) -> tuple[int, bool]:
+        if link is None:
+            return self.shards.packed_bytes, False
+        stagings = [link.gather_staging(each.layout, each.full_dtype.itemsize) for each in self.shards.buckets]
+        in_place = any(is_in_place for _, is_in_place in stagings)
+        return sum(num_bytes for num_bytes, _ in stagings) + (self.full_bytes if in_place else 0), in_place
+
+    def drop(self, keeps_memory: bool) -> None:
+        """Let nobody use the full parameters, and give their memory back unless ``keeps_memory``."""
+        for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
+            if not keeps_memory:
+                buffer.drop()
+            if not buffer.is_shared:
+                mark_freed(bucket.params, has_memory=buffer.is_held)
+
+    def leave(self) -> None:
+        """Give memory back that is kept while nobody uses it: another packing takes the place of this one."""
+        for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
+            if all(type(param.full) is FreedParameter for param in bucket.params):
+                buffer.drop()
+
+
+# ---- Where the gradients of some parameters lie while they are reduced, and after.
+
+
+class ReduceLayout:
+    """Where the gradients of some parameters lie in a packed buffer and in this rank's section of it.
+
+    ``num_spare``: elements behind the section that are none of it.  ``kept_bytes``: sections up to there are used again.
+    """
+
+    def __init__(
+        self, params: list[UnitParam], alignment: int, rank: int, num_spare: int = 0, kept_bytes: int = KEPT_BYTES
+    ) -> None:
+        self.params = params
+        self.bucket = build_bucket([param.shard for param in params], alignment)
+        self.names = ", ".join(param.fqn for param in params[:3]) + (f" and {len(params) - 3} more" * (len(params) > 3))
+        self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
+        self._parts: dict[int, tuple[Move, ...]] = {}
+        self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of buffers, while somebody has them
+        shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
+        places = tuple(zip(self.bucket.offsets, shapes, strict=True))
+        self.places = GradientPlaces(tuple(params), places, self.bucket.section_numel, num_spare)
+        self.memory = GradientMemory(self.places, kept_bytes)
+        self._windows = [(offset, row_major(shape), shape) for offset, shape in places]
+
+    def pack(self, gradients: list[torch.Tensor], packed: torch.Tensor) -> None:
+        """Write every rank's part of every gradient to its place; padding becomes zero."""
+        num_even = self.bucket.num_even
+        if num_even and {gradient.dtype for gradient in gradients} == {packed.dtype}:
+            rows = packed.view(-1, self.bucket.section_numel)
+            if num_even < len(rows):
+                rows[num_even:].zero_()
+                rows = rows[:num_even]
+            torch.cat([gradient.reshape(num_even, -1) for gradient in gradients], dim=1, out=rows)
+            return
+        if self.bucket.has_padding:
+            packed.zero_()
+        targets = self._packed_windows.get(packed)
+        if targets is None:
+            targets = [packed_window(packed, move) for moves in self._moves for move in moves]
+            self._packed_windows[packed] = targets
+        sources: list[torch.Tensor] = []
+        for gradient, moves in zip(gradients, self._moves, strict=True):
+            dense = gradient.contiguous()
+            start = dense.storage_offset()
+            sources += [dense.as_strided(move.shape, move.full_stride, start + move.full_offset) for move in moves]
+        torch_private.copy_all(targets, sources)
+
+    def pack_whole(self, gradients: list[torch.Tensor], section: GradientSection) -> None:
+        """Write ``gradients`` to ``section``, where this rank has all shards; gaps become zero."""
+        if self.bucket.has_padding:
+            section.flat.zero_()
+        torch_private.copy_all(section.windows, gradients)
+
+    def full_parts(self, gradients: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
+        """Return the windows of ``gradients`` (row-major) that belong to ``rank``."""
+        parts = self._parts.get(rank)
+        if parts is None:
+            parts = self._parts[rank] = self.bucket.parts(rank)
+        return [
+            gradient.as_strided(move.shape, move.full_stride, gradient.storage_offset() + move.full_offset)
+            for gradient, move in zip(gradients, parts, strict=True)
+        ]
+
+    def windows(self, section: torch.Tensor) -> list[torch.Tensor]:
+        """Return the shards in this rank's section."""
+        start = section.storage_offset()
+        return [section.as_strided(shape, stride, start + offset) for offset, stride, shape in self._windows]

@@ -1,0 +1,668 @@
+"""The hooks that tie modules to an engine: one call each.  The only file that registers hooks on modules and outputs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from shardwise import observe, torch_private
+from shardwise.consistency.liveness import refuse_forked
+from shardwise.consistency.process_groups import broadcast_from_first
+from shardwise.errors import StateError
+from shardwise.fsdp.engine import Engine, live_engines
+from shardwise.fsdp.reductions import check_weights
+from shardwise.fsdp.roots import SHARES_BUFFERS, Attachment, Pass, attachment_of, live_engine
+from shardwise.fsdp.unit import is_in_backward
+from shardwise.observe import listeners, log_for_torch, logger
+from shardwise.torch_private import beside_transforms, innermost_transform
+
+# ---- Ends of steps that somebody asks for: ``finalize_backward``, and stages of pipelines after their last
+# microbatch.
+
+
+def set_manual(engine: Engine, is_manual: bool) -> None:
+    """Let :func:`complete` set gradients, or the end of every backward.
+
+    Raises: StateError if that would change while gradients of a backward are on their way.
+    """
+    engine.manual.set_on(is_manual, engine.watch.is_running or is_in_backward(), engine.reductions.has_deferred)
+
+
+def end_step(engine: Engine) -> None:
+    """Reduce what backwards without sync have left, and set gradients.
+
+    Gradients count that backwards have accumulated, and those that somebody has assigned to full parameters.
+
+    Raises: StateError in a backward, or if some of the weights' gradients are lost.
+    """
+    if engine.watch.is_running or is_in_backward():
+        raise StateError("a step cannot be ended during backward; end it after the last backward()")
+    if engine.watch.has_raised:
+        engine.abort_backward()
+    try:
+        _reduce_rest(engine)
+        params = engine.commit()
+    except BaseException:
+        engine.abort_backward()
+        raise
+    engine.run_hooks(params)
+
+
+def launch_rest(engine: Engine) -> object | None:
+    """Reduce what backwards have left; return what :func:`complete` takes, None if no backward has come.
+
+    Raises: StateError in a backward, without manual finalization, or before an earlier call has been completed.
+    """
+    manual = engine.manual
+    is_open = manual.check_launch(engine.watch.is_running or is_in_backward())
+    if engine.watch.has_raised:
+        engine.abort_backward()
+        is_open = manual.is_open
+    if not is_open:
+        return None
+    manual.hold_open()
+    try:
+        _reduce_rest(engine)
+        engine.defer()
+    except BaseException:
+        engine.abort_backward()
+        raise
+    return manual.launch()
+
+
+def _reduce_rest(engine: Engine) -> None:
+    engine.hide_gradients()
+    engine.enter_span("backward")
+    for unit in reversed(engine.units):
+        check_weights(unit)
+        gradients = unit.take_gradients()
+        if unit.policy.sync and (gradients or engine.is_due(unit)):
+            engine.reductions.launch(unit, gradients)
+        elif gradients:
+            engine.reductions.hold(unit, gradients)
+        if unit.policy.reshard_after_backward and unit.is_full:
+            engine.reshard_in_step(unit)
+
+
+def complete(engine: Engine, completion: object) -> None:
+    """Wait for reductions and set gradients.  Raises: StateError if ``completion`` has been forgotten."""
+    engine.manual.check_completion(completion)
+    engine.hide_gradients()
+    try:
+        params = engine.commit()
+    except BaseException:
+        engine.show_gradients()
+        raise
+    engine.manual.complete()
+    engine.run_hooks(params)
+
+
+# ---- Refuses sharded parameters as ``inputs`` of a backward: shards are not in the autograd graph.
+
+_UNUSED = "appears to not have been used in the graph"
+
+
+def check_backward_inputs() -> None:
+    """Check the inputs of all backwards from now on; call it once."""
+    torch_private.check_backward_inputs(_backward_of_shards)
+
+
+def _backward_of_shards(inputs: Sequence[Any], run: Callable[[], Any]) -> Any:
+    """Run a backward with ``inputs``, some of them DTensors.
+
+    Raises: StateError if a sharded parameter among them gets no gradient.
+    """
+    names = {id(param.sharded): param.fqn for engine in live_engines for unit in engine.units for param in unit.params}
+    asked = [(index, each) for index, each in enumerate(inputs) if id(each) in names]
+    before = [_grad_of(each) for _, each in asked]
+    try:
+        results = run()
+    except RuntimeError as error:
+        if asked and _UNUSED in str(error):
+            raise _not_in_graph([names[id(each)] for _, each in asked]) from error
+        raise
+    got_none = [
+        names[id(each)]
+        for (index, each), was in zip(asked, before, strict=True)
+        if (results[index] is None if results else _grad_of(each) == was)
+    ]
+    if got_none:
+        raise _not_in_graph(got_none)
+    return results
+
+
+def _grad_of(param: torch.Tensor) -> tuple[int, int]:
+    """Return a value that changes when ``param`` gets a gradient."""
+    return id(param.grad), -1 if param.grad is None else param.grad._version
+
+
+def _not_in_graph(names: Sequence[str]) -> StateError:
+    more = f" and {len(names) - 1} more sharded parameters" if len(names) > 1 else ", a sharded parameter"
+    return StateError(
+        f"autograd was asked for the gradient of {names[0]}{more}, but shards are not in the graph: forward uses the "
+        "unsharded parameters, and shards get .grad when gradients are reduced. Call loss.backward() without inputs, then read "
+        ".grad; for one gradient per loss, clone .grad and call zero_grad() between the losses"
+    )
+
+
+# ---- Transfers as records of torch's profiler, whichever way they go: its own records know torch's collectives
+# alone.
+
+_NAMES = {
+    "unshard": "all_gather",
+    "wait": "wait_all_gather",
+    "reduce": "reduce_scatter",
+    "wait for gradients": "wait_reduce_scatter",
+    "all-gather": "all_gather",
+    "reduction": "reduce_scatter",
+    "all-reduce": "all_reduce",
+    "exchange": "exchange",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenRecord:
+    span: tuple[str, str]
+    record: torch.profiler.record_function
+
+
+class _Records:
+    """Hears of spans while a profiler is on: each that moves bytes is a ``record_function`` of its thread."""
+
+    def __init__(self) -> None:
+        self._open = threading.local()
+
+    def begin(self, track: str, what: str, subject: str) -> None:
+        if not torch_private.is_profiling():
+            listeners.remove(self)  # nobody looks any more: transfers cost nothing again
+            return
+        if what in _NAMES:
+            record = torch.profiler.record_function(f"shardwise::{_NAMES[what]} {subject or 'root'}")
+            record.__enter__()
+            self._stack().append(_OpenRecord((what, subject), record))
+
+    def end(self, what: str, subject: str, num_bytes: int) -> None:
+        stack = self._stack()
+        if (what, subject) not in [each.span for each in stack]:
+            return  # it had begun before the profiler
+        while stack:
+            last = stack.pop()
+            last.record.__exit__(None, None, None)
+            if last.span == (what, subject):
+                return
+
+    def _stack(self) -> list[_OpenRecord]:
+        if not hasattr(self._open, "stack"):
+            self._open.stack = []
+        return self._open.stack
+
+
+_records = _Records()
+
+
+def record_transfers() -> None:
+    """Show transfers to the profiler that is on, until it is off."""
+    if _records not in listeners:
+        listeners.append(_records)
+
+
+# ---- Tensors inside the containers that modules take and return.
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in ``value``: tensors, lists, tuples, named tuples, sets, mappings, dataclasses, nested at will."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in cast("Mapping[Any, Any]", value).values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in cast("list[Any]", value):
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+_MOST_LOOKED_AT = 1000
+
+
+def tensors_behind(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that attributes of ``value``, an object of any class, hold, and of what these hold in turn.
+
+    Nothing callable is looked into, nor more than a thousand things.
+    """
+    todo, seen = [value], set[int]()
+    while todo and len(seen) < _MOST_LOOKED_AT:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, Mapping):
+            todo += cast("Mapping[Any, Any]", each).values()
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            todo += cast("list[Any]", each)
+        elif not callable(each):
+            slots = [name for kind in type(each).__mro__ for name in kind.__dict__.get("__slots__", ())]
+            todo += [*getattr(each, "__dict__", {}).values(), *[getattr(each, name, None) for name in slots]]
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return ``value`` with every tensor replaced; containers are rebuilt with their own types, the input is not changed."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, PackedSequence):
+        return value._replace(data=function(value.data))
+    if isinstance(value, Mapping):
+        items = {key: map_tensors(function, item) for key, item in cast("Mapping[Any, Any]", value).items()}
+        return _rebuilt_mapping(cast("Mapping[Any, Any]", value), items)
+    if isinstance(value, tuple):
+        items = [map_tensors(function, item) for item in cast("tuple[Any, ...]", value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, (list, set, frozenset)):
+        return type(value)(map_tensors(function, item) for item in cast("list[Any]", value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        result = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(result, field.name, map_tensors(function, getattr(value, field.name)))
+        return result
+    return value
+
+
+def _rebuilt_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(original) is dict:
+        return items
+    result = copy.copy(original)  # keeps a defaultdict's factory and a model output's attributes
+    for key, item in items.items():
+        cast(Any, result)[key] = item
+    return result
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with its floating-point tensors in ``dtype``."""
+
+    def to_dtype(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return map_tensors(to_dtype, value)
+
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+_NO_RANGE = nullcontext()
+_warnings = logging.getLogger("shardwise")
+_checked: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # that hold no full forms, by their ids
+_warned: weakref.WeakSet[Engine] = weakref.WeakSet()  # whose optimizers have stepped without any gradient
+
+
+_WHY_NO_GRAPH = (
+    "shardwise gathers parameters and reduces gradients between graphs, where a unit begins and ends. With fullgraph=True "
+    "compile each unit by itself: for block in model.blocks: block.compile(fullgraph=True)"
+)
+
+
+def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` so that torch.compile leaves it out of its graphs; elsewhere it runs as it is."""
+
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    torch_private.skip_frames(outside, _WHY_NO_GRAPH)
+    return outside
+
+
+def _range(what: str, unit: str) -> AbstractContextManager[object]:
+    """Log that ``what`` begins for ``unit``; return a context that a profiler shows as one range.
+
+    What ``torch.func`` transforms is what the module computes, not what is gathered for it.
+    """
+    if logger.isEnabledFor(logging.DEBUG):
+        log_for_torch(what, unit)
+    if innermost_transform() is not None:
+        return beside_transforms()
+    if torch_private.is_profiling():
+        record_transfers()
+        return torch.profiler.record_function(f"FSDP::{what} ({unit})")
+    return _NO_RANGE
+
+
+class Hooks:
+    """The hooks of one attachment; they have no state of their own.  ``attachment``: of the modules they are for."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+        self._unit = attachment.unit
+
+    def _engine(self) -> Engine | None:
+        # As engine_of, without a walk to another file at every hook.
+        host = self._unit.host_ref()
+        return host if isinstance(host, Engine) else None
+
+    def install(self) -> None:
+        """Register the forward hooks on the unit's modules."""
+        for module in self._unit.modules:
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after_forward, prepend=False, always_call=True)
+
+    def listen(self) -> None:
+        """Hear of gradients of plain parameters before the first forward, too: parts of a module may be called without it."""
+        unit, attachment_ref = self._unit, weakref.ref(self._attachment)
+
+        def on_first_gradient() -> None:
+            attachment = attachment_ref()
+            if attachment is not None:
+                live_engine(attachment).gradient_arrived(attachment.unit)
+
+        for group in unit.groups:
+            if group.keeps_plain:
+                group.listen_in_place(unit.backward.hook)
+                unit.backward.on_gradients = on_first_gradient
+
+    def install_state_dict_hooks(self) -> None:
+        """Let state dicts be taken from, and loaded into, the shards: on every module that holds a parameter of the unit."""
+        holders = {id(module): module for param in self._unit.params if (module := param.module()) is not None}
+        for module in holders.values():
+            self.reshard_for_state_dict(module)
+
+    def reshard_for_state_dict(self, module: nn.Module) -> None:
+        """Give full parameters back before ``module``'s state dict is taken or loaded."""
+        module.register_state_dict_pre_hook(self.before_state_dict)
+        module.register_load_state_dict_pre_hook(self.before_state_dict)
+
+    def before_state_dict(self, *_: Any) -> None:
+        """State-dict hook, for both ways."""
+        self._unit.reshard()
+
+    @dynamo_disabled
+    def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Pre-forward hook: full parameters, inputs on the device and in the compute dtype."""
+        engine = self._engine() if self._attachment.is_root is not None else None
+        if self._attachment.is_root is not False:
+            refuse_forked()
+        if engine is None:
+            with _NO_RANGE if innermost_transform() is None else beside_transforms():
+                engine = live_engine(self._attachment)
+        if engine.means.device.type != "cpu" and not engine.forwards:
+            args, kwargs = to_device(args, engine.means.device), to_device(kwargs, engine.means.device)
+        with _range("pre_forward", self._unit.name):
+            engine.before_forward(self._unit)
+        precision = self._unit.precision
+        if precision.param_dtype is not None and precision.cast_forward_inputs:
+            args, kwargs = cast_floating(args, precision.param_dtype), cast_floating(kwargs, precision.param_dtype)
+        if self._attachment.is_root:
+            needs_gradient = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+            self._attachment.before = torch_private.num_nodes_made(), needs_gradient
+        is_watched = self._wants_boundary() and torch.is_grad_enabled() and self._has_boundary()
+        self._attachment.passes.append(self._watch_inputs(args, kwargs) if is_watched else None)
+        return args, kwargs
+
+    @dynamo_disabled
+    def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+        """Forward hook, also run when forward has raised."""
+        engine = self._engine()
+        through = self._attachment.passes.pop() if self._attachment.passes else None
+        found: tuple[torch.Tensor, ...] = ()
+        if torch.is_grad_enabled():
+            is_tensor = isinstance(output, torch.Tensor)
+            found = (output,) if is_tensor else tuple(tensors_in(output)) or tuple(tensors_behind(output))
+            self._unit.backward.is_unseen = not found
+        with _range("post_forward", self._unit.name):
+            if engine is None or not engine.after_forward(self._unit, module):
+                return None
+        if torch.is_grad_enabled():
+            self._watch_outputs(found, through)
+            if self._attachment.is_root:
+                self._look_for_nested_backwards(engine, output)
+        dtype = self._unit.precision.output_dtype
+        return output if dtype is None else cast_floating(output, dtype)
+
+    def _look_for_nested_backwards(self, engine: Engine, output: Any) -> None:
+        # Another number of nodes is another graph, as where checkpoints were switched on.  Those whose inputs need no gradient
+        # make nodes, too, which are not part of it.
+        attachment = self._attachment
+        num_before, needs_gradient = attachment.before
+        found = torch_private.num_nodes_made() - num_before, needs_gradient
+        if found != attachment.looked_at:
+            attachment.looked_at = found
+            if has_nested_backward(tensors_in(output)):
+                engine.expect_nested_backwards()
+
+    def _watch_outputs(self, found: tuple[torch.Tensor, ...], through: Pass | None) -> None:
+        made_of = [group.num_packs for group in self._unit.groups]
+
+        def pre_backward(_: Any) -> None:
+            self.before_backward(through, made_of)
+
+        if innermost_transform() is not None:
+            found = tuple(each for tensor in found for each in torch_private.graphs_of(tensor))
+        for tensor in found:
+            if not tensor.requires_grad:
+                continue
+            _ = (
+                tensor.grad_fn
+            )  # brings the history of a view up to date: where it is not, torch's register_hook crashes
+            tensor.register_hook(pre_backward)
+            # An in-place op on a view puts a new history in place of the view's and would lose the hook above; the
+            # history of the tensor under it stays.
+            base = torch_private.base_of_view(tensor)
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(pre_backward)
+
+    def _watch_inputs(self, args: Args, kwargs: Kwargs) -> Pass:
+        watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
+        through = self._pass_of_forward()
+        # A module whose inputs need no gradient has no end that could be seen: the unit then ends with the whole backward.
+        through.expect(max(1, len(watched)))
+
+        def on_gradient(_: torch.Tensor) -> None:
+            if through.passed():
+                self.inputs_done(through)
+
+        for tensor in watched:
+            tensor.register_hook(on_gradient)
+        return through
+
+    def _wants_boundary(self) -> bool:
+        # Where counting gradients does not tell the end of the unit's backward, the gradients of its inputs must.
+        backward = self._unit.backward
+        is_told = backward.counts and not backward.ended_late and not backward.has_frozen
+        return not is_told or self._unit.policy.reduces_unused
+
+    def _has_boundary(self) -> bool:
+        # A recomputed module of several has been counted when it ran first.
+        return len(self._unit.modules) == 1 or not is_in_backward()
+
+    def _pass_of_forward(self) -> Pass:
+        """Return what the module that starts its forward counts in: one pass for all modules of the unit.
+
+        Backward leaves a unit of several modules when it has left all of them: resharding at the inputs of the last one
+        would take the parameters from those before it.
+        """
+        unit = self._unit
+        is_first = unit.holders == 1 and len(unit.awaited) == len(unit.modules)
+        attachment = self._attachment
+        if attachment.shared_pass is None or len(unit.modules) == 1 or is_first:
+            attachment.shared_pass = Pass()
+        return attachment.shared_pass
+
+    @dynamo_disabled
+    def before_backward(self, through: Pass | None, made_of: list[int]) -> None:
+        """Runs when the first gradient of an output is known; ``made_of``: the packing of the forward that made it."""
+        engine = self._engine()
+        if engine is not None:
+            with _range("pre_backward", self._unit.name):
+                engine.before_backward(self._unit, through, made_of)
+
+    @dynamo_disabled
+    def inputs_done(self, through: Pass) -> None:
+        """Runs when the gradients of all inputs of one forward are known."""
+        engine = self._engine()
+        if engine is not None:
+            with _NO_RANGE if innermost_transform() is None else beside_transforms():
+                engine.inputs_done(self._unit, through)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Hooks:
+        result = memo[id(self)] = Hooks(copy.deepcopy(self._attachment, memo))
+        return result
+
+
+_watches: list[RemovableHandle] = []  # two entries, made by watch_optimizers alone
+
+
+def watch_optimizers() -> None:
+    """Let all optimizers step on shards as they are, and count their steps as writes; refuse shards as inputs of backwards."""
+    if not _watches:
+        check_backward_inputs()
+        _watches.append(register_optimizer_step_pre_hook(before_optimizer_step))
+        _watches.append(register_optimizer_step_post_hook(after_optimizer_step))
+
+
+def before_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step, let what has been written to full parameters that stay registered go to the shards, and free those.
+
+    They would be older than the shards after the step, and gathered again in any case.
+
+    Raises: StateError if gradients of these parameters wait for ``finalize_backward``.
+    """
+    observe.note("optimizer steps", type(optimizer).__name__)
+    if id(optimizer) not in _checked:
+        _check_forms(optimizer)
+    for engine in live_engines:
+        if engine.forwards:
+            leave_interrupted(engine)
+    engines = [
+        engine
+        for engine in live_engines
+        if engine.manual.awaits_completion or engine.has_full_units or engine.awaits_backward
+    ]
+    if engines:
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for engine in engines:
+            engine.manual.check_step(stepped, engine.units)
+            if engine.awaits_backward:
+                _look_for_gradients(engine, stepped)
+            if not engine.is_in_step:
+                engine.reshard_stepped(stepped)
+
+
+def leave_interrupted(engine: Engine | None) -> None:
+    """End a forward that an interrupt has ended unseen: its units are sharded again."""
+    if engine is not None and engine.forwards and engine.forwards.were_left:
+        engine.reset()
+
+
+def _check_forms(optimizer: torch.optim.Optimizer) -> None:
+    number = id(optimizer)
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for param in (param for engine in live_engines for unit in engine.units for param in unit.params):
+        if param.full is not None and param.full is not param.sharded and id(param.full) in stepped:
+            raise StateError(
+                f"an optimizer was given the full form of {param.fqn}, which was registered in a forward: its steps would not "
+                "reach the model. Build the optimizer outside of forward; after an interrupt call reshard() on the module first"
+            )
+    _checked[number] = weakref.ref(optimizer, lambda _: _checked.pop(number, None))
+
+
+def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:
+    """Warn of a step that changes nothing where nobody would see why: the shards are in no graph, so they get no gradient."""
+    params = [param for unit in engine.units for param in unit.params if id(param.sharded) in stepped]
+    trained = [param for param in params if param.sharded.requires_grad]
+    engine.awaits_backward = False
+    if trained and engine not in _warned and all(param.sharded.grad is None for param in trained):
+        _warned.add(engine)
+        _warnings.warning(
+            "an optimizer steps on %s and %d other sharded parameters, none of which has a gradient, although a forward has "
+            "built a graph and no backward has come to it. backward(inputs=...) and torch.autograd.grad do not find sharded "
+            "parameters in the graph: call backward() without inputs",
+            trained[0].fqn,
+            len(trained) - 1,
+        )
+
+
+def after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """After a step, count it as a write to shards: torch's multi-tensor and fused steps do not."""
+    written = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
+    if written:
+        torch.autograd.graph.increment_version(written)
+
+
+def has_nested_backward(outputs: Iterable[torch.Tensor]) -> bool:
+    """Return True if a reentrant checkpoint is part of the graph of ``outputs``."""
+    todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return True
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                todo.append(before)
+    return False
+
+
+def keep_buffers_equal(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Before a forward, overwrite the buffers of ``module`` with those of the group's first rank, as DDP does.
+
+    Not after one without gradients or without sync, whatever the mode of this one is: the first forward of an evaluation sees
+    the first rank's, those after it wait for nobody.
+    """
+    calm = weakref.WeakSet[nn.Module]()  # modules, copies too, whose last forward was none of training
+
+    def before_forward(module: nn.Module, _: Any) -> None:
+        if module not in calm:
+            broadcast_from_first(list(module.buffers()), group)
+        attachment = attachment_of(module)
+        if torch.is_grad_enabled() and (attachment is None or attachment.unit.policy.sync):
+            calm.discard(module)
+        else:
+            calm.add(module)
+
+    module.register_forward_pre_hook(before_forward)
+    module.__dict__[SHARES_BUFFERS] = True
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return ``value`` with its tensors on ``device``, containers rebuilt."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
+
+
+def wrap_forward_method(module: nn.Module, attachment: Attachment, name: str) -> None:
+    """Let method ``name`` of ``module`` run between the forward hooks, as ``forward`` does."""
+    original: Callable[..., Any] = getattr(module, name)
+    module_ref, hooks = weakref.ref(module), Hooks(attachment)
+
+    @functools.wraps(original)
+    def forward_method(*args: Any, **kwargs: Any) -> Any:
+        owner = module_ref()
+        assert owner is not None
+        args, kwargs = hooks.before_forward(owner, args, kwargs)
+        try:
+            output = original(*args, **kwargs)
+        except Exception:
+            hooks.after_forward(owner, args, None)
+            raise
+        return hooks.after_forward(owner, args, output)
+
+    setattr(module, name, forward_method)
+    if name not in attachment.forward_methods:
+        attachment.forward_methods.append(name)

@@ -1,0 +1,214 @@
+"""``init_parameters``: memory and values for a model that was made on the meta device and sharded there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from logging import getLogger
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
+from torch.overrides import TorchFunctionMode
+
+from shardwise import torch_private
+from shardwise.consistency.process_groups import broadcast_from_first
+from shardwise.errors import ConfigError
+from shardwise.fsdp.param import UnitParam
+from shardwise.fsdp.roots import attachment_of, materializing, unwritten_in
+from shardwise.fsdp.unit import Unit
+
+logger = getLogger("shardwise")
+
+# Attributes of a tensor that show its values; all others, and these methods, need no values.
+_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_FACTS = frozenset({"size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"}) | {
+    *("is_floating_point", "is_complex", "is_contiguous", "get_device", "requires_grad_", "register_hook"),
+    *("__len__", "__hash__"),
+}
+
+
+def init_parameters(
+    module: nn.Module,
+    init_fn: Callable[[nn.Module], object] | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> None:
+    """Move the meta tensors of ``module`` to a device and initialize all parameters and buffers as one process does.
+
+    Call it on every rank, after ``fully_shard`` (or ``shard_model``, ``replicate``) and before an optimizer is built.
+    ``init_fn`` runs once, as on an unsharded model: it sees whole parameters, of which only those of one unit are in memory at
+    a time.  Random numbers come from the generators of the mesh's first rank, so that every rank keeps its shard of the same
+    values.  These are bit-identical to those of the same call on the unsharded model with the same seed.
+
+    Args:
+        module: the whole model.
+        init_fn: is called with ``module`` and initializes all parameters and buffers.  None: ``init_weights()`` of the
+            outermost modules that have it (as models of transformers do), ``reset_parameters()`` of all others.
+        device: where tensors on meta go; None: to the device of the mesh, with ``CPUOffloadPolicy`` parameters to the host.
+
+    A warning names what ``init_fn`` does not initialize.  The first forward refuses these tensors unless something else, such
+    as ``load``, has given them values by then.
+    Raises: ConfigError for parameters that bring their own all-gather (quantized weights).
+
+    Example:
+        >>> with torch.device("meta"):  # doctest: +SKIP
+        ...     model = MyTransformer()
+        >>> shard_model(model)  # doctest: +SKIP
+        >>> init_parameters(model)  # doctest: +SKIP
+    """
+    units = _units_in(module)
+    was_meta = {name for name, param in module.named_parameters() if param.is_meta}
+    _materialize(module, units, device)
+    params = dict(module.named_parameters())
+    meshes = [group.axes.mesh for unit in units for group in unit.groups]
+    meshes += [param.device_mesh for param in params.values() if isinstance(param, DTensor)]  # with tensor parallelism
+    with _generators_of_first(max(meshes, key=DeviceMesh.size, default=None)):
+        whole = _WholeParameters(units, {id(params[name]) for name in was_meta if name in params})
+        try:
+            with whole:
+                (init_fn or _init_modules)(module)
+        finally:  # also after an error: what was written until then stays, as on one process
+            whole.put_back()
+    left = unwritten_in(module)
+    if left:
+        logger.warning(
+            "init_parameters: %s still have no values. Pass an init_fn that initializes them, or load a checkpoint before the "
+            "first forward, which is refused until then",
+            ", ".join(left),
+        )
+
+
+def _units_in(module: nn.Module) -> list[Unit]:
+    attachments = [each for child in module.modules() if (each := attachment_of(child)) is not None]
+    return list({id(each.unit): each.unit for each in attachments}.values())
+
+
+def _init_modules(module: nn.Module) -> None:
+    """Initialize ``module`` and the modules below it by their own methods, outer modules first."""
+    init: Any = getattr(module, "init_weights", None)
+    if init is not None:
+        init()
+        return
+    reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if reset is not None:
+        reset()
+    for child in module.children():
+        _init_modules(child)
+
+
+def _materialize(module: nn.Module, units: Iterable[Unit], device: torch.device | str | None) -> None:
+    """Move tensors from meta to a device, without values; tied parameters stay tied."""
+    places = [group.place for unit in units for group in unit.groups]
+    of_params = device or (places[0].storage_device if places else torch.device("cpu"))
+    of_others = device or (places[0].device if places else torch.device("cpu"))
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        wanted = of_params if isinstance(tensor, DTensor) else of_others
+        return torch.empty_like(tensor, device=wanted) if tensor.is_meta else tensor
+
+    slots: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, param in torch_private.parameters_of(owner).items():
+            if param is not None and param.is_meta:
+                slots.setdefault(id(param), []).append((owner, name))
+    torch_private.apply_to_tensors(module, materializing(convert))
+    for (first, name), *others in slots.values():
+        for owner, other in others:
+            setattr(owner, other, getattr(first, name))
+    for group in (group for unit in units for group in unit.groups):
+        group.ensure_packed()
+        if group.extended.params:
+            raise ConfigError(
+                f"init_parameters: {group.extended.params[0].fqn} brings its own all-gather (fsdp_pre_all_gather, or a tensor "
+                "subclass). Initialize the model before it is sharded, or load a checkpoint"
+            )
+
+
+@contextmanager
+def _generators_of_first(mesh: DeviceMesh | None) -> Generator[None]:
+    """Use the random states of the first rank on all ranks of ``mesh``; a rank with other states gets its own back on exit."""
+    if mesh is None or mesh.size() == 1:
+        yield
+        return
+    devices = [torch] if mesh.device_type == "cpu" else [torch, torch.get_device_module(mesh.device_type)]
+    own = [each.get_rng_state() for each in devices]
+    states = [state.clone().to(mesh.device_type) for state in own]
+    for dim in reversed(range(mesh.ndim)):
+        broadcast_from_first(states, mesh.get_group(dim))
+    first = [state.cpu() for state in states]
+    for each, state in zip(devices, first, strict=True):
+        each.set_rng_state(state)
+    try:
+        yield
+    finally:
+        for each, mine, state in zip(devices, own, first, strict=True):
+            if not torch.equal(mine, state):
+                each.set_rng_state(mine)
+
+
+class _WholeParameters(TorchFunctionMode):
+    """Replaces sharded parameters in calls of torch functions by whole ones, of one unit at a time.
+
+    Args:
+        units: those with the parameters.  fresh: ids of sharded parameters that have no values yet.
+    """
+
+    def __init__(self, units: Iterable[Unit], fresh: set[int]) -> None:
+        super().__init__()
+        pairs = [(unit, param) for unit in units for param in unit.params if isinstance(param.sharded, DTensor)]
+        self._owners: dict[int, tuple[Unit, UnitParam]] = {id(param.sharded): (unit, param) for unit, param in pairs}
+        self._fresh = fresh
+        self._whole: dict[int, nn.Parameter] = {}  # by the id of the sharded parameter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        is_attribute = name in ("__get__", "__set__", "__delete__")
+        if name in _FACTS or (is_attribute and func.__self__.__name__ not in _VALUES):
+            return func(*args, **kwargs)
+        used = [each for each in torch_private.leaves_of((args, kwargs)) if id(each) in self._owners]
+        if not used:
+            return func(*args, **kwargs)
+        self._make_room({self._owners[id(each)][0] for each in used})
+        for sharded in used:
+            if id(sharded) not in self._whole:
+                self._whole[id(sharded)] = self._make(sharded)
+        args, kwargs = torch_private.map_tensors(lambda each: self._whole.get(id(each), each), (args, kwargs))
+        result = func(*args, **kwargs)
+        back = {id(whole): self._owners[key][1].sharded for key, whole in self._whole.items()}
+        return torch_private.map_tensors(lambda each: back.get(id(each), each), result)
+
+    @torch.no_grad()
+    def _make(self, sharded: DTensor) -> nn.Parameter:
+        if id(sharded) in self._fresh:
+            empty = materializing(lambda tensor: torch.empty_like(tensor, device=sharded.device))
+            whole = empty(torch.empty(sharded.shape, dtype=sharded.dtype, device="meta"))
+        else:
+            whole = sharded.full_tensor().clone()
+        return nn.Parameter(whole, sharded.requires_grad)
+
+    def _make_room(self, wanted: set[Unit]) -> None:
+        """Shard the whole parameters of other units again, except those that the user's function still references."""
+        for key in [key for key in self._whole if self._owners[key][0] not in wanted]:
+            whole = self._whole[key]
+            if torch_private.storage_use_count(whole.untyped_storage()) <= 1 and sys.getrefcount(whole) <= 3:
+                self._put(key)
+            del whole
+
+    def put_back(self) -> None:
+        """Shard all whole parameters again: each rank keeps its shard."""
+        for key in list(self._whole):
+            self._put(key)
+
+    @torch.no_grad()
+    def _put(self, key: int) -> None:
+        sharded, whole = self._owners[key][1].sharded, self._whole.pop(key)
+        assert isinstance(sharded, DTensor)
+        mesh = sharded.device_mesh
+        cut = DTensor.from_local(whole.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        local = torch_private.local_of(cut.redistribute(placements=sharded.placements))
+        torch_private.local_of(sharded).copy_(torch_private.wait_tensor(local))
+        self._fresh.discard(key)

@@ -1,0 +1,212 @@
+"""``sync_module_states``: broadcast parameters and buffers of a unit from the first rank of its mesh before sharding."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.consistency.agreement import Bulletin, Position, open_board
+from shardwise.consistency.process_groups import broadcast_from_first
+from shardwise.consistency.store import Sketch, digest_of, sample_of
+from shardwise.errors import ConfigError, DesyncError, ShardwiseError
+from shardwise.fsdp.mesh import MeshAxes
+from shardwise.fsdp.unit import Unit
+
+# ---- Checks that all ranks begin with the same values: replicas, and ranks that shard the values that each of them
+# has.
+# Replicas add the same averaged gradients to their values: if these differ at first (a seed per rank, a checkpoint that only
+# one rank has loaded), they differ for ever.  Ranks that shard different values train a mixture of them.  No loss shows either.
+# So ranks compare digests through the store once: of sharded values in the first forward, of replicas in the first backward
+# that averages over them.
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[int, str]  # the first of the ranks that held the same, and the name of a parameter
+
+
+def have_replicas(units: Iterable[Unit]) -> bool:
+    """Return True if other ranks hold the same of some parameters."""
+    return any(group.axes.num_replicas > 1 for unit in units for group in unit.groups)
+
+
+def compare_replicas(units: Iterable[Unit], bulletin: Bulletin, position: Position) -> None:
+    """Let all ranks compare what they hold of ``units``; of a large parameter, a sample.  Collective.
+
+    Not where ranks are threads, whom one generator of random numbers serves: no two begin alike.  What differs by rounding
+    (processors of two kinds make other last bits of one seed) is let pass with a warning.
+
+    Raises: DesyncError on every rank, naming a parameter that is not the same on all of its replicas.
+    """
+    if torch_private.are_threads():
+        return
+    mine = _replicated(units)
+    digests = {key: digest_of(sample_of(local)) for key, local in mine.items()}
+    topic = "values that replicas begin with"
+    unlike = _find_unlike(topic, digests, {}, lambda key: Sketch.of(mine[key]), bulletin, position)
+    _judge(
+        unlike,
+        "replicas",
+        "Each would add the same averaged gradients to its own, so that they stay apart: build the model with one seed on all "
+        "ranks, load a checkpoint on every rank, or broadcast the parameters of one before the first step; put "
+        "parameters that are to differ between ranks into ignored_params",
+    )
+
+
+def compare_beginnings(units: Iterable[Unit], bulletin: Bulletin, position: Position) -> None:
+    """Compare the values that ranks had of the parameters of ``units`` when these were sharded.  Collective.
+
+    Parameters that any rank has overwritten since (initialized, loaded) are skipped, and so are ranks whose shard is empty,
+    because their values are not used.  Nothing is compared where ranks are threads.
+
+    Raises: DesyncError on every rank, naming a parameter that was not the same on all ranks.
+    """
+    groups = [group for unit in units for group in unit.groups if group.axes.num_shards > 1]
+    if not groups or torch_private.are_threads():
+        return
+    # The shape is part of the key: ranks whose models differ in shapes get a better error at the first all-gather.
+    params = {
+        (int(group.axes.mesh.mesh.min()), f"{param.fqn} of shape {param.shard.shape}"): param
+        for group in groups
+        for param in group.params
+    }
+    cut = {key: param for key, param in params.items() if param.local.numel()}
+    begun = {
+        key: param.beginning
+        for key, param in cut.items()
+        if param.beginning is not None and not param.beginning.was_overwritten(param.local)
+    }
+    digests = {key: begun[key].digest if key in begun else None for key in cut}
+    holders = {key: param.shard.num_holders for key, param in cut.items()}
+    topic = "values that were sharded"
+    unlike = _find_unlike(topic, digests, holders, lambda key: begun[key].sketch, bulletin, position)
+    _judge(
+        unlike,
+        "ranks",
+        "Each rank has sharded its own values, so that the model is a mixture of them: build the model with one seed on all "
+        "ranks, load weights on every rank or after sharding, or pass sync_module_states=True to fully_shard or shard_model, "
+        "which broadcasts those of the first rank",
+    )
+    for param in params.values():
+        param.beginning = None
+
+
+def _find_unlike(
+    topic: str,
+    digests: Mapping[Key, int | None],
+    holders: Mapping[Key, int],
+    sketch_of: Callable[[Key], Sketch],
+    bulletin: Bulletin,
+    position: Position,
+) -> dict[Key, list[Any]]:
+    """Return the sketches of all ranks for the parameters whose digests differ.
+
+    ``digests``: None for parameters that are not compared.  ``holders``: how many shards of a parameter are not empty.
+    """
+
+    def unlike(topic: str, values: Mapping[Key, Any]) -> dict[Key, list[Any]]:
+        said = [json.dumps([*key, value]) for key, value in values.items()]
+        found: dict[Key, list[Any]] = defaultdict(list)
+        for track, name, value in map(json.loads, sorted(bulletin.union(topic, said, position))):
+            found[track, name].append(value)
+        return {key: others for key, others in found.items() if len(others) > 1}
+
+    alike: dict[Key, list[int | None]] = defaultdict(list)  # digests of the parameters that the same ranks hold
+    for (track, name), digest in digests.items():
+        alike[track, str(holders.get((track, name)))].append(digest)
+    sums = {key: hashlib.sha256(repr(each).encode()).hexdigest() for key, each in alike.items()}
+    if not unlike(topic, sums):
+        return {}
+    keys = [key for key, found in unlike(f"each of the {topic}", digests).items() if None not in found]
+    sketches = {key: [dist.get_rank(), *sketch_of(key).told] for key in keys if key in digests}
+    return unlike(f"some of the {topic}", sketches) if keys else {}
+
+
+def _replicated(units: Iterable[Unit]) -> dict[Key, torch.Tensor]:
+    """Return the local tensors of which other ranks hold the same, but for those of users' classes, which need have no bits."""
+    found: dict[Key, torch.Tensor] = {}
+    for group in (group for unit in units for group in unit.groups if group.axes.num_replicas > 1):
+        assert group.axes.replicate_mesh_dim is not None
+        track = dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.replicate_mesh_dim))[0]
+        for param in group.params:
+            if type(param.local) in (torch.Tensor, nn.Parameter):
+                found[track, param.fqn] = param.local.detach()
+    return found
+
+
+def _judge(unlike: Mapping[Key, Sequence[Any]], who: str, advice: str) -> None:
+    apart: list[tuple[str, dict[int, Sketch]]] = []
+    largest = 0.0
+    for (_, name), told in unlike.items():
+        sketches = {rank: Sketch(*rest) for rank, *rest in told}
+        first = sketches[min(sketches)]
+        distances = [first.distance(other) for other in sketches.values()]
+        if all(distance <= first.tolerance for distance in distances):  # nan is far, too
+            largest = max(largest, *distances)
+        else:
+            apart.append((name, sketches))
+    if unlike and not apart:
+        logger.warning(
+            "%s do not begin with the same bits; they differ by %.1e of a parameter's norm at most", who, largest
+        )
+    if not apart:
+        return
+    name, sketches = apart[0]
+    norms = ", ".join(f"of norm {sketches[rank].norm:.6g} on rank {rank}" for rank in sorted(sketches)[:8])
+    more = f", and {len(apart) - 1} more parameters differ" if len(apart) > 1 else ""
+    raise DesyncError(f"{who} do not begin with the same values: {name} is {norms}{more}. {advice}")
+
+
+def values_of_first(named: Sequence[tuple[str, torch.Tensor]], axes: MeshAxes) -> list[torch.Tensor]:
+    """Broadcast tensors from the first rank of the mesh; return them, with new ones for those on meta.  Collective.
+
+    Raises: ConfigError if the first rank has some on meta, DesyncError if ranks pass different ones; on every rank.
+    """
+    dims = [dim for dim in (axes.replicate_mesh_dim, axes.shard_mesh_dim) if dim is not None]
+    groups = [group for dim in dims if (group := axes.mesh.get_group(dim)).size() > 1]
+    _agree(named, axes, groups)
+    found = [
+        torch.empty_like(tensor, device=axes.device, requires_grad=False) if tensor.is_meta else tensor.detach()
+        for _, tensor in named
+    ]
+    for group in groups:  # first along the replicas, then along the shards
+        broadcast_from_first(found, group)
+    return found
+
+
+def sync_buffers(modules: Iterable[tuple[str, nn.Module]], axes: MeshAxes) -> None:
+    """Broadcast the buffers of ``modules``, pairs of path and module, from the first rank.  Collective."""
+    places = [(path, module, name) for path, module in modules for name, _ in module.named_buffers(recurse=False)]
+    buffers = [(f"{path}.{name}", module.get_buffer(name)) for path, module, name in places]
+    for (_, module, name), (_, buffer), value in zip(places, buffers, values_of_first(buffers, axes), strict=True):
+        if buffer.is_meta:
+            torch_private.buffers_of(module)[name] = value
+
+
+def _agree(named: Sequence[tuple[str, torch.Tensor]], axes: MeshAxes, groups: Sequence[dist.ProcessGroup]) -> None:
+    facts = [f"{name} of shape {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in named]
+    empty = [name for name, tensor in named if tensor.is_meta]
+    error: ShardwiseError | None = None
+    if empty and dist.get_rank() == int(axes.mesh.mesh.min()):
+        error = ConfigError(
+            f"sync_module_states=True: the first rank has {empty[0]} on meta, expected values to broadcast. Load the "
+            "weights on that rank before sharding, or leave sync_module_states out and call init_parameters after sharding"
+        )
+    try:
+        for group in groups:  # ranks carry an error from one group into the next
+            try:
+                open_board(group, "sync_module_states").agree("sync_module_states", facts, error)
+            except ShardwiseError as found:
+                error = found
+        if error is not None:
+            raise error
+    finally:
+        del error  # the error refers to this frame

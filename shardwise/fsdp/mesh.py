@@ -1,0 +1,323 @@
+"""Which axes of a device mesh shard and which replicate."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from shardwise import torch_private
+from shardwise.errors import ConfigError, UsageError
+from shardwise.fsdp.param import UnitParam
+from shardwise.layout import ChunkShard
+from shardwise.torch_private import DTensorSpec
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which axes of a full SPMD mesh are data-parallel; several names are flattened into one axis.
+
+    Attributes:
+        shard: axis name(s) over which parameters are sharded.
+        replicate: axis name(s) over which they are replicated (HSDP, or DDP if ``shard`` is None).
+
+    Raises: ValueError if both are None.  Source: torch.distributed.fsdp.DataParallelMeshDims.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ConfigError("At least one of shard or replicate must be set in DataParallelMeshDims")
+
+
+def names_of(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return a role of :class:`DataParallelMeshDims` as the names of its axes."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+@dataclass(frozen=True, eq=False)
+class MeshAxes:
+    """A data-parallel mesh and the roles of its axes.
+
+    Attributes:
+        mesh: the mesh of data-parallel axes alone (1-D or 2-D).
+        shard_mesh_dim: index of the axis that shards, None if nothing is sharded.
+        replicate_mesh_dim: index of the axis that replicates, None if none does.
+        dims: set when parameters are DTensors on ``spmd_mesh``, which has the data-parallel axes among others.
+    """
+
+    mesh: DeviceMesh
+    shard_mesh_dim: int | None = None
+    replicate_mesh_dim: int | None = None
+    dims: DataParallelMeshDims | None = None
+    spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
+
+    @functools.cached_property  # asked for at every collective
+    def num_shards(self) -> int:
+        """Ranks on the shard axis; 1 without one."""
+        return 1 if self.shard_mesh_dim is None else self.mesh.size(self.shard_mesh_dim)
+
+    @functools.cached_property
+    def shard_rank(self) -> int:
+        """This rank's coordinate on the shard axis."""
+        return 0 if self.shard_mesh_dim is None else self.mesh.get_local_rank(self.shard_mesh_dim)
+
+    @functools.cached_property
+    def num_replicas(self) -> int:
+        """Ranks on the replica axis; 1 without one."""
+        return 1 if self.replicate_mesh_dim is None else self.mesh.size(self.replicate_mesh_dim)
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        if self.mesh.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
+
+
+@dataclass(frozen=True, eq=False)
+class DataParallelMeshInfo:
+    """A data-parallel mesh as a placement function names it.
+
+    Attributes:
+        mesh: the mesh of data-parallel axes alone (1-D or 2-D).
+        shard_mesh_dim: index of the axis that shards, None if nothing is sharded.
+        replicate_mesh_dim: index of the axis that replicates, None if none does.
+        dp_mesh_dims: set when parameters are DTensors on ``spmd_mesh``, which has the data-parallel axes among others.
+
+    Source: torch's classes of these names in ``torch.distributed.fsdp``.
+    """
+
+    mesh: DeviceMesh
+    shard_mesh_dim: int | None = None
+    replicate_mesh_dim: int | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
+    spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
+
+
+class FSDPMeshInfo(DataParallelMeshInfo):
+    """A mesh with an axis that shards.  Raises: AssertionError without ``shard_mesh_dim``."""
+
+    def __post_init__(self) -> None:
+        if self.shard_mesh_dim is None:
+            raise UsageError("Expects non-None shard_mesh_dim")
+
+
+class HSDPMeshInfo(FSDPMeshInfo):
+    """A mesh with an axis that shards and one that replicates."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.replicate_mesh_dim is None:
+            raise UsageError("Expects non-None replicate_mesh_dim")
+
+
+class DDPMeshInfo(DataParallelMeshInfo):
+    """A mesh with an axis that replicates and none that shards."""
+
+    def __post_init__(self) -> None:
+        if self.replicate_mesh_dim is None:
+            raise UsageError("Expects non-None replicate_mesh_dim")
+
+
+@dataclass(frozen=True, eq=False)
+class ShardPlacementResult:
+    """Where ``shard_placement_fn`` wants one parameter.
+
+    Attributes:
+        placement: the dim to cut; None: dim 0.
+        mesh_info: the data-parallel mesh, as :class:`FSDPMeshInfo` or :class:`HSDPMeshInfo`; parameters on one mesh must
+            share one object.
+
+    Source: torch.distributed.fsdp.ShardPlacementResult.
+    """
+
+    placement: Shard | None
+    mesh_info: DataParallelMeshInfo
+
+
+def axes_from(info: object) -> MeshAxes | None:
+    """Return what an object with the fields of :class:`DataParallelMeshInfo`, ours or torch's, says; None for others."""
+    mesh, shards = getattr(info, "mesh", None), getattr(info, "shard_mesh_dim", None)
+    if not isinstance(mesh, DeviceMesh):
+        return None
+    given = getattr(info, "dp_mesh_dims", None)
+    dims = None if given is None else DataParallelMeshDims(given.shard, given.replicate)
+    return MeshAxes(mesh, shards, getattr(info, "replicate_mesh_dim", None), dims, getattr(info, "spmd_mesh", None))
+
+
+def smaller_axes(axes: MeshAxes, size: int) -> MeshAxes:
+    """Return a mesh whose shard axis has ``size`` ranks, neighbours on the shard axis of ``axes``; makes process groups."""
+    ranks: torch.Tensor = axes.mesh.mesh.view(-1, size)
+    return MeshAxes(DeviceMesh(axes.mesh.device_type, ranks), shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+# ---- DTensor placements of sharded parameters: alone, replicated, beside tensor parallelism, on a full SPMD mesh.
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """How one parameter is to be sharded.
+
+    Attributes:
+        local: the tensor that this process holds now, on every rank of the data-parallel mesh the same.
+        dim: the dim of ``local`` that is cut.
+        spec: description of the sharded parameter.
+        inner_spec: description of the full parameter if it is a DTensor.
+    """
+
+    local: torch.Tensor
+    dim: int
+    spec: DTensorSpec
+    inner_spec: DTensorSpec | None
+
+
+def place(param: nn.Parameter, fqn: str, axes: MeshAxes, shard: Shard | None) -> Placed:
+    """Return the placement of ``param`` on ``axes``; ``shard`` None means ``Shard(0)``."""
+    local = torch_private.local_of(param) if isinstance(param, DTensor) else param
+    dim = _checked_dim(fqn, param, 0 if shard is None else shard.dim)
+    if not isinstance(param, DTensor):
+        if axes.dims is not None:
+            raise ConfigError(
+                "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
+                f"distribute_module). Got plain tensor for parameter '{fqn}'."
+            )
+        placements = _data_parallel_placements(axes, Shard(dim) if param.ndim else Replicate())
+        stride = torch.empty(param.shape, device="meta").stride()
+        spec = torch_private.make_spec(axes.mesh, placements, param.shape, stride, param.dtype)
+        return Placed(local.detach(), dim, spec, None)
+    inner = torch_private.spec_of(param)
+    if axes.dims is not None:
+        return Placed(local.detach(), dim, _spmd_spec(param, fqn, axes, dim), inner)
+    return Placed(local.detach(), dim, _beside_tensor_parallel(param, fqn, axes, dim), inner)
+
+
+def cut_shard(whole: torch.Tensor, cut: ChunkShard, rank: int) -> torch.Tensor:
+    """Return ``rank``'s shard of ``whole``: a view of a plain tensor, memory of its own for any other class of tensors.
+
+    Such classes (quantised weights) are cut and copied by what they define: ``chunk``, ``new_zeros``, ``copy_``; ``narrow``
+    may be missing, ``clone`` may quantise again.
+    """
+    if type(whole) is torch.Tensor:
+        rows = cut.rows(rank)
+        return whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows))
+    shard = _chunk(whole, cut, rank)
+    copied = shard.new_zeros(shard.shape)
+    return copied.copy_(shard) if type(copied) is type(whole) else shard.clone()
+
+
+def _chunk(whole: torch.Tensor, cut: ChunkShard, rank: int) -> torch.Tensor:
+    if cut.is_whole:
+        return whole
+    chunks = list(torch.chunk(whole, cut.num_shards, cut.dim))
+    if not all(type(chunk) is type(whole) for chunk in chunks):  # the class does not define it
+        rows = cut.rows(rank)
+        return whole.narrow(cut.dim, rows.start, len(rows))
+    return chunks[rank] if rank < len(chunks) else chunks[0].new_zeros(cut.shard_shape(rank))
+
+
+def _checked_dim(fqn: str, param: nn.Parameter, dim: int) -> int:
+    dim = dim + param.ndim if dim < 0 else dim
+    if param.ndim and not 0 <= dim < param.ndim:
+        raise UsageError(
+            f"Shard dim {dim} is invalid for {param.ndim}D tensor: '{fqn}' has shape {tuple(param.shape)}; "
+            f"return a Shard of 0..{param.ndim - 1} from shard_placement_fn"
+        )
+    return dim
+
+
+def _data_parallel_placements(axes: MeshAxes, shard: Placement) -> tuple[Placement, ...]:
+    placements: list[Placement] = [Replicate()] * axes.mesh.ndim
+    if axes.shard_mesh_dim is not None:
+        placements[axes.shard_mesh_dim] = shard
+    return tuple(placements)
+
+
+def _shard_beside(spec: DTensorSpec, dim: int) -> Placement:
+    factor = torch_private.num_shards_of_dim(spec, dim)
+    return torch_private.strided_shard(dim, factor) if factor > 1 else Shard(dim)
+
+
+def _beside_tensor_parallel(param: DTensor, fqn: str, axes: MeshAxes, dim: int) -> DTensorSpec:
+    inner = torch_private.spec_of(param)
+    if inner.mesh.device_type != axes.mesh.device_type:
+        raise ConfigError(
+            f"Requires DTensor to have mesh of the same type as the FSDP mesh but got {inner.mesh.device_type} for "
+            f"DTensor '{fqn}' and {axes.mesh.device_type} for FSDP"
+        )
+    mesh = torch_private.join_meshes([axes.mesh, inner.mesh])
+    placements = (*_data_parallel_placements(axes, _shard_beside(inner, dim)), *inner.placements)
+    return torch_private.make_spec(mesh, placements, param.shape, param.stride(), param.dtype)
+
+
+def _spmd_spec(param: DTensor, fqn: str, axes: MeshAxes, dim: int) -> DTensorSpec:
+    inner = torch_private.spec_of(param)
+    dims, names = axes.dims, inner.mesh.mesh_dim_names
+    assert dims is not None
+    if (axes.spmd_mesh is not None and inner.mesh != axes.spmd_mesh) or names is None:
+        raise ConfigError(
+            f"Expected param's DTensor mesh to be the same mesh passed to fully_shard, but '{fqn}' is on {inner.mesh}"
+        )
+    placements = list(inner.placements)
+    for role, axis_names in (("shard", names_of(dims.shard)), ("replicate", names_of(dims.replicate))):
+        for name in axis_names:
+            index = names.index(name)
+            if not isinstance(placements[index], Replicate):
+                raise ConfigError(
+                    f"Expected Replicate() on DP {role} dim '{name}' (index {index}) but got {placements[index]}"
+                )
+    indices = [names.index(name) for name in names_of(dims.shard)]
+    for index in indices:
+        placements[index] = _spmd_shard(inner, index, dim)
+    if len(indices) <= 1:
+        return torch_private.make_spec(inner.mesh, placements, param.shape, param.stride(), param.dtype)
+    return _flattened_spec(param, axes, names, placements)
+
+
+def _spmd_shard(inner: DTensorSpec, index: int, dim: int) -> Placement:
+    factor = 1
+    for right in range(index + 1, inner.mesh.ndim):
+        if getattr(inner.placements[right], "dim", None) == dim:
+            factor *= inner.mesh.size(right)
+    return torch_private.strided_shard(dim, factor) if factor > 1 else Shard(dim)
+
+
+def _flattened_spec(param: DTensor, axes: MeshAxes, names: tuple[str, ...], placements: list[Placement]) -> DTensorSpec:
+    # Several shard axes act as one: the parameter's mesh shows them flattened, where the first of them was.
+    dims, mesh = axes.dims, torch_private.spec_of(param).mesh
+    assert dims is not None
+    meshes: list[DeviceMesh] = []
+    flat: list[Placement] = []
+    done = False
+    for index, name in enumerate(names):
+        if name in names_of(dims.shard):
+            if not done:
+                meshes.append(axes.mesh)
+                flat += _data_parallel_placements(axes, placements[index])
+            done = True
+        elif name not in names_of(dims.replicate):
+            meshes.append(mesh[name])
+            flat.append(placements[index])
+    joined = torch_private.join_meshes(meshes)
+    return torch_private.make_spec(joined, flat, param.shape, param.stride(), param.dtype)
+
+
+def sub_parameter(param: UnitParam, cut: ChunkShard, local: torch.Tensor, axes: MeshAxes) -> nn.Parameter:
+    """Return ``local`` as the parameter on the smaller mesh that the unit is resharded to after forward."""
+    # Beside tensor parallelism the two meshes need not come from one parent mesh and cannot be joined: the parameter
+    # then shows its data-parallel cut alone, with the local tensor-parallel shape as its global one.
+    shape = torch.Size(cut.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    placements = _data_parallel_placements(axes, Replicate() if cut.is_whole else Shard(cut.dim))
+    spec = torch_private.make_spec(axes.mesh, placements, shape, stride, local.dtype)
+    sub = nn.Parameter(torch_private.dtensor_from_local(local, spec), requires_grad=param.sharded.requires_grad)
+    torch_private.give_attributes(param.attributes, sub)
+    return sub

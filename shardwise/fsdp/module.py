@@ -1,0 +1,751 @@
+"""``FSDPModule``: the methods that a sharded module has beside its own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.collectives.protocol import AllGatherFunction, ReduceScatterFunction
+from shardwise.collectives.routes import Transport, check_transport
+from shardwise.consistency.process_groups import group_of
+from shardwise.errors import ArgumentTypeError, ConfigError, StateError, UsageError, did_you_mean
+from shardwise.fsdp.build import copy_module
+from shardwise.fsdp.clip import clip_grad_norm_
+from shardwise.fsdp.compression_report import CompressionState, UnitCompression, report_of
+from shardwise.fsdp.engine import Engine, engine_of
+from shardwise.fsdp.hooks import complete, end_step, launch_rest, set_manual
+from shardwise.fsdp.param import UnitParam
+from shardwise.fsdp.param_group import ShardGroup
+from shardwise.fsdp.roots import (
+    Attachment,
+    attachment_of,
+    bind_units,
+    limit_gathers,
+    limit_reductions,
+    materializing,
+    provisional_engine,
+    use_transport,
+)
+from shardwise.fsdp.unit import Unit
+from shardwise.plan.schedule import UnitPolicy
+from shardwise.torch_private import shares_locals, without_weak_references
+
+# ---- Change the behaviour of sharded modules for the length of a block.
+
+
+@contextmanager
+def policy(
+    module: nn.Module, *, recurse: bool = True, **changes: bool | int | float | None
+) -> Generator[None, None, None]:
+    """Replace parts of the policy of ``module``'s units; put the old ones back at the end, also after an exception.
+
+    Args:
+        module: a module that contains units, itself one or not.
+        recurse: change all units below ``module`` too.
+        changes: fields of :class:`shardwise.plan.schedule.UnitPolicy` and their new values, e.g. ``sync=False``, which
+            alone holds gradients back whole, over replicas too.
+
+    Raises: ConfigError for a field that a policy does not have, or a module without units.
+
+    Example:
+        >>> import shardwise
+        >>> with shardwise.policy(model, sync=False):  # doctest: +SKIP
+        ...     loss.backward()
+    """
+    known = [each.name for each in fields(UnitPolicy)]
+    unknown = sorted(set(changes) - set(known))
+    if unknown:
+        raise ConfigError(f"a unit policy has no field {unknown}.{did_you_mean(unknown[0], known)} It has {known}")
+    units = _units_in(module, recurse)
+    if not units:
+        raise ConfigError(
+            f"{type(module).__name__} contains no sharded module; call fully_shard or replicate on it first"
+        )
+    before = [unit.policy for unit in units]
+    for unit in units:
+        unit.policy = replace(unit.policy, **changes)  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        for unit, old in zip(units, before, strict=True):
+            unit.policy = replace(unit.policy, **{name: getattr(old, name) for name in changes})
+
+
+def _units_in(module: nn.Module, recurse: bool) -> list[Unit]:
+    found: dict[int, Unit] = {}
+    for each in module.modules() if recurse else [module]:
+        attachment = attachment_of(each)
+        if attachment is not None:
+            found[id(attachment.unit)] = attachment.unit
+    return list(found.values())
+
+
+# ---- What tools of torch ask of a sharded module beside public methods: its class, and the end of a pipeline's step.
+
+
+class StageState:
+    """What a stage of ``torch.distributed.pipelining`` finds behind a module when its last microbatch is through.
+
+    Before torch 2.15 it asks for the states of all sharded modules below, to end the backward of each by hand, then ends the
+    step at the root.  Here the root's engine ends all of them: there is no other state.
+
+    Attributes:
+        all_states: none.  _state_ctx: where the stage looks for them.
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+        self.all_states: tuple[object, ...] = ()
+
+    @property
+    def _state_ctx(self) -> StageState:
+        return self  # no attribute: a module is freed with its last name
+
+    def _root_post_backward_final_callback(self) -> None:
+        end_step(provisional_engine(self._attachment))
+
+
+def tool_classes() -> tuple[type, ...]:
+    """Return what to put last among the bases of a sharded module's class, for tools that ask ``isinstance``.
+
+    Last, so that nothing of it is used: every method is found before.
+    """
+    known = torch_private.class_that_tools_ask_for()
+    return () if known is None else (known,)
+
+
+def show_to_tools(module: nn.Module, attachment: Attachment) -> None:
+    """Give ``module`` the state that torch's tools read, and make torch's own composable APIs skip the module.
+
+    Also let torch's ``clip_grad_norm_`` accept shards together with ignored parameters.
+    """
+    # torch's replicate skips modules that have the first name, its fully_shard and FSDP1 those that have the second.
+    for name in ("fully_shard", "replicate"):
+        torch_private.enter_composable_api(module, name)
+    torch_private.clip_mixed_by(clip_grad_norm_)
+    torch_private.put_state_that_tools_ask_for(module, StageState(attachment))
+
+
+# ---- What a sharded module returns for work that is under way: handles to wait on.
+
+
+class UnshardHandle:
+    """A launched unshard."""
+
+    def __init__(self, unit: Unit | None = None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Make the full parameters readable on the current stream and register them; a second call does nothing."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            wait_by_hand(unit)
+
+
+def wait_by_hand(unit: Unit) -> None:
+    """Make the full parameters of ``unit`` readable, as the user's own call of ``unshard`` does outside of a forward."""
+    unit.wait()
+    engine = engine_of(unit)
+    if engine is None or engine.means.spans.number is None:
+        unit.keep()  # what user code now does with parameters is to hold for the shards
+
+
+class GradientReductionHandle:
+    """Launched reductions whose gradients are not set yet."""
+
+    def __init__(self, engine: Engine | None = None, completion: object | None = None) -> None:
+        self._engine, self._completion = engine, completion
+
+    def wait(self) -> None:
+        """Wait for the reductions and set the gradients; a second call does nothing.
+
+        Raises: StateError if ``reset_iter_state`` has dropped them.
+        """
+        if self._engine is not None and self._completion is not None:
+            complete(self._engine, self._completion)
+        self._engine = self._completion = None
+
+
+# ---- Say what is wrong when a sharded module is used in a way that leaves its parameters sharded.
+
+_MIXED = "mixed torch.Tensor and DTensor"  # in DTensor's message
+
+
+# Attributes of torch's wrappers (DDP, FSDP1) that a sharded module does not have, and what to write instead.
+OF_WRAPPERS = {
+    "module": "a sharded module is the model itself: leave out .module",
+    "no_sync": "to accumulate gradients, call model.set_requires_gradient_sync(False) before the first backwards and "
+    "set_requires_gradient_sync(True) before the last, or run the first ones in with shardwise.policy(model, sync=False):",
+    "summon_full_params": "call model.unshard() and model.reshard(), or read param.full_tensor() of one parameter",
+    "clip_grad_norm_": "write torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+}
+
+
+def explained_load(error: RuntimeError) -> RuntimeError:
+    """Return ``error`` of ``load_state_dict``, or a StateError with advice if plain tensors were to be copied into shards."""
+    if _MIXED not in str(error):
+        return error
+    return StateError(
+        "load_state_dict was given plain tensors for parameters that are sharded. Call set_model_state_dict(model, "
+        "state_dict, options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict, or "
+        f"shardwise.checkpoint.load, which reads files straight into shards. ({str(error)[:400]})"
+    )
+
+
+def explained_methods(original: type) -> dict[str, Callable[..., Any]]:
+    """Return the methods of ``original`` (not ``forward``, none of ``nn.Module``'s), made to explain DTensor's complaint.
+
+    A method that computes with sharded parameters fails deep in DTensor's dispatch; the reason is the method that was called.
+    """
+    methods: dict[str, Callable[..., Any]] = {}
+    for cls in reversed(original.__mro__[: original.__mro__.index(nn.Module)] if nn.Module in original.__mro__ else ()):
+        for name, value in vars(cls).items():
+            is_method = callable(value) and hasattr(value, "__code__") and not name.startswith("__")
+            if is_method and name != "forward" and not hasattr(nn.Module, name):
+                methods[name] = _explained(value)
+    return methods
+
+
+def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(self, *args, **kwargs)
+        except RuntimeError as error:
+            if _MIXED not in str(error) or isinstance(error, StateError):
+                raise
+            names = [name for name, param in self.named_parameters() if hasattr(param, "placements")]
+            raise StateError(
+                f"{type(self).__name__}.{function.__name__}() computed with parameters that are sharded outside of forward: "
+                f"{names[:4]}{'...' if len(names) > 4 else ''}. Call register_fsdp_forward_method(module, "
+                f"'{function.__name__}') once, or unshard() on the modules before it. ({error})"
+            ) from error
+
+    return method
+
+
+# ---- What ``Module.to`` and its kin meet on a sharded module: shards, which it converts one by one.
+
+
+@contextmanager
+def converting(
+    groups: Sequence[ShardGroup], units: Iterable[Unit], fn: Callable[[torch.Tensor], torch.Tensor]
+) -> Generator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Yield what to apply to the tensors of a module in place of ``fn``.
+
+    Args:
+        groups: of the unit that begins at the module.  units: those whose parameters its tree uses.
+    """
+    with _settings_kept(groups), without_weak_references(_followers(units), shares_locals(fn)) as convert:
+        yield convert
+
+
+def _followers(units: Iterable[Unit]) -> list[nn.Module]:
+    """Return the modules that follow parameters of ``units`` (as LSTMs do), wherever they are."""
+    slots = [slot for unit in units for param in unit.params for slot in param.slots]
+    found = [slot.follower() for slot in slots if slot.follower is not None]
+    return list({id(module): module for module in found if module is not None}.values())
+
+
+@contextmanager
+def _settings_kept(groups: Sequence[ShardGroup]) -> Generator[None, None, None]:
+    """Restore users' attributes and ``grad_dtype`` after a conversion.
+
+    torch registers new parameters, which have neither, and converts gradients together with them.
+    """
+    kept: list[tuple[UnitParam, torch.Tensor | None]] = []
+    for group in groups:
+        group.adopt_registered()
+    for param in (param for group in groups for param in group.params):
+        if param.grad_dtype is not None:
+            kept.append((param, param.sharded.grad))
+            param.sharded.grad = None
+    try:
+        yield
+    finally:
+        for param in (param for group in groups for param in group.params):
+            param.hand_on_attributes()
+        for param, gradient in kept:
+            param.adopt_registered()
+            param.follow_grad_dtype()
+            if gradient is not None:
+                param.sharded.grad = gradient.to(param.sharded.device)
+
+
+# Mixed classes by original class and mixin, so that equal modules have equal classes; filled by mix_in alone.
+_mixed_classes: dict[tuple[type, type], type] = {}
+
+
+def get_cls_to_fsdp_cls() -> dict[type, type]:
+    """Return the FSDP class of every class that ``fully_shard`` has met."""
+    return {original: mixed for (original, mixin), mixed in _mixed_classes.items() if mixin is FSDPModule}
+
+
+def mix_in(module: nn.Module, mixin: type, prefix: str) -> None:
+    """Put ``mixin`` first in the method resolution order of ``module``, and last what torch's own tools ask for."""
+    original = type(module)
+    mixed = _mixed_classes.get((original, mixin))
+    if mixed is None:
+        # Packages compare a class's __module__ with their own name, as transformers does before it initializes weights.
+        body: dict[str, Any] = {"__module__": original.__module__, "_original_class": original}
+        body.update(explained_methods(original))
+        mixed = type(f"{prefix}{original.__name__}", (mixin, original, *tool_classes()), body)
+        _mixed_classes[original, mixin] = mixed
+    module.__class__ = mixed
+    attachment = attachment_of(module)
+    assert attachment is not None
+    show_to_tools(module, attachment)
+
+
+if TYPE_CHECKING:  # a mixin of modules, which type checkers may take for one
+    _Base = nn.Module
+else:
+    _Base = object
+
+
+class FSDPModule(_Base):
+    """Mixed into the class of every module that ``fully_shard`` was called on.
+
+    The ``set_*`` methods replace the unit's frozen policy; ``shardwise.policy`` does so for the length of a block.
+    """
+
+    _original_class: type
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a plain module: slicing a sharded container builds a new container, which nobody has sharded."""
+        original: type = cls._original_class
+        return original(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy_module(cast(nn.Module, self), self._attachment(), memo)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
+        except AttributeError as error:
+            if name not in OF_WRAPPERS:
+                raise
+            raise AttributeError(f"{error}; {OF_WRAPPERS[name]}") from None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load as ``nn.Module`` does.  Raises: StateError for plain tensors, which cannot be copied into shards."""
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)  # pyright: ignore
+        except RuntimeError as error:
+            raise explained_load(error) from error
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            f"a {type(self).__name__} cannot be pickled, nor copied without what it holds: its process groups, hooks and "
+            "memory are those of this process. Save its state_dict(), and shard a model where you load that; copy.deepcopy "
+            "makes a copy of its own"
+        )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # What DistributedDataParallel asks of a module before all else.
+        given = self.__dict__.get("_ddp_ignored")
+        frame = inspect.currentframe()
+        asker = frame.f_back if frame is not None else None
+        if given is None and asker is not None and asker.f_globals.get("__name__") == "torch.nn.parallel.distributed":
+            raise ConfigError(
+                f"DistributedDataParallel was given a {type(self).__name__}, whose gradients are averaged already. Leave it "
+                "out; to average over more ranks, give fully_shard a 2-D mesh (replicas, shards)"
+            )
+        if given is None:
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
+        return given
+
+    @_ddp_params_and_buffers_to_ignore.setter
+    def _ddp_params_and_buffers_to_ignore(self, names: list[str]) -> None:
+        self.__dict__["_ddp_ignored"] = names
+
+    # ---- parameters ----
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """All-gather this module's own parameters (not those of inner sharded modules).
+
+        Args:
+            async_op: return a handle instead of waiting; the forward waits by itself.
+        """
+        attachment = self._attachment()
+        provisional_engine(attachment)
+        attachment.unit.unshard()
+        if async_op:
+            return UnshardHandle(attachment.unit)
+        wait_by_hand(attachment.unit)
+        return None
+
+    def reshard(self) -> None:
+        """Give this module's own full parameters back and register the shards."""
+        self._attachment().unit.reshard()
+
+    def reset_iter_state(self) -> None:
+        """Bring all units back to their shards and drop what a failed step left behind.
+
+        After an exception shardwise does so by itself; the method is there for code written for torch.
+        Raises: RuntimeError if this is not the root module.
+        """
+        attachment = self._attachment()
+        if attachment.is_root is False:
+            raise StateError("reset_iter_state must be called on the root FSDP module")
+        engine = engine_of(attachment.unit)
+        if engine is not None:
+            engine.forget_step()
+
+    def release_memory(self) -> None:
+        """Give idle staging and parameter buffers back to the allocator; the next step makes them anew.
+
+        Unsharded parameters that are in use stay.
+        """
+        engine = engine_of(self._attachment().unit)
+        if engine is not None:
+            engine.means.pool.trim()
+
+    # ---- compression ----
+
+    def compression_report(self) -> tuple[UnitCompression, ...]:
+        """Return, for every unit here with a :class:`CompressionPolicy`, how far off coding was and what it has saved.
+
+        Of this rank; without communication.  Units without compression are not in it.
+        """
+        return report_of(cast(nn.Module, self))
+
+    def compression_state(self) -> CompressionState:
+        """Return what error feedback keeps from one step to the next, as something with a state dict, for checkpoints."""
+        return CompressionState(cast(nn.Module, self))
+
+    # ---- behaviour ----
+
+    def set_transport(self, transport: Transport) -> None:
+        """Say how ranks exchange CPU tensors; to be called on the root, alike on every rank.
+
+        Args:
+            transport: "auto", "gloo" or "collective", see :func:`shardwise.set_default_transport`.
+
+        Raises: ConfigError for another name.
+        """
+        unit = self._attachment().unit
+        unit.transport = check_transport(transport)
+        engine = engine_of(unit)
+        if engine is not None:
+            use_transport(engine, unit.transport)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward ends the step; only then pending reductions are waited for."""
+        self._engine().is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Say whether :meth:`finalize_backward` sets gradients, after any number of backwards, or every backward by itself.
+
+        To be called on the root.  With it, ``.grad`` shows nothing of a backward before ``finalize_backward``,
+        ``is_last_backward`` counts for nothing, and a step of an optimizer in between is an error.  A backward that raises
+        leaves what has come from the ones before it.
+
+        Raises: StateError if this is not the root module, or once a backward has begun that has not been finalized.
+        """
+        set_manual(self._root_engine("set_manual_backward_finalization"), enabled)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what backwards have left and set the gradients of all of them; on every rank, after the last backward.
+
+        Units reduce within a backward when their gradients are complete, as always; gradients that came only in part, or
+        without sync, are reduced here if ``requires_gradient_sync`` is True now.  Does nothing before the first forward, or
+        if no backward has reached these parameters.
+
+        Args:
+            async_op: return a handle; its ``wait()`` must come before gradients are used and before the next forward.
+
+        Raises: StateError if this is not the root, without :meth:`set_manual_backward_finalization`, during a backward, or if
+            the handle of an earlier call has not been waited for.
+        """
+        if self._attachment().is_root is None:
+            return GradientReductionHandle() if async_op else None
+        engine = self._root_engine("finalize_backward")
+        handle = GradientReductionHandle(engine, launch_rest(engine))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Say whether backward reduces gradients; False holds them, unsharded, for a later backward."""
+        engine = engine_of(self._unit())
+        if engine is not None and not requires_gradient_sync:
+            engine.hold_assigned()
+        self._replace_policies(recurse, sync=requires_gradient_sync, syncs_replicas=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """On a mesh with replicas, say whether backward sums over them; False keeps the shards' partial sums."""
+        self._replace_policies(recurse, syncs_replicas=requires_all_reduce)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Replace the ``reshard_after_forward`` argument.  Raises: ValueError if it is not a bool."""
+        if not isinstance(reshard_after_forward, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        for unit in self._units(recurse):
+            unit.uses_default_reshard = False
+        self._replace_policies(recurse, reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Say whether full parameters are given back after backward."""
+        self._replace_policies(recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Say whether the memory of full parameters stays when they are given back, at the same address: for CUDA graphs.
+
+        The full parameters themselves must still not be used until the next unshard; ``False`` frees the memory at once if
+        nobody uses it.
+        """
+        self._replace_policies(recurse, keeps_full_memory=keep)
+        if not keep:
+            for unit in self._units(recurse):
+                unit.let_go()
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Say whether backward of this module reads its parameters; an embedding's does not."""
+        self._replace_policies(False, unshard_in_backward=unshard_in_backward)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Send zeros for trainable parameters without a gradient, so that ranks may use different parameters."""
+        self._replace_policies(recurse, reduces_unused=reduce_scatter_unused_params)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks; on any backend.
+
+        Raises: ConfigError if it is 0 or NaN.
+        """
+        if not abs(factor) > 0:
+            raise ConfigError(
+                f"set_gradient_divide_factor: the factor is {factor!r}; gradients cannot be divided by it"
+            )
+        self._replace_policies(False, divide_factor=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do as :meth:`set_gradient_divide_factor`, the name of today."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Use nothing but sums in collectives and scale beside them."""
+        self._replace_policies(False, sum_only=enable)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Let up to ``max_input_buffers`` reduce-scatter inputs live at once; the largest request of a model holds.
+
+        Raises: TypeError if it is no int, ValueError if it is below 1.
+        """
+        is_int = isinstance(max_input_buffers, int)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(max_input_buffers, bool) or not is_int:
+            raise ArgumentTypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ConfigError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        for unit in self._units(recurse):
+            unit.max_reductions = max_input_buffers
+        limit_reductions(self._engine())
+
+    # ---- prefetch and events ----
+
+    def set_gather_ahead_bytes(self, num_bytes: int | None) -> None:
+        """Gather as far ahead as memory allows, not one unit; to be called on the root, alike on every rank.
+
+        Args:
+            num_bytes: what full parameters and the staging of gathers and reductions stay within.  It is at least what
+                gathering one unit ahead holds at its highest point, for which 0 stands.  None: one unit ahead.
+
+        Takes effect with the plan of the next step.  Units with a list of their own (:meth:`set_modules_to_forward_prefetch`)
+        follow that.  Raises: TypeError if it is no int, ConfigError if it is below 0, StateError if this is not the root.
+        """
+        if num_bytes is not None and (isinstance(num_bytes, bool) or not isinstance(num_bytes, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentTypeError(f"num_bytes must be an int or None, got {type(num_bytes).__name__}")
+        if num_bytes is not None and num_bytes < 0:
+            raise ConfigError(
+                f"num_bytes must not be negative, got {num_bytes}; 0 stands for what one unit ahead holds"
+            )
+        engine = self._root_engine("set_gather_ahead_bytes")
+        self._attachment().unit.ahead_bytes = num_bytes
+        limit_gathers(engine)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Unshard ``modules``, in order, when forward of this one starts, instead of what the plan has learned."""
+        self._unit().forward_prefetch = _unit_refs(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Unshard ``modules``, in order, when backward of this one starts, instead of what the plan has learned."""
+        self._unit().backward_prefetch = _unit_refs(modules)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next step's all-gathers wait for ``event`` (recorded after the optimizer) and nothing else; used once."""
+        self._engine().post_optim_event = event
+
+    def _get_fsdp_state(self) -> object:
+        raise StateError(
+            f"{type(self).__name__}: a tool asks for the private state of torch's own FSDP2, as FSDPMemTracker does, and "
+            "this model has none. To reshard the root after forward write fully_shard(model, reshard_after_forward=True) or "
+            "model.set_reshard_after_forward(True); shardwise.describe_units shows the bytes of every unit, and torch's "
+            "MemTracker works on any module"
+        )
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accept torch's switch: all-gathers are always asynchronous here, and their memory belongs to one lane."""
+        del async_op
+
+    # ---- communication ----
+
+    def set_custom_all_gather(self, comm: AllGatherFunction) -> None:
+        """Gather with ``comm`` (an ``allocate`` and a ``__call__``, as torch's ``AllGather``).
+
+        Raises: ValueError if the parameters of this module are on several meshes.
+        """
+        group = self._single_group("set_custom_all_gather")
+        if group is not None:
+            group.custom.all_gather = comm
+            bind_units(self._engine())
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatterFunction) -> None:
+        """Reduce with ``comm``, as torch's ``ReduceScatter``.
+
+        Raises: ValueError if the parameters of this module are on several meshes.
+        """
+        group = self._single_group("set_custom_reduce_scatter")
+        if group is not None:
+            group.custom.reduce_scatter = comm
+            bind_units(self._engine())
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with the flat reduced gradients: after the reduce-scatter, or after the all-reduce with replicas.
+
+        Raises: ValueError with several meshes, or with ``stream`` on a mesh with replicas.
+        """
+        group = self._single_group("set_all_reduce_hook")
+        if stream is not None and group is not None and group.axes.replicate_mesh_dim is not None:
+            raise ConfigError("stream cannot be set when using native HSDP")
+        unit = self._unit()
+        unit.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Run reduce-scatters on a process group of their own, beside all-gathers; call it on every rank of the mesh."""
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for unit in self._units(recurse):
+            for group in unit.groups:
+                if group.axes.shard_mesh_dim is None:
+                    continue
+                ranks = tuple(dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.shard_mesh_dim)))
+                if enable and ranks not in made:
+                    made[ranks] = group_of(ranks)
+                group.custom.reduce_group = made[ranks] if enable else None
+        bind_units(self._engine())
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take staging buffers from the process group's own allocator where its backend has one (NCCL).
+
+        Raises: AssertionError together with a custom communication, which allocates by itself.
+        """
+        for group in self._unit().groups:
+            if group.custom.all_gather is not None or group.custom.reduce_scatter is not None:
+                raise UsageError(
+                    "set_allocate_memory_from_process_group_for_comm cannot be used together with set_custom_all_gather "
+                    "or set_custom_reduce_scatter: a custom communication allocates its own buffers"
+                )
+            group.custom.allocates_from_group = enable
+        bind_units(self._engine())
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Refuse torch's switch to symmetric memory.
+
+        Raises: ConfigError, which names what there is in its place.
+        """
+        raise ConfigError(
+            f"set_symm_mem_for_comm({backend!r}): shardwise does not use NCCL's symmetric memory. For buffers that NCCL has "
+            "registered, call set_allocate_memory_from_process_group_for_comm(True); on CPU ranks of one host use shared "
+            "memory by themselves"
+        )
+
+    # ---- plumbing ----
+
+    def _attachment(self) -> Attachment:
+        attachment = attachment_of(cast(nn.Module, self))
+        assert attachment is not None
+        return attachment
+
+    def _unit(self) -> Unit:
+        return self._attachment().unit
+
+    def _engine(self) -> Engine:
+        return provisional_engine(self._attachment())
+
+    def _root_engine(self, method: str) -> Engine:
+        if self._attachment().is_root is False:
+            raise StateError(f"{method} must be called on the root FSDP module; this is '{self._unit().name}'")
+        return self._engine()
+
+    def _units(self, recurse: bool) -> Iterator[Unit]:
+        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
+        seen: set[int] = set()
+        for module in modules:
+            attachment = attachment_of(module)
+            if attachment is not None and id(attachment) not in seen:
+                seen.add(id(attachment))
+                yield attachment.unit
+
+    def _replace_policies(self, recurse: bool, **changes: Any) -> None:
+        for unit in self._units(recurse):
+            unit.policy = replace(unit.policy, **changes)
+
+    def _single_group(self, method: str) -> ShardGroup | None:
+        groups = self._unit().groups
+        if len(groups) > 1:
+            raise ConfigError(
+                f"{method} is not supported with multiple param groups (from per-param mesh via shard_placement_fn): "
+                "it would be ambiguous across groups with different meshes."
+            )
+        return groups[0] if groups else None
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        # Module.to and its kin must meet the shards; flat memory is rebuilt at the next unshard.
+        self.reshard()
+        units = {owner for unit in self._units(recurse=True) for owner in (unit, *unit.borrows)}
+        engine = engine_of(self._unit())
+        if engine is not None:
+            engine.converted.note((param for unit in units for param in unit.params), engine.awaits_backward)
+        with converting(self._unit().groups, units, fn) as convert:
+            convert = materializing(convert, self._attachment())
+            return super()._apply(convert, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
+    if not torch.accelerator.is_available():
+        return hook  # there is one order of things
+
+    def run(section: torch.Tensor) -> None:
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            hook(section)
+        torch.accelerator.current_stream().wait_stream(stream)
+
+    return run
+
+
+def _unit_refs(modules: Sequence[FSDPModule]) -> list[weakref.ref[Unit]]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"Expects FSDPModule but got {type(module)}: {module}")
+    return [weakref.ref(module._unit()) for module in modules]  # pyright: ignore[reportPrivateUsage]

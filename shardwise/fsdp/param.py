@@ -1,0 +1,737 @@
+"""One parameter of a unit: its sharded and its full form, and where it hangs on its modules."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import torch_private
+from shardwise.consistency.store import Sketch, digest_of, sample_of
+from shardwise.errors import ConfigError, StateError
+from shardwise.fsdp.precision import GradDtype, MixedPrecisionPolicy, dtype_of_full
+from shardwise.layout import ChunkShard
+from shardwise.torch_private import DTensorSpec
+
+# ---- Digests of a parameter before sharding, with which ranks check that all of them sharded the same values.
+
+_SAMPLE_NUMEL = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Digests of one parameter when it was sharded; of a large parameter, of a sample.
+
+    Attributes:
+        digest, sketch: of the whole values.
+        shard: the sketch of this rank's shard of them.
+    """
+
+    digest: int
+    sketch: Sketch
+    shard: Sketch
+
+    @classmethod
+    def of(cls, whole: torch.Tensor, shard: torch.Tensor) -> Beginning | None:
+        """Return the digests of ``whole``; None if it has no values (meta) or is a tensor subclass."""
+        if type(whole) not in (torch.Tensor, nn.Parameter) or whole.is_meta:
+            return None
+        sample = sample_of(whole.detach(), _SAMPLE_NUMEL)
+        return cls(digest_of(sample), Sketch.of(sample), _sketch_of(shard))
+
+    def was_overwritten(self, shard: torch.Tensor) -> bool:
+        """Return True if ``shard`` has changed since sharding, so that the values before it do not matter any more.
+
+        Conversions do not count as changes.
+        """
+        if shard.is_meta:
+            return True
+        now = _sketch_of(shard)
+        return not self.shard.distance(now) <= max(self.shard.tolerance, now.tolerance)
+
+
+def _sketch_of(shard: torch.Tensor) -> Sketch:
+    return Sketch.of(sample_of(shard.detach(), _SAMPLE_NUMEL))
+
+
+# ---- The version of a shard: how often it was written to, over all the memory that it has had.
+
+
+def _nothing() -> None:
+    return None
+
+
+class VersionCount:
+    """Torch's counts of writes to one shard, which begin anew with every local tensor that user code puts in its place.
+
+    Attributes:
+        base: what is added to torch's counts.
+        last: the version when its unit last looked.
+        gathered: the version that the full form was last gathered from, and what has been put in since that is no write.
+        local: weak reference to the local tensor whose writes are counted, if the shard is a DTensor.
+        has_kept_values: what was put in the place of that has its values, on all ranks.
+    """
+
+    __slots__ = ("base", "gathered", "has_kept_values", "last", "local")
+
+    def __init__(self) -> None:
+        self.base = 0
+        self.last = 0
+        self.gathered = -1
+        self.has_kept_values = False
+        self.local: Callable[[], torch.Tensor | None] = _nothing
+
+    def of(self, sharded: torch.Tensor, local: torch.Tensor) -> int:
+        """Return the version of ``sharded``, which has ``local``."""
+        return sharded._version + local._version + self.base
+
+    def keep(self, version: int, sharded: torch.Tensor, local: torch.Tensor) -> None:
+        """Let ``version`` be that of ``sharded`` with ``local``, of the same values as what it had before."""
+        self.base += version - self.of(sharded, local)
+        if local is not sharded:
+            self.local = weakref.ref(local)
+
+    def go_on(self, sharded: torch.Tensor, local: torch.Tensor) -> None:
+        """Go on counting where user code has put ``local`` in the place of another.
+
+        It is another version, whatever was written to either.  To autograd it is no write if it has kept its values: on one
+        process conversions leave what a graph holds as it is.
+        """
+        if local is sharded:
+            return  # a plain parameter: what counts its writes stays
+        before, is_same, self.has_kept_values = self.last, self.has_kept_values, False
+        self.keep(before + 1, sharded, local)
+        if self.gathered == before and is_same and not (sharded._version or local._version):
+            self.gathered += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place where a parameter hangs: a module's dict of parameters (which does not keep the module alive) and a name.
+
+    Attributes:
+        follower: the module, if its class has a ``__setattr__`` of its own to follow its parameters (as LSTMs do).
+    """
+
+    parameters: dict[str, nn.Parameter | None]
+    name: str
+    follower: Callable[[], nn.Module | None] | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> Slot:
+        """Return the slot of parameter ``name`` of ``module``."""
+        follows = type(module).__setattr__ is not nn.Module.__setattr__
+        return cls(torch_private.parameters_of(module), name, weakref.ref(module) if follows else None)
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Hang ``parameter`` here.  What runs at every step does so itself and calls :meth:`tell`: calls cost."""
+        self.parameters[self.name] = parameter
+        if self.follower is not None:
+            self.tell(parameter)
+
+    def tell(self, parameter: nn.Parameter) -> None:
+        """Let a module that follows its parameters know that ``parameter`` hangs here now."""
+        module = self.follower() if self.follower is not None else None
+        if module is not None:
+            setattr(module, self.name, parameter)
+
+
+_logger = logging.getLogger("shardwise")
+
+
+def _have_same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
+    mine, other = torch_private.local_of(first).detach(), torch_private.local_of(second).detach()
+    return mine.is_meta or other.is_meta or (mine.dtype is other.dtype and torch.equal(mine, other))
+
+
+@dataclass(eq=False)
+class UnitParam:
+    """A parameter that a unit manages.
+
+    Attributes:
+        fqn: its path; from the module it was found in until the first forward, from the root after.
+        slots: every place that uses it; tied weights have several.
+        shard: how the local tensor is cut over the shard axis.
+        spec: the DTensor description of the sharded parameter and its gradients.
+        inner_spec: that of the full parameter if it is itself a DTensor (tensor parallelism), else None.
+        sharded: the registered parameter while sharded; what optimizers hold.
+        full: the registered parameter while unsharded; made at the first unshard and then kept, because autograd's
+            saved tensors and accumulators belong to it.
+        subsharded: the registered parameter while resharded to a smaller mesh.
+        hung: which of these forms hangs in the slots; None: the sharded one.  What is there besides, user code has put there.
+        shard_shape: of this rank's shard.
+        is_handed_out: user code can reach the shard; before, while it is being made, its memory may change at will.
+        full_version, full_address: what torch had counted of writes to the full form, and where it lay, when it was registered.
+        count: of the writes to the shard.
+        ordinal: its index among the parameters of its unit.
+        is_hooked: the full parameter reports its gradients.  hook_id: of the hook that does so.
+        keeps_dtype: it is used in its own dtype whatever the precision of its unit.
+        grad_dtype: what was assigned to ``grad_dtype`` of the sharded parameter, or of the one it was made from; None: nothing.
+        module: weak reference to the module of the first slot.
+        original: weak reference to the parameter it was made from, while someone holds that.
+        is_touched: the full form has been written to in a way that torch does not count.  is_touchy: that has happened before.
+        attributes: what users have set on it, one dict for all its forms; conversions and loading register one without.
+        beginning: digests of its values before sharding, until ranks have compared them; None: there is nothing to compare.
+        made_of: what told the storage of the sharded parameter apart, and its shard, when both were made.
+    """
+
+    fqn: str
+    slots: list[Slot]
+    shard: ChunkShard
+    spec: DTensorSpec
+    inner_spec: DTensorSpec | None
+    sharded: nn.Parameter
+    shard_shape: tuple[int, ...]
+    is_handed_out: bool = True
+    full: nn.Parameter | None = None
+    subsharded: nn.Parameter | None = None
+    hung: nn.Parameter | None = None
+    full_version: int = 0
+    full_address: int = 0
+    count: VersionCount = field(default_factory=VersionCount)
+    ordinal: int = 0
+    is_hooked: bool = False
+    hook_id: int = -1
+    keeps_dtype: bool = False
+    grad_dtype: GradDtype | None = None
+    module: Callable[[], nn.Module | None] = field(default=_nothing)
+    original: Callable[[], nn.Parameter | None] = field(default=_nothing)
+    beginning: Beginning | None = None
+    made_of: tuple[int, Callable[[], torch.Tensor | None]] = (0, _nothing)
+    is_touched: bool = False
+    is_touchy: bool = False
+    attributes: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.attributes = torch_private.attributes_of(self.sharded)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameter's own dtype."""
+        return torch_private.local_of(self.sharded).dtype
+
+    @property
+    def dtype_of_gradient(self) -> torch.dtype | None:
+        """The dtype of ``.grad``; None: that of whatever arrives."""
+        return torch_private.local_of(self.sharded).dtype if self.grad_dtype is None else self.grad_dtype.dtype
+
+    def dtype_of_full(self, precision: MixedPrecisionPolicy) -> torch.dtype:
+        """Return the dtype in which it is all-gathered and used."""
+        return self.dtype if self.keeps_dtype else dtype_of_full(precision, self.dtype)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard."""
+        return torch_private.local_of(self.sharded)
+
+    def lies_as_sharded(self, full: nn.Parameter) -> bool:
+        """Return True if ``full`` is where this rank's shard is, element by element: user code may have moved that."""
+        local = self.local
+        return full.data_ptr() == local.data_ptr() and torch_private.local_of(full).stride() == local.stride()
+
+    @property
+    def is_strided(self) -> bool:
+        """True for a plain parameter in another memory order than row-major: its gradient follows it."""
+        return self.full is self.sharded and not self.sharded.is_contiguous()
+
+    @property
+    def is_its_full_form(self) -> bool:
+        """True if the full form lies in the memory of the shard."""
+        return self.full is not None and self.full_address == self.local.data_ptr()
+
+    @property
+    def version(self) -> int:
+        """A number that changes whenever the shard is written to, as far as torch counts writes; asked at every step."""
+        return self.sharded._version + self.local._version + self.count.base
+
+    def replace_local(self, local: torch.Tensor) -> None:
+        """Make ``local``, of the same values, the memory of the shard; that is no write."""
+        before = self.version
+        torch_private.set_local(self.sharded, local)
+        self.count.keep(before, self.sharded, self.local)
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Hang ``parameter``, one of its forms, in every slot."""
+        self.hung = parameter
+        for slot in self.slots:
+            slot.put(parameter)
+
+    @property
+    def is_registered(self) -> bool:
+        """True if one of this parameter's own forms hangs in its first slot."""
+        return self.is_own(self.slots[0].parameters.get(self.slots[0].name))
+
+    def is_own(self, current: nn.Parameter | None) -> bool:
+        """True if ``current`` is one of this parameter's forms, not what user code has put in its place."""
+        return current is not None and any(
+            current is form for form in (self.sharded, self.full, self.subsharded, self.hung)
+        )
+
+    def check_places(self, is_in_tree: Callable[[dict[str, nn.Parameter | None]], bool] = lambda _: True) -> None:
+        """Raise StateError if a module, of those whose dict ``is_in_tree``, has no parameter of this name any more."""
+        for slot in self.slots:
+            if slot.parameters.get(slot.name) is None and is_in_tree(slot.parameters):
+                raise StateError(
+                    f"{self.fqn} was taken off its module after that was sharded, as torch.nn.utils.parametrize, weight_norm "
+                    "and prune do, or set to None. Call them before fully_shard (or replicate), which then shards what they "
+                    "train; take parameters off before it, too"
+                )
+
+    def check_ties(self) -> None:
+        """Hang what user code has put in place of a shared parameter in all its slots.
+
+        Loading with ``assign=True`` and ``to_empty`` from meta leave one parameter per module, of one value as a rule.
+
+        Raises: StateError if some of the modules have got another parameter and others have not.
+        """
+        first, *others = [slot.parameters.get(slot.name) for slot in self.slots]
+        if all(other is first for other in others):
+            return
+        mine = (self.sharded, self.full, self.subsharded)
+        is_old = [any(each is form for form in mine) for each in (first, *others)]
+        if any(is_old) and not all(is_old):
+            raise StateError(
+                f"{self.fqn} is shared by {len(self.slots)} places, of which only some have got another parameter since it "
+                "was sharded. Put the same one in all of them (module.weight = other.weight), or build the model with two "
+                "parameters before it is sharded"
+            )
+        if first is not None and not any(is_old):
+            others = [other for other in others if other is not None and other is not first]
+            if not all(_have_same_values(first, other) for other in others):
+                _logger.warning(
+                    "%s is shared by %d places, which have got parameters of different values since it was sharded: it stays "
+                    "shared, with the values of the first. Tie them again yourself (module.weight = other.weight) after "
+                    "to_empty() or load_state_dict(assign=True)",
+                    self.fqn,
+                    len(self.slots),
+                )
+            for slot in self.slots[1:]:
+                slot.put(first)
+
+    def adopt_registered(self) -> None:
+        """Take the parameter that hangs in the first slot as the sharded one: user code may have replaced it.
+
+        Raises: ConfigError if it is no parameter but a tensor, as ``torch.func.functional_call`` puts one there, StateError
+        if there is none any more.
+        """
+        current = self.slots[0].parameters.get(self.slots[0].name)
+        if current is None:
+            self.check_places()
+        elif current is not self.full and current is not self.subsharded:
+            if current is not self.sharded and not isinstance(current, nn.Parameter):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ConfigError(
+                    f"{self.fqn}: a {type(current).__name__} that is no Parameter has taken its place, as "
+                    "torch.func.functional_call does; a sharded module runs with the parameters that it gathers. Call the "
+                    "plain module with functional_call, or copy_ the values into the shards"
+                )
+            self.sharded = current
+            self.hand_on_attributes()
+            self.follow_grad_dtype()
+
+    def hand_on_attributes(self) -> None:
+        """Give the registered parameters the attributes that users have set on this one."""
+        for slot in self.slots:
+            current = slot.parameters.get(slot.name)
+            if current is not None and vars(current) is not self.attributes:
+                torch_private.give_attributes(self.attributes, current)
+
+    def follow_grad_dtype(self) -> None:
+        """Note what was assigned to ``grad_dtype``; hand it on to a parameter that conversions or loading have put in place."""
+        if torch_private.has_chosen_grad_dtype(self.sharded):
+            self.grad_dtype = GradDtype(self.sharded.grad_dtype)
+        elif self.grad_dtype is not None:
+            self.sharded.grad_dtype = self.grad_dtype.dtype
+
+
+# ---- What a full parameter is while nothing computes with it.
+# While its memory is lent to others, reading it is an error that names it, not a crash.  While it stays registered between
+# calls, user code finds it where it expects the parameter: its gradient is the shard's, what is written to it is noticed,
+# and what has become stale cannot be read.
+
+# The forms of a parameter share one dict, with the attributes that users set.
+_KEPT, _SUB = "shardwise_kept", "shardwise_sub"
+_ATTRIBUTES = ("__get__", "__set__", "__delete__")
+# What says nothing of the values.
+_FACTS = frozenset(
+    [
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "stride",
+        "storage_offset",
+        "data_ptr",
+        "untyped_storage",
+        "__len__",
+        "__hash__",
+        "type",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "get_device",
+        "retain_grad",
+        "is_shared",
+    ]
+)
+
+
+class FreedParameter(nn.Parameter):
+    """The class of a full parameter between reshard and the next unshard.
+
+    Autograd may keep such a tensor for backward, which finds it full again; anyone else who has kept it must not use it.
+    """
+
+    shardwise_fqn: str
+    shardwise_has_memory: bool
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let attributes be read and set, refuse everything that may touch memory; where it lies if it is kept may be asked."""
+        name = getattr(func, "__name__", "")
+        if name in _ATTRIBUTES or (name in _FACTS and isinstance(args[0], cls) and args[0].shardwise_has_memory):
+            with torch_private.without_torch_function():
+                return func(*args, **(kwargs or {}))
+        names = sorted(
+            {tensor.shardwise_fqn for tensor in _idle_in(FreedParameter, (args, list((kwargs or {}).values())))}
+        )
+        raise StateError(
+            f"the full form of {names} was given back after forward or backward and must not be used any more: read the "
+            "parameter from its module inside forward, or call unshard() on the module first"
+        )
+
+
+class _Standing(torch.Tensor):
+    """What hangs in the place of a shard: gradients, hooks and freezing are the shard's."""
+
+    __slots__ = ()
+
+    @property
+    def kept(self) -> _StandsFor:
+        raise NotImplementedError
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The gradient of the shard."""
+        return self.kept.sharded().grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.kept.sharded().grad = value
+
+    @grad.deleter
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.kept.sharded().grad = None
+
+    @property
+    def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the parameter is trained; a change holds for its shard."""
+        return self.kept.sharded().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.kept.sharded().requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> _Standing:  # pyright: ignore
+        """Train the parameter or freeze it."""
+        self.requires_grad = requires_grad
+        return self
+
+    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:  # pyright: ignore
+        """Register ``hook`` on the shard, whose reduced gradient it is to see."""
+        return self.kept.sharded().register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """Register ``hook`` on the shard, whose reduced gradient it is to follow."""
+        return self.kept.sharded().register_post_accumulate_grad_hook(hook)
+
+    @property
+    def is_leaf(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True.  Raises: StateError in the constructor of an optimizer, whose steps would not reach the model."""
+        if sys._getframe(1).f_code.co_name == "add_param_group":  # pyright: ignore[reportPrivateUsage]
+            raise StateError(
+                f"an optimizer was given the {self.kept.form} form of {self.kept.fqn}, which stays registered after a "
+                "forward; its steps would not reach the model. Build the optimizer before the first forward, or call "
+                "reshard() on the module first"
+            )
+        return True
+
+
+class _Idle(_Standing):
+    """What a full parameter is that is registered while no forward or backward runs."""
+
+    __slots__ = ()
+
+    @property
+    def kept(self) -> _Kept:
+        return vars(self)[_KEPT]
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to show values that are older than the shards; let what is written go to the shards."""
+        name = getattr(func, "__name__", "")
+        if name in _ATTRIBUTES or name in _FACTS:
+            with torch_private.without_torch_function():
+                result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):  # .T, .real
+                _guard(result, args[:1])
+            return result
+        given = (args, list(kwargs.values())) if kwargs else args
+        kept = _idle_in(_Idle, given)
+        if any(not isinstance(each, _Idle) for each in _idle_in(DTensor, given)):
+            # Together with shards, as when an average is updated from the model, it acts as the shard that it stands for.
+            for tensor in kept:
+                tensor.kept.follow()
+            with torch_private.without_torch_function():
+                result = func(
+                    *_with_shards(args), **{key: _with_shards(value) for key, value in (kwargs or {}).items()}
+                )
+            if name.endswith("_"):  # torch's multi-tensor functions count no writes to DTensors
+                torch.autograd.graph.increment_version([tensor.kept.sharded() for tensor in kept])
+            return result
+        for tensor in kept:
+            tensor.kept.check()
+        with torch_private.without_torch_function():
+            result = func(*args, **(kwargs or {}))
+        for tensor in kept:
+            tensor.kept.follow()
+        _guard(result, kept)
+        return result
+
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The tensor's values; whoever asks may write to them, and torch does not count that."""
+        self.kept.check()
+        self.kept.is_touched = True
+        data = torch_private.data_of(self)
+        _guard(data, [self])
+        return data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.kept.is_touched = True
+        torch_private.set_data(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo[id(self)] = nn.Parameter(torch_private.data_of(self).clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch_private.without_torch_function():
+            plain = nn.Parameter(torch_private.data_of(self), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+
+class _Alias(torch.Tensor):
+    """What shares the memory of a full parameter, taken between calls: that memory is given back while the alias lives on."""
+
+    kept: _Kept
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to read memory that was given back: it would end the process."""
+        aliases = _idle_in(_Alias, (args, list(kwargs.values())) if kwargs else args)
+        if getattr(func, "__name__", "") not in _FACTS and func not in _SHAPES:
+            for alias in aliases:
+                with torch_private.without_torch_function():
+                    is_gone = alias.numel() > 0 and not alias.untyped_storage().nbytes()
+                if is_gone:
+                    raise StateError(
+                        f"this tensor shared memory with the full form of {alias.kept.fqn}, which was given back since. Keep "
+                        "clone() of it, or an alias of the shard: call reshard() on the module first"
+                    )
+        with torch_private.without_torch_function():
+            result = func(*args, **(kwargs or {}))
+        _guard(result, aliases)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = memo[id(self)] = self.clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+_SHAPES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__})  # pyright: ignore
+
+
+def _guard(result: Any, sources: Iterable[Any]) -> None:
+    """Let what shares memory with one of ``sources`` know when that is gone."""
+    found = result if isinstance(result, (list, tuple)) else (result,)
+    for each in found:  # pyright: ignore[reportUnknownVariableType]
+        if type(each) is torch.Tensor:  # pyright: ignore[reportUnknownArgumentType]
+            for source in sources:
+                if torch_private.storage_id(each) == torch_private.storage_id(source):
+                    kept = source.kept
+                    each.__class__ = _Alias
+                    each.kept = kept  # pyright: ignore[reportAttributeAccessIssue]  of _Alias
+                    break
+
+
+class KeptParameter(_Idle, nn.Parameter):  # pyright: ignore
+    """The class of a plain one."""
+
+
+class KeptDTensor(_Idle, DTensor):  # pyright: ignore
+    """The class of one that is itself distributed, by tensor parallelism."""
+
+
+class SubShard(_Standing, DTensor):  # pyright: ignore
+    """The class of a shard on the smaller mesh of ``reshard_after_forward``, registered between forward and backward."""
+
+    @property
+    def kept(self) -> _StandsFor:
+        return vars(self)[_SUB]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class _StandsFor:
+    """What a tensor stands for that hangs in the place of a shard; ``form``: which form of the parameter it is."""
+
+    __slots__ = ("_param", "form", "fqn")
+
+    def __init__(self, param: UnitParam, form: str) -> None:
+        self._param, self.fqn, self.form = weakref.ref(param), param.fqn, form
+
+    def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
+        return set, ()  # copies and files get an empty set, which torch.load(weights_only=True) reads
+
+    def sharded(self) -> nn.Parameter:
+        """Return the parameter that optimizers hold."""
+        param = self._param()
+        if param is None:
+            raise StateError(f"{self.fqn} belongs to a model that is gone")
+        return param.sharded
+
+
+class _Kept(_StandsFor):
+    """What is known of a kept parameter: whose it is, how old it is, and whether somebody may have written to it.
+
+    ``take``: lets what has been written to the full form go to this rank's shard.
+    """
+
+    __slots__ = ("_before", "_take", "_version", "is_touched")
+
+    def __init__(self, param: UnitParam, take: Callable[[UnitParam], None]) -> None:
+        super().__init__(param, "full")
+        self.renew(param, take)
+
+    def renew(self, param: UnitParam, take: Callable[[UnitParam], None]) -> None:
+        """Begin to watch: the full form of ``param`` is what its shard is."""
+        self._take = take
+        self._version = param.version
+        self.fqn = param.fqn
+        self.is_touched = False
+        # A rank without rows of its own cannot compare them with its shard to see what has been written.
+        full = param.full
+        self._before: torch.Tensor | None = None
+        if full is not None and not param.local.numel():
+            self._before = torch_private.local_of(full).detach().clone()
+
+    def check(self) -> None:
+        """Raise StateError if the shard has been written to since the full form was gathered."""
+        param = self._param()
+        if param is not None and param.version != self._version and not param.is_its_full_form:
+            raise StateError(
+                f"the full form of {self.fqn} is older than its shards, which somebody has written to since. Call reshard() "
+                "on its module, then read the shards, or unshard() on every rank"
+            )
+
+    def follow(self) -> None:
+        """Bring to the shard what has just been written to the full form."""
+        param = self._param()
+        if param is not None and param.full is not None and param.full._version != param.full_version:
+            self._take(param)
+
+    def is_as_before(self, full: torch.Tensor) -> bool:
+        """Return True if this rank, which holds no rows, sees that nothing was written."""
+        return self._before is not None and torch.equal(
+            torch_private.data_of(torch_private.local_of(full)), self._before
+        )
+
+
+def _idle_in(kind: type[Any], args: Any) -> list[Any]:
+    found: list[Any] = []
+    for arg in args:
+        if isinstance(arg, kind):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            found += _idle_in(kind, arg)
+    return found
+
+
+def _with_shards(value: Any) -> Any:
+    if isinstance(value, _Idle):
+        return value.kept.sharded()
+    return type(value)(map(_with_shards, value)) if type(value) in (list, tuple) else value
+
+
+def mark_freed(params: Iterable[UnitParam], has_memory: bool = False) -> None:
+    """Refuse the use of the full forms of ``params`` until :func:`mark_full`; ``has_memory``: that stays until then."""
+    for param in params:
+        full = param.full
+        if type(full) in _KINDS and (type(full) is not FreedParameter or full.shardwise_has_memory is not has_memory):
+            assert full is not None
+            full.__class__ = FreedParameter
+            full.shardwise_fqn = param.fqn  # pyright: ignore[reportAttributeAccessIssue]  of FreedParameter
+            full.shardwise_has_memory = has_memory  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def mark_kept(param: UnitParam, take: Callable[[UnitParam], None]) -> None:
+    """Watch the full form of ``param`` until it is freed or in use again; ``take``: see :class:`_Kept`."""
+    full = param.full
+    idle = _IDLE.get(type(full))
+    if full is not None and idle is not None:
+        kept = vars(full).get(_KEPT)
+        if isinstance(kept, _Kept):
+            kept.renew(param, take)
+        else:
+            vars(full)[_KEPT] = _Kept(param, take)
+        full.__class__ = idle  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def mark_sub(param: UnitParam) -> None:
+    """Let what is done to the form of ``param`` on a smaller mesh be done to its shard."""
+    sub = param.subsharded
+    assert sub is not None
+    vars(sub)[_SUB] = _StandsFor(param, "sub-sharded")
+    sub.__class__ = SubShard  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def may_be_written(parameter: nn.Parameter) -> bool:
+    """Return True if somebody may have written to ``parameter`` through ``.data`` since :func:`mark_kept`."""
+    if not isinstance(parameter, _Idle) or not parameter.kept.is_touched:
+        return False
+    return not parameter.kept.is_as_before(parameter)
+
+
+def mark_full(params: Iterable[UnitParam]) -> None:
+    """Make the full forms of ``params`` ordinary parameters again."""
+    for param in params:
+        used = _USED.get(type(param.full))
+        if used is not None:
+            param.full.__class__ = used  # pyright: ignore
+
+
+_IDLE: dict[type[Any], type[_Idle]] = {nn.Parameter: KeptParameter, DTensor: KeptDTensor}
+_USED: dict[type[Any], type[torch.Tensor]] = {
+    FreedParameter: nn.Parameter,
+    KeptParameter: nn.Parameter,
+    KeptDTensor: DTensor,
+}
+_KINDS = (nn.Parameter, FreedParameter, KeptParameter)

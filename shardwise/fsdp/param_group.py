@@ -1,0 +1,555 @@
+"""The parameters of a unit on one mesh: gathered in one collective, reduced in one per dtype."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.collectives.buffer_pool import BufferPool
+from shardwise.collectives.c10d import fetch_alone
+from shardwise.collectives.codec import Coding, takes
+from shardwise.collectives.compressed import Compression
+from shardwise.collectives.protocol import CustomCollectives, Pending
+from shardwise.collectives.routes import Link, RoutedCommunicator
+from shardwise.collectives.streams import Lanes
+from shardwise.errors import StateError
+from shardwise.fsdp.extension import ExtensionParams
+from shardwise.fsdp.flat_buffer import Delivery, FlatBucket, Packing, ParamStorage, ReduceLayout, Shards, SubBucket
+from shardwise.fsdp.mesh import MeshAxes, sub_parameter
+from shardwise.fsdp.param import UnitParam, mark_full, mark_sub
+from shardwise.fsdp.precision import MixedPrecisionPolicy, dtype_of_reduction
+from shardwise.layout import ChunkShard, build_bucket, by_size
+
+# ---- How the ranks of a group talk.
+
+
+@dataclass(slots=True)
+class GroupComm:
+    """How a group talks: along the shard axis, along the replica axis, and along the smaller mesh after forward.
+
+    Attributes:
+        copies: lanes on which shards come from the host; None where they do not live there.
+    """
+
+    shards: RoutedCommunicator | None
+    reduce: RoutedCommunicator | None
+    replicas: RoutedCommunicator | None
+    sub: RoutedCommunicator | None = None
+    copies: Lanes | None = None
+
+
+# ---- What a unit keeps between forward and backward where it reshards to a smaller mesh: a piece of each full
+# parameter.
+
+
+def cut_bucket(bucket: FlatBucket, full: torch.Tensor, axes: MeshAxes, place: ParamStorage) -> SubBucket:
+    """Copy this rank's shards on the mesh of ``axes`` out of ``full``, the gathered bucket, and register them.
+
+    Args:
+        full: 1-d, with the sections of all ranks, as ``bucket.layout`` says.
+    """
+    cuts = [ChunkShard(shard.shape, shard.dim, axes.num_shards) for shard in bucket.layout.shards]
+    dtype = bucket.full_dtype
+    layout = build_bucket(cuts, place.alignment(dtype), place.alignment(dtype))
+    sub = SubBucket(bucket.params, layout, dtype, torch.empty(layout.section_numel, dtype=dtype, device=full.device))
+    for param, cut, begin, window in zip(
+        bucket.params, cuts, bucket.layout.full_offsets, sub.windows(axes.shard_rank), strict=True
+    ):
+        whole = full.narrow(0, begin, cut.numel).view(cut.shape)
+        rows = cut.rows(axes.shard_rank)
+        window.copy_(whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows)))
+        param.subsharded = sub_parameter(param, cut, window, axes)
+        mark_sub(param)
+        param.register(param.subsharded)
+    return sub
+
+
+# ---- In which dtypes the parameters of a group are gathered, and their gradients reduced.
+
+
+class Dtypes:
+    """What a policy means for each parameter.
+
+    Attributes:
+        by_gradient: in which gradients are reduced, by their dtype, of parameters without one of their own.
+    """
+
+    def __init__(self, precision: MixedPrecisionPolicy) -> None:
+        self.precision = precision
+        self.by_gradient: dict[torch.dtype, torch.dtype] = {}
+
+    def of_full(self, param: UnitParam) -> torch.dtype:
+        """Return the dtype in which ``param`` is all-gathered and used."""
+        return param.dtype_of_full(self.precision)
+
+    def of_reduction(self, param: UnitParam, found: torch.dtype | None = None) -> torch.dtype:
+        """Return the dtype in which gradients of ``param`` are reduced and held.
+
+        ``found``: of the gradient that has come; it counts where the parameter takes any.
+        """
+        full = self.of_full(param)
+        if param.grad_dtype is not None and self.precision.reduce_dtype is None:
+            return param.grad_dtype.dtype or found or full
+        return dtype_of_reduction(self.precision, param.dtype, full)
+
+    def takes_any_gradient(self, param: UnitParam) -> bool:
+        """Return True if gradients of ``param`` are reduced in whatever dtype they come."""
+        return self.precision.reduce_dtype is None and param.dtype_of_gradient is None
+
+    def look_at(self, params: Iterable[UnitParam]) -> None:
+        """Learn :attr:`by_gradient` from ``params`` as they are now."""
+        found: dict[torch.dtype, set[torch.dtype]] = {}
+        for param in params:
+            if param.grad_dtype is None and not param.keeps_dtype:
+                found.setdefault(self.of_full(param), set()).add(self.of_reduction(param))
+        self.by_gradient = {full: wanted.pop() for full, wanted in found.items() if len(wanted) == 1}
+
+
+_PLAIN_FACTS = operator.attrgetter("dtype", "device", "grad_dtype")
+
+
+class ShardGroup:
+    """Parameters of one unit that share a mesh.
+
+    Attributes:
+        params: in the order of the modules.  by_size: the order in memory, large ones first.  members: the same as a set.
+        place: where they live.  device: of the full parameters.
+        dtypes: in which they are gathered and their gradients reduced.
+        compression: how parameters and gradients travel in fewer bits; None: they do not.
+        custom: how users want the backend's collectives to be carried out.
+        bound_comm: how the group talks, None before an engine is there; :attr:`comm` raises then.
+        is_collective: gathering and reducing take a collective.
+        keeps_plain: parameters are what they were before, plain tensors that stay registered.
+        num_packs: how often parameters were put together.
+        is_written: the engine itself has written to shards, by the current stream, since the last gather was ordered after it.
+        num_replica_sums: how many sums over replicas have come, also those that were left to a later backward.
+        in_place: those of them that need no other form to compute with.
+        packing: their memory, as parameters lie now; None before they have been put together.
+        axes: the data-parallel mesh.  sub_axes: the smaller one that parameters go to after forward, if any.
+
+    It has more attributes than most: it is where a parameter's two forms, its memory and its ways to other ranks meet, and
+    each of these is a value of its own.
+    """
+
+    def __init__(
+        self,
+        params: list[UnitParam],
+        axes: MeshAxes,
+        precision: MixedPrecisionPolicy,
+        place: ParamStorage,
+        keeps_plain: bool,
+    ) -> None:
+        self.params = params
+        self.by_size = [params[index] for index in by_size([param.shard for param in params])]
+        self.members = set(params)
+        self._tied: list[UnitParam] = []
+        self.note_ties()
+        self.axes = axes
+        self.sub_axes: MeshAxes | None = None
+        self.dtypes = Dtypes(precision)
+        self.place = place
+        self.device = place.device
+        # Beside tensor parallelism the collectives of a shard axis of one rank are issued too, as torch's tests count
+        # them; alone it has none.
+        has_tensor_parallelism = any(param.inner_spec is not None for param in params)
+        self.is_collective = axes.shard_mesh_dim is not None and (axes.num_shards > 1 or has_tensor_parallelism)
+        self.keeps_plain = keeps_plain
+        self.num_packs = 0
+        self.is_written = False
+        self.in_place: list[UnitParam] = []
+        self._plain_facts: list[tuple[UnitParam, tuple[object, ...]]] = []
+        self.extended = ExtensionParams(axes, precision, place.device)
+        self.packing: Packing | None = None
+        self._sub: Shards | None = None
+        self.custom = CustomCollectives()
+        self.compression: Compression | None = None
+        self.reduce_layouts: dict[tuple[object, ...], ReduceLayout] = {}
+        self._pool: BufferPool | None = None
+        self.bound_comm: GroupComm | None = None
+        self.num_replica_sums = 0
+
+    def release(self, params: Sequence[UnitParam]) -> None:
+        """Be without those of ``params`` that are members."""
+        gone = self.members & set(params)
+        if gone:
+            self.params = [param for param in self.params if param not in gone]
+            self.by_size = [param for param in self.by_size if param not in gone]
+            self.members -= gone
+            if self.params:
+                self._pack()
+
+    # ---- flat memory ----
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full parameters beyond the shards."""
+        return 0 if self.packing is None else self.packing.full_bytes
+
+    @property
+    def gather_staging(self) -> tuple[int, bool]:
+        """Bytes that a launched all-gather holds, and whether its full parameters are among them."""
+        if self.packing is None or not self.is_collective:
+            return 0, False
+        return self.packing.staging(self._planned_link(self.packing))
+
+    @property
+    def route(self) -> str:
+        """How parameters travel, as far as it is known: the name of a link, "collectives", or "" for not at all."""
+        coded = [
+            f"{way} {coding}"
+            for way, coding in (("gather", self.gather_coding), ("reduce", self.reduce_coding))
+            if coding
+        ]
+        if self.packing is None or not self.is_collective:
+            return ", ".join(coded)
+        link = self._planned_link(self.packing)
+        return ", ".join(["collectives" if link is None else link.name, *coded])
+
+    @property
+    def gather_coding(self) -> Coding | None:
+        """In what parameters are gathered; None: as they are."""
+        coding = self.compression.policy.gather if self.compression is not None and self.axes.num_shards > 1 else None
+        return coding if coding is not None and self._has_coded else None
+
+    @property
+    def reduce_coding(self) -> Coding | None:
+        """In what gradients are reduced over shards, or between replicas where there are any; None: as they are."""
+        coding = self.compression.policy.reduce if self.compression is not None else None
+        is_reduced = self.axes.num_shards > 1 or self.axes.num_replicas > 1
+        return coding if coding is not None and is_reduced and self._has_coded else None
+
+    @property
+    def _has_coded(self) -> bool:
+        return any(self.is_coded(param) for param in self.params)
+
+    def is_coded(self, param: UnitParam) -> bool:
+        """True if ``param`` is one of those that travel coded, where anything does."""
+        if self.compression is None:
+            return False
+        return takes(self.compression.policy, param.fqn, param.shard.shape, param.dtype.itemsize)
+
+    def _planned_link(self, packing: Packing) -> Link | None:
+        comm = self.bound_comm.shards if self.bound_comm is not None else None
+        link = comm.planned_link if comm is not None else None
+        if link is None or self.extended.params:
+            return None
+        return (
+            link if link.takes_gather(Delivery(packing.shards, packing.travelling, self.pool, packing.ends)) else None
+        )
+
+    @property
+    def main_buckets(self) -> Sequence[FlatBucket]:
+        """The sections of all ranks' shards, as they are now."""
+        return () if self.packing is None else self.packing.buckets
+
+    def largest_reductions(self) -> list[tuple[int, int]]:
+        """Return (elements of a section, bytes of an element) of the reduction of all parameters, per reduce dtype."""
+        by_dtype: dict[torch.dtype, int] = {}
+        for param in self.params:
+            dtype = self.dtypes.of_reduction(param)
+            by_dtype[dtype] = by_dtype.get(dtype, 0) + param.shard.section_numel
+        return [(numel, dtype.itemsize) for dtype, numel in by_dtype.items()]
+
+    def note_ties(self) -> None:
+        """Note which parameters hang in several places."""
+        self._tied = [param for param in self.params if len(param.slots) > 1]
+
+    @property
+    def compares_reductions(self) -> bool:
+        """True if ranks that would reduce different things find that out from the messages themselves."""
+        comm = self.comm
+        if comm.replicas is not None:
+            return False
+        link = comm.reduce.planned_link if comm.reduce is not None else None
+        return comm.reduce is None or (link is not None and link.compares_contents)
+
+    def ensure_packed(self) -> None:
+        """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype."""
+        packing, may_be_extended = self.packing, bool(self.extended.params)  # extensions may be patched on
+        copies = self.bound_comm.copies if self.bound_comm is not None else None
+        host_waits = None if copies is None else copies.host_waits_for_copies
+        for param in self._tied:
+            param.check_ties()
+        is_settled = packing is not None
+        for bucket in packing.buckets if packing is not None else ():
+            if not bucket.settle(host_waits):
+                is_settled = False
+                break
+            may_be_extended |= bucket.has_attributes
+            self.num_packs += bucket.num_replaced
+            self.is_written |= bucket.has_moved
+            bucket.num_replaced = 0
+            if bucket.loose:
+                bucket.stage()
+                self.is_written = True
+        if is_settled and self.in_place and not may_be_extended and self._is_plain_as_packed():
+            return
+        for param in self.in_place:
+            may_be_extended |= bool(param.local.__dict__)
+        if not is_settled or (may_be_extended and not self.extended.is_current(self.params)):
+            self._pack()
+        for param in (*self.in_place, *self.extended.params):
+            param.follow_grad_dtype()
+        for param in self.in_place:
+            param.adopt_registered()
+            if not self._is_in_place(param):
+                self._pack()
+                break
+
+    def _is_plain_as_packed(self) -> bool:
+        """Return True if parameters that stay registered are what they were: asked first, at every step, since it is cheap."""
+        for param, facts in self._plain_facts:
+            sharded, slot = param.sharded, param.slots[0]
+            if slot.parameters.get(slot.name) is not sharded or sharded.__dict__ or _PLAIN_FACTS(sharded) != facts:
+                return False
+        return not self.extended.params
+
+    def _pack(self) -> None:
+        self.num_packs += 1
+        self.is_written = True
+        if self.packing is not None:
+            self.packing.leave()
+        self.adopt_registered()
+        self.extended.adopt([param for param in self.params if self.extended.wants(param)])
+        self.in_place = [param for param in self.params if self._is_in_place(param)]
+        self._plain_facts = [(param, _PLAIN_FACTS(param.sharded)) for param in self.in_place]
+        self.dtypes.look_at(self.params)
+        apart = {*self.extended.params, *self.in_place}
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[UnitParam]] = {}
+        for param in (each for each in self.by_size if each not in apart):
+            by_dtype.setdefault((param.dtype, self.dtypes.of_full(param)), []).append(param)
+        buckets = [self.place.bucket(each, full, self.is_collective) for (_, full), each in by_dtype.items()]
+        self.packing = Packing(buckets, self.axes.num_shards, self.place)
+        self.packing.bind(self._pool)
+        self._sub = None
+
+    def adopt_registered(self) -> None:
+        """Take what hangs on the modules for the shards, and count what user code has put there."""
+        for param in self.params:
+            self.num_packs += not param.is_registered
+            param.adopt_registered()
+            param.follow_grad_dtype()
+
+    def _is_in_place(self, param: UnitParam) -> bool:
+        if not self.keeps_plain or param.inner_spec is not None or param.local.device != self.device:
+            return False
+        if param.dtype is not self.dtypes.of_full(param):
+            return False
+        return self.dtypes.takes_any_gradient(param) or param.dtype_of_gradient is self.dtypes.of_reduction(param)
+
+    # ---- unshard and reshard ----
+
+    def bind(self, pool: BufferPool, comm: GroupComm) -> None:
+        """Use ``pool`` for memory and ``comm`` for collectives from here on."""
+        self._pool = pool
+        self.bound_comm = comm
+        if self.packing is not None:
+            self.packing.bind(pool)
+
+    @property
+    def pool(self) -> BufferPool:
+        """Where full parameters and staging buffers come from."""
+        if self._pool is None:
+            raise StateError(
+                "parameters were asked for before an engine was there; run the root's forward or unshard()"
+            )
+        return self._pool
+
+    @property
+    def comm(self) -> GroupComm:
+        """How the group talks."""
+        if self.bound_comm is None:
+            raise StateError(
+                "a collective was asked for before an engine was there; run the root's forward or unshard()"
+            )
+        return self.bound_comm
+
+    def gather(self, from_sub: bool) -> Pending | None:
+        """Launch the all-gather of the full parameters; None if there is nothing to wait for.
+
+        Nobody has replaced a parameter since :meth:`ensure_packed`, and the gather is ordered after what that has copied.
+        """
+        packing, ways = self.packing, self.bound_comm or self.comm
+        assert packing is not None
+        shards, comm = (self._sub, ways.sub) if from_sub else (packing.shards, ways.shards)
+        assert shards is not None
+        is_extended = bool(self.extended.params) and not from_sub
+        if not shards.buckets:
+            return self.extended.gather(None, comm, self.pool) if is_extended else None
+        ends = () if from_sub or is_extended else packing.ends
+        delivery = Delivery(shards, packing.travelling, self._pool or self.pool, ends)
+        if is_extended:
+            return self.extended.gather(delivery, comm, self.pool)
+        if comm is None and ways.copies is not None:
+            return fetch_alone(ways.copies.fetch, delivery)
+        if comm is None:
+            delivery.deliver(delivery.shard())
+            return None
+        return comm.all_gather(delivery)
+
+    def register_full(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
+        """Hang the full parameters on the modules; return how many of them want gradients.
+
+        ``on_gradient(param)`` makes the hook that a full parameter runs when its gradient has been accumulated.
+        """
+        packing = self.packing
+        assert packing is not None
+        num_trainable = 0
+        self._follow_changes()
+        for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
+            is_shared = buffer.is_shared
+            mark_full(bucket.params)
+            for param in bucket.params:
+                full = param.full
+                if full is None:
+                    full = param.full = packing.make_full(param, self.pool)
+                    param.is_hooked = False
+                elif is_shared and not param.lies_as_sharded(full):
+                    # The same parameter, with its memory where the shard is now: a graph may hold it already.
+                    torch_private.set_data(full, packing.make_full(param, self.pool).detach())
+                if param.grad_dtype is not None:
+                    self._choose_grad_dtype(param, full)
+                param.full_version, param.full_address = full._version, full.data_ptr()
+                wanted = param.sharded.requires_grad
+                if not (wanted and param.is_hooked and full.requires_grad):
+                    self.sync_requires_grad(param, full, on_gradient)
+                num_trainable += wanted
+                param.hung = full
+                for slot in param.slots:
+                    slot.parameters[slot.name] = full
+                    if slot.follower is not None:
+                        slot.tell(full)
+        if self.in_place:
+            num_trainable += self.listen_in_place(on_gradient)
+        for param in self.extended.params:
+            full = param.full
+            assert full is not None
+            self._choose_grad_dtype(param, full)
+            self.sync_requires_grad(param, full, on_gradient)
+            num_trainable += param.sharded.requires_grad
+            param.register(full)
+        if self._sub is not None:
+            self._drop_sub()
+        return num_trainable
+
+    def listen_in_place(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
+        """Let parameters that stay registered report their gradients; return how many will."""
+        for param in self.in_place:
+            if param.full is not param.sharded:
+                param.full, param.is_hooked = param.sharded, False
+            self.sync_requires_grad(param, param.sharded, on_gradient)
+        return sum(param.sharded.requires_grad for param in self.in_place)
+
+    def _choose_grad_dtype(self, param: UnitParam, full: nn.Parameter) -> None:
+        if param.grad_dtype is not None:
+            wanted = None if self.dtypes.takes_any_gradient(param) else self.dtypes.of_reduction(param)
+            if full.grad_dtype is not wanted:
+                full.grad_dtype = wanted
+
+    def _follow_changes(self) -> None:
+        """Let autograd count what was written to shards as writes to the full forms, as it would on one process.
+
+        Raises: StateError if user code has put another parameter in place since the gather was launched or planned.
+        """
+        written: list[torch.Tensor] = []
+        for param in self.params:
+            for slot in param.slots:
+                current = slot.parameters.get(slot.name)
+                if current is not param.sharded and not param.is_own(current):
+                    param.check_places()
+                    raise StateError(
+                        f"{param.fqn} was replaced while a forward or backward ran that gathers what was there before. Put "
+                        "another parameter in its place before forward or after backward"
+                    )
+            count = param.count
+            if count.last != count.gathered:
+                count.gathered = count.last
+                if param.full is not None and param.full is not param.sharded:
+                    written.append(param.full)
+        if written:
+            torch.autograd.graph.increment_version(written)
+
+    @staticmethod
+    def sync_requires_grad(
+        param: UnitParam, full: nn.Parameter, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]
+    ) -> None:
+        """Set ``requires_grad`` of ``full`` to that of the shard, and hook its gradient with what ``on_gradient`` returns."""
+        wanted = param.sharded.requires_grad
+        if full.requires_grad is not wanted:
+            full.requires_grad_(wanted)
+        if wanted and not param.is_hooked:
+            param.hook_id = full.register_post_accumulate_grad_hook(on_gradient(param)).id
+            param.is_hooked = True
+
+    # ---- what others do to parameters ----
+
+    def version(self) -> int:
+        """Return a number that changes whenever a shard is written to, as far as torch counts writes."""
+        total = 0
+        counted = torch_private.versions_of([param.sharded for param in self.params])
+        for param, version in zip(self.params, counted, strict=True):
+            count = param.count
+            count.last = version + count.base
+            total += count.last
+        return total
+
+    def mark_in_use(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
+        """A forward or backward uses full parameters again that stayed registered; return how many of them want gradients."""
+        for bucket in self.main_buckets:
+            mark_full(bucket.params)
+        num_trainable = 0
+        for param in self.params:
+            full, wanted = param.full, param.sharded.requires_grad
+            if full is not None and not (wanted and param.is_hooked and full.requires_grad):
+                self.sync_requires_grad(param, full, on_gradient)  # frozen or thawed in between
+            num_trainable += wanted
+        return num_trainable
+
+    def register_sharded(self, keeps_memory: bool = False) -> None:
+        """Hang the sharded parameters on the modules and give the full memory back, unless ``keeps_memory``.
+
+        What user code has put in the place of full ones stays, as it would on one process.
+        """
+        for param in self.params:
+            sharded, full = param.sharded, param.full
+            for slot in param.slots:
+                current = slot.parameters.get(slot.name)
+                if (current is None or current is not full) and current is not sharded and not param.is_own(current):
+                    continue  # user code has put it there in the meantime: it is looked at before the next gather
+                slot.parameters[slot.name] = sharded
+                if slot.follower is not None:
+                    slot.tell(sharded)
+            param.hung = None
+        self.drop(keeps_memory)
+        if self._sub is not None:
+            self._drop_sub()
+
+    def drop(self, keeps_memory: bool = False) -> None:
+        """Let nobody use the full parameters, and give their memory back unless ``keeps_memory``."""
+        if self.packing is not None:
+            self.packing.drop(keeps_memory)
+        if self.extended.params:
+            self.extended.drop(keeps_memory)
+
+    def _drop_sub(self) -> None:
+        """Give the shards of the smaller mesh back."""
+        self._sub = None
+        for param in self.params:
+            param.subsharded = None
+
+    def cut_to_sub(self, keeps_memory: bool = False) -> None:
+        """Keep this rank's shard on the smaller mesh, hang it on the modules, give the full memory back as :meth:`drop`."""
+        packing = self.packing
+        assert packing is not None
+        assert self.sub_axes is not None
+        buckets = [
+            cut_bucket(bucket, full, self.sub_axes, self.place)
+            for bucket, full in zip(packing.buckets, packing.hold(self.pool), strict=True)
+        ]
+        self._sub = Shards(buckets, self.sub_axes.num_shards, self.place)
+        self.drop(keeps_memory)

@@ -1,0 +1,520 @@
+"""Gradients on their way from the end of a unit's backward to ``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from shardwise import torch_private
+from shardwise.collectives.streams import Stream, back_at
+from shardwise.consistency.failure_report import concerns_others
+from shardwise.errors import StateError
+from shardwise.fsdp.execution_order import Journal
+from shardwise.fsdp.gradients import (
+    Brought,
+    BucketLayouts,
+    EarlyBuckets,
+    Reduction,
+    ReductionTerms,
+    launch_large,
+    launch_reductions,
+    shares,
+    split,
+)
+from shardwise.fsdp.local_gradients import Gradients, add_gradients, lies_as, take_gradients
+from shardwise.fsdp.param import UnitParam
+from shardwise.fsdp.transports import CommContext
+from shardwise.fsdp.unit import Unit
+from shardwise.observe import Op, begin, end, listeners, unit_in_words
+from shardwise.plan.schedule import UnitBucket
+
+# ---- Backwards in parts, as stages of pipelines run them: of the inputs first, of the weights later and by hand.
+
+
+def hold_assigned(units: Iterable[Unit]) -> None:
+    """Get ready for one more backward without sync, outside of forward and backward.
+
+    Gradients that somebody has computed apart and assigned to full parameters are held, so that sums are made in the order of
+    microbatches.  Units whose weights' gradients are computed apart are full before that backward begins: whoever
+    does so asks for their parameters first.
+    """
+    for unit in units:
+        if unit.is_full and _has_assigned(unit) and (assigned := unit.take_gradients()):
+            unit.earlier.hold(assigned)
+        if unit.backward.owes_weights:
+            unit.wait_with_lenders(None)
+            unit.keep()
+
+
+def _has_assigned(unit: Unit) -> bool:
+    # Between steps a full parameter that stays shows the gradient of its shard, too: that one has been reduced.
+    fulls = (param.full for param in unit.params)
+    return any(full is not None and full.grad is not None and lies_as(full, full.grad) for full in fulls)
+
+
+def check_weights(unit: Unit) -> None:
+    """Raise StateError if gradients of the unit's weights are lost, because they were not there when backward began."""
+    if not unit.backward.has_lost_weights:
+        return
+    unit.backward.has_lost_weights = False
+    raise StateError(
+        f"{unit_in_words(unit.name)} was sharded when a backward of its inputs alone began, so the gradients of its weights "
+        "are lost. A schedule that computes them apart (zero bubbles) needs stages sharded with reshard_after_forward=False"
+    )
+
+
+# ---- The buckets of a running backward: units bring gradients, and what is complete is sent in one order on every
+# rank.
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _OpenBucket(Generic[T]):
+    awaited: set[int]
+    order: tuple[int, ...]
+    brought: dict[int, T] = field(default_factory=dict[int, T])
+    is_sent: bool = False
+
+    def send(self) -> list[T]:
+        self.is_sent = True
+        brought, self.brought = self.brought, {}
+        return [brought[unit] for unit in self.order if unit in brought]
+
+
+class OpenBuckets(Generic[T]):
+    """What units have brought to the buckets of one backward, by numbers of units.
+
+    A bucket is complete when backward has ended all units that it waits for, and is sent after those before it: ranks on which
+    units end in different orders send the same buckets in the same order.
+
+    Attributes:
+        is_planned: it is known which units share.
+        ended: units that backward has ended.  unsent: buckets that are open, in their order.
+    """
+
+    def __init__(self) -> None:
+        self.is_planned = False
+        self.ended: set[int] = set()
+        self.unsent: list[_OpenBucket[T]] = []
+        self._of: dict[int, _OpenBucket[T]] = {}
+
+    def plan(self, buckets: Sequence[UnitBucket]) -> None:
+        """Let the units of each of ``buckets`` share one."""
+        self.is_planned = True
+        for bucket in buckets:
+            made = _OpenBucket[T]({*bucket.awaited} - self.ended, bucket.units)
+            self.unsent.append(made)
+            self._of.update(dict.fromkeys(bucket.units, made))
+
+    def bring(self, unit: int, brought: T) -> bool:
+        """Put ``brought`` into the bucket of ``unit``; False: it is in none, or too late, or comes again: it goes alone."""
+        bucket = self._of.get(unit)
+        if bucket is None or bucket.is_sent or unit in bucket.brought:
+            return False
+        bucket.brought[unit] = brought
+        return True
+
+    def beside(self, unit: int) -> T | None:
+        """Return something that is in the bucket of ``unit`` already."""
+        bucket = self._of.get(unit)
+        return next(iter(bucket.brought.values()), None) if bucket is not None else None
+
+    def end(self, unit: int) -> list[list[T]]:
+        """Note that backward has ended ``unit``; return what is to be sent now, bucket by bucket."""
+        self.ended.add(unit)
+        bucket = self._of.get(unit)
+        if bucket is not None:
+            bucket.awaited.discard(unit)
+        ready: list[list[T]] = []
+        while self.unsent and not self.unsent[0].awaited:
+            ready.append(self.unsent.pop(0).send())
+        return [each for each in ready if each]
+
+    def rest(self) -> list[list[T]]:
+        """Return what has not been sent: backward is over."""
+        unsent, self.unsent = self.unsent, []
+        return [brought for bucket in unsent if (brought := bucket.send())]
+
+
+@dataclass(slots=True)
+class _Launch:
+    """Reductions of a unit that have not been committed, and what they consumed.
+
+    Attributes:
+        held, partial: gradients of earlier backwards that they took from the unit.
+        absorbed: deferred launches whose partial sums they took, and of which parameters.
+        taken: parameters whose partial sums a later launch has taken from this one.
+        others: units whose gradients are in these reductions too: they have brought them to the same bucket, later.
+    """
+
+    unit: Unit
+    held: Gradients
+    partial: Gradients
+    reductions: list[Reduction] = field(default_factory=list[Reduction])
+    absorbed: list[tuple[_Launch, set[UnitParam]]] = field(default_factory=list[tuple["_Launch", set[UnitParam]]])
+    taken: set[UnitParam] = field(default_factory=set[UnitParam])
+    others: list[Unit] = field(default_factory=list["Unit"])
+
+    @property
+    def params(self) -> frozenset[UnitParam]:
+        """Whose gradients are on their way."""
+        return frozenset([param for reduction in self.reductions for param in reduction.params])
+
+    @property
+    def whose(self) -> str:
+        """Whose gradients these are, for messages."""
+        names = [f"'{unit.name}'" for unit in (self.unit, *self.others)]
+        if len(names) == 1:
+            return f"gradients of unit {names[0]}"
+        return f"gradients of units {', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _InBucket:
+    """What a launch has put into a bucket, and the stream that has computed it; None where there are none."""
+
+    launch: _Launch
+    brought: Brought
+    stream: Stream | None
+
+
+class Reductions:
+    """The reductions of one engine: launched as units end, in flight, then committed together or deferred.
+
+    Nothing of a backward is visible before :meth:`commit`: one that raises leaves earlier microbatches as they were.
+
+    Attributes:
+        max_inputs: reduce-scatter inputs that may live at once.
+        is_followed: users have hooks that follow the accumulation of gradients of the last commit.
+        failed_hook: what a user's hook on a gradient raised in the last commit.
+    """
+
+    def __init__(self, journal: Journal, means: CommContext) -> None:
+        self._journal = journal
+        self._means = means
+        self.max_inputs = 1
+        self._in_flight: list[Reduction] = []
+        self._launched: list[_Launch] = []
+        self._deferred: list[_Launch] = []
+        self._fresh_held: list[tuple[Unit, Gradients]] = []
+        self.is_followed = False
+        self.failed_hook: BaseException | None = None
+        self._buckets = OpenBuckets[_InBucket]()
+        self._layouts = BucketLayouts()
+        self._split: tuple[object, EarlyBuckets] | None = None  # of the unit that is alone, and what it follows from
+        self._early: _Launch | None = None  # of a unit whose backward still runs
+
+    @property
+    def has_launched(self) -> bool:
+        """True when this backward has begun to reduce gradients."""
+        return bool(self._launched)
+
+    @property
+    def has_deferred(self) -> bool:
+        """True when gradients of earlier backwards wait for a last one."""
+        return bool(self._deferred)
+
+    def have_come(self, unit: Unit, since_commit: bool) -> bool:
+        """Return True if something of ``unit`` was launched in this backward, or ``since_commit``."""
+        since = [*self._deferred, *self._launched] if since_commit else self._launched
+        return any(launch.unit is unit for launch in since)
+
+    def hold(self, unit: Unit, gradients: Gradients) -> None:
+        """Keep ``gradients`` for a later backward of ``unit``, once this one has ended well."""
+        self._fresh_held.append((unit, gradients))
+        self.skip(unit)
+
+    def skip(self, unit: Unit) -> None:
+        """Send the buckets that have waited for ``unit``: it has ended without gradients that are reduced now."""
+        number, buckets = self._journal.numbers.get(unit, -1), self._buckets
+        if buckets.unsent:
+            self._send(buckets.end(number))
+        else:
+            buckets.ended.add(number)
+
+    def launch(self, unit: Unit, fresh: Gradients) -> None:
+        """Reduce ``fresh`` and what earlier backwards have left.  Raises: DesyncError, TransportError."""
+        while self._in_flight and self._is_next_due(self._in_flight[0]):
+            self._advance(self._in_flight.pop(0))
+        if self._journal.unsaid:
+            self._journal.compare_deviation()
+        earlier = unit.earlier
+        launch, self._early = self._early, None
+        sent, held = (frozenset[UnitParam](), earlier.held) if launch is None else (launch.params, launch.held)
+        # A set: in which order gradients that were held have come is each rank's own affair.
+        params = frozenset((*held, *fresh, *sent)) if held or sent else frozenset(fresh)
+        if params not in self._journal.agreed:
+            self._journal.agree_on_gradients(unit, params)
+        if listeners:
+            begin(self._journal.log.track.name, "reduce", unit.name)
+        if launch is None:
+            launch = _Launch(unit, *(earlier.take(fresh) if earlier.held or earlier.partial else ({}, {})))
+            self._launched.append(launch)
+        before = len(launch.reductions)
+        held = {param: gradient for param, gradient in held.items() if param not in sent} if sent else launch.held
+        gradients = add_gradients(held, fresh) if held else fresh
+        added = self._absorb(launch, gradients) if self._deferred else launch.partial
+        try:
+            self._reduce(launch, gradients, added)
+            if self._means.coded_sums.open:
+                self._means.coded_sums.go_on()
+        except RuntimeError as error:
+            if not concerns_others(error):
+                raise
+            raise self._journal.explain(error, launch.whose) from error
+        self.skip(unit)
+        unit.note(Op.REDUCE, lambda: (sum(r.num_bytes for r in launch.reductions if r.is_collective), False))
+        self._in_flight += launch.reductions[before:]
+        if listeners:
+            end("reduce", unit.name, sum(each.num_bytes for each in launch.reductions if each.is_collective))
+
+    def _reduce(self, launch: _Launch, gradients: Gradients, added: Gradients) -> None:
+        unit = launch.unit
+        terms = ReductionTerms(unit.policy, self._means.lanes, unit.all_reduce_hook)
+        split = self._split_of(unit)
+        if split is not None:
+            for bucket in split.buckets:
+                own = {param: gradients[param] for param in bucket if param in gradients}
+                self._reduce_alone(launch, Brought(unit.groups[0], own, added, terms))
+        elif self._may_share(unit):
+            self._share(launch, Brought(unit.groups[0], dict(gradients), added, terms))
+        else:
+            for group in unit.groups:
+                mine = gradients
+                if len(unit.groups) > 1:
+                    mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
+                launch.reductions += launch_reductions(group, mine, terms, added, launch.held)
+
+    # ---- buckets of one unit: while its backward still runs ----
+
+    @property
+    def has_early(self) -> bool:
+        """True while a unit has some of its gradients on their way and others not."""
+        return self._early is not None
+
+    def early_buckets(self, unit: Unit) -> EarlyBuckets | None:
+        """Return in which buckets gradients of ``unit`` may go before its backward has ended; None: in none."""
+        are_reduced_as_they_come = unit.policy.sync and not unit.policy.reduces_unused and not unit.earlier.partial
+        return self._split_of(unit) if are_reduced_as_they_come and unit.is_full else None
+
+    def launch_early(self, unit: Unit, early: EarlyBuckets) -> None:
+        """Reduce what has come whole.  Raises: as :meth:`launch`."""
+        if self._early is None:
+            if self._journal.unsaid:
+                self._journal.compare_deviation()
+            if early.params not in self._journal.agreed:
+                self._journal.agree_on_gradients(unit, early.params)
+            self._early = _Launch(unit, *unit.earlier.take(()))
+            self._launched.append(self._early)
+        if listeners:
+            begin(self._journal.log.track.name, "reduce", unit.name)
+        launch, group = self._early, unit.groups[0]
+        terms, before = ReductionTerms(unit.policy, self._means.lanes), len(launch.reductions)
+        try:
+            for bucket in early.take():
+                held = {param: launch.held[param] for param in bucket if param in launch.held} if launch.held else {}
+                gradients = add_gradients(held, take_gradients(group, bucket))
+                self._reduce_alone(launch, Brought(group, gradients, {}, terms))
+        except RuntimeError as error:
+            if not concerns_others(error):
+                raise
+            raise self._journal.explain(error, launch.whose) from error
+        self._in_flight += launch.reductions[before:]
+        if listeners:
+            end("reduce", unit.name, 0)
+
+    def _split_of(self, unit: Unit) -> EarlyBuckets | None:
+        if len(self._journal.numbers) != 1 or not self._may_share(unit):
+            return None
+        group = unit.groups[0]
+        dtypes = [group.dtypes.of_reduction(param) for param in group.params[:1]]
+        made_from = [*group.params], [param.sharded.requires_grad for param in group.params], dtypes
+        if self._split is None or self._split[0] != made_from:
+            self._split = made_from, split(group)
+        found = self._split[1]
+        return found if len(found.buckets) > 1 else None
+
+    def _reduce_alone(self, launch: _Launch, brought: Brought) -> None:
+        launch.reductions += launch_large(brought, launch.held)
+        if brought.gradients:
+            launch.reductions += self._layouts.launch([brought])
+
+    # ---- buckets: gradients of several units in one all-reduce ----
+
+    @staticmethod
+    def _may_share(unit: Unit) -> bool:
+        """Return True if one all-reduce is all that gradients of ``unit`` take now."""
+        if len(unit.groups) != 1 or unit.all_reduce_hook is not None or not unit.policy.syncs_replicas:
+            return False
+        comm = unit.groups[0].bound_comm
+        return comm is not None and comm.reduce is None and shares(unit.groups[0])
+
+    def _share(self, launch: _Launch, brought: Brought) -> None:
+        """Start the reduction of large gradients, and leave the others to a bucket; if there is none, start it too."""
+        buckets = self._buckets
+        if not buckets.is_planned:
+            buckets.plan(self._journal.buckets())
+        launch.reductions += launch_large(brought, launch.held)
+        if not brought.gradients:
+            return
+        number, stream = self._journal.numbers.get(launch.unit, -1), self._means.lanes.replicas.here()
+        first = buckets.beside(number)
+        # On another stream than the first it may not be packed, nor its memory given back, without an order between both.
+        if (first is not None and first.stream != stream) or not buckets.bring(
+            number, _InBucket(launch, brought, stream)
+        ):
+            launch.reductions += self._layouts.launch([brought])
+
+    def _send(self, ready: Iterable[list[_InBucket]]) -> None:
+        """Start the all-reduces of buckets that are complete."""
+        for bucket in ready:
+            launch = bucket[0].launch
+            launch.others += [each.launch.unit for each in bucket[1:]]
+            try:
+                with back_at(bucket[0].stream):
+                    reductions = self._layouts.launch([each.brought for each in bucket])
+            except RuntimeError as error:
+                if not concerns_others(error):
+                    raise
+                raise self._journal.explain(error, launch.whose) from error
+            launch.reductions += reductions
+            self._in_flight += reductions
+
+    def _absorb(self, launch: _Launch, gradients: Gradients) -> Gradients:
+        """Return the partial sums to add to ``gradients``: the unit's, and those that deferred backwards have left."""
+        added = launch.partial
+        for earlier in self._deferred:
+            if earlier.unit is launch.unit:
+                for reduction in earlier.reductions:
+                    taken = {p for p in reduction.params if p in gradients and p not in earlier.taken}
+                    if reduction.is_partial and taken:
+                        self._finish(earlier, reduction)
+                        self._means.lanes.current_waits_for_reductions()
+                        windows = reduction.windows()
+                        added = add_gradients(added, {param: windows[param] for param in taken})
+                        launch.absorbed.append((earlier, taken))
+                        earlier.taken |= taken
+        return added
+
+    def _is_next_due(self, reduction: Reduction) -> bool:
+        # What another collective follows is not asked whether it has come: ranks that all leave a backward by an exception must
+        # have launched the same ones, or one waits for what the others never begin.
+        if reduction.awaits_follower:
+            return len(self._in_flight) >= self.max_inputs
+        return reduction.is_due or self._num_inputs() >= self.max_inputs
+
+    def _num_inputs(self) -> int:
+        return sum([reduction.holds_input for reduction in self._in_flight])
+
+    def _advance(self, reduction: Reduction) -> None:
+        name = self._unit_of(reduction) if listeners else ""
+        if listeners:
+            begin(self._journal.log.track.name, "wait for gradients", name)
+        try:
+            reduction.advance()
+        except RuntimeError as error:
+            raise self._journal.explain(error, f"gradients of {reduction.label}") from error
+        if listeners:
+            end("wait for gradients", name)
+
+    def _unit_of(self, reduction: Reduction) -> str:
+        launches = (*self._launched, *self._deferred)
+        return next((launch.unit.name for launch in launches if reduction in launch.reductions), "")
+
+    def _finish(self, launch: _Launch, reduction: Reduction) -> None:
+        if listeners:
+            begin(self._journal.log.track.name, "wait for gradients", launch.unit.name)
+        try:
+            reduction.finish()
+        except RuntimeError as error:
+            raise self._journal.explain(error, launch.whose) from error
+        if listeners:
+            end("wait for gradients", launch.unit.name)
+
+    # ---- the end of a backward: before, and after, the ranks may change what others read ----
+
+    def launch_rest(self) -> None:
+        """Send what units have brought to buckets that others, which bring nothing, have kept open."""
+        buckets = self._buckets
+        if not buckets.is_planned:
+            buckets.ended.clear()
+            return
+        self._buckets = OpenBuckets[_InBucket]()
+        self._send(buckets.rest())
+
+    def wait_for_inputs(self) -> None:
+        """Wait until no rank reads this one's gradients."""
+        self.launch_rest()
+        for reduction in self._in_flight:
+            self._advance(reduction)
+        self._in_flight.clear()
+
+    def defer(self) -> None:
+        """Leave all to a later backward."""
+        self._keep_held()
+        self._deferred += self._launched
+        self._launched = []
+
+    def wait(self) -> None:
+        """Wait for the ends of all, also of those deferred."""
+        self.launch_rest()
+        for launch in (*self._deferred, *self._launched):
+            for reduction in launch.reductions:
+                self._finish(launch, reduction)
+        lanes = self._means.lanes
+        if lanes.are_concurrent:
+            lanes.current_waits_for_reductions()
+            lanes.host_waits_for_copies()
+
+    def commit(self) -> list[UnitParam]:
+        """Set the gradients of this backward and of deferred ones; return the parameters that have got any."""
+        launched = [*self._deferred, *self._launched]
+        self._keep_held()
+        self._deferred, self._launched = [], []
+        self._in_flight.clear()
+        params = [p for launch in launched for each in launch.reductions if not each.is_partial for p in each.params]
+        is_hooked, self.is_followed = torch_private.have_gradient_hooks([param.sharded for param in params])
+        self.failed_hook = None
+        for launch in launched:
+            for reduction in launch.reductions:
+                if not reduction.is_partial:
+                    failed = reduction.set_gradients(is_hooked)
+                    self.failed_hook = self.failed_hook or failed
+                else:
+                    left = {p: value for p, value in reduction.windows().items() if p not in launch.taken}
+                    launch.unit.earlier.keep_partial(left)
+            launch.unit.num_commits += 1
+            launch.unit.note(Op.COMMIT)
+        return params
+
+    def _keep_held(self) -> None:
+        self._early = None
+        for unit, gradients in self._fresh_held:
+            unit.earlier.hold(gradients)
+        self._fresh_held.clear()
+
+    # ---- failure ----
+
+    def cancel(self) -> None:
+        """Forget what was launched in a backward that raised, and give units back what it had taken."""
+        self._fresh_held.clear()
+        launched, self._launched = self._launched, []
+        self._early = None
+        self._buckets = OpenBuckets()
+        self._in_flight.clear()
+        if launched:
+            self._means.lanes.current_waits_for_results()
+        for launch in reversed(launched):
+            for reduction in launch.reductions:
+                reduction.cancel()
+            for earlier, taken in launch.absorbed:
+                earlier.taken -= taken
+            launch.unit.earlier.put_back(launch.held, launch.partial)
+
+    def forget_deferred(self) -> None:
+        """Drop what earlier backwards have left to a last one."""
+        if self._deferred:
+            self._means.lanes.current_waits_for_results()
+        self._deferred = []

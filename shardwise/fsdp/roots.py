@@ -1,0 +1,787 @@
+"""Roots: at the first forward the module that runs it owns the engine of all units below it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import torch_private
+from shardwise.collectives.c10d import C10dCommunicator
+from shardwise.collectives.compressed import CompressedCommunicator, Compression
+from shardwise.collectives.routes import RoutedCommunicator, Transport, default_transport
+from shardwise.collectives.streams import Lane, watch_device
+from shardwise.consistency.agreement import Bulletin, Position, number_posts
+from shardwise.consistency.process_groups import patience_s
+from shardwise.consistency.store import digest_of
+from shardwise.errors import ConfigError, StateError
+from shardwise.fsdp.engine import Engine, engine_of
+from shardwise.fsdp.initial_values import compare_beginnings
+from shardwise.fsdp.mesh import MeshAxes
+from shardwise.fsdp.param import Slot, UnitParam
+from shardwise.fsdp.param_group import GroupComm, ShardGroup
+from shardwise.fsdp.precision import CPUOffloadPolicy
+from shardwise.fsdp.transports import CommContext, GroupLink, Users, can_link
+from shardwise.fsdp.unit import Unit
+from shardwise.plan.grouping import compress_paths
+from shardwise.plan.schedule import PrefetchBudget
+
+# ---- Parameters that a unit takes from the unit of an outer module, which was sharded first.
+
+# Nothing leads from an inner module to the units of those around it.
+# In the order in which they were made, which is the same on all ranks.
+_units: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
+_unit_of: weakref.WeakKeyDictionary[UnitParam, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
+
+
+def remember(unit: Unit) -> None:
+    """Let units that are made later find the parameters of ``unit``."""
+    _units[unit] = None
+    for param in unit.params:
+        _unit_of[param] = weakref.ref(unit)
+
+
+def all_units() -> list[Unit]:
+    """Return the units of all models that are alive."""
+    return list(_units)
+
+
+def unit_of(param: UnitParam) -> Unit | None:
+    """Return the unit that manages ``param``, None if it is gone."""
+    ref = _unit_of.get(param)
+    return None if ref is None else ref()
+
+
+def managed_by_slot() -> dict[tuple[int, str], UnitParam]:
+    """Return what units manage, by place: the id of a module's dict of parameters, and a name."""
+    params = (param for unit in all_units() for param in unit.params)
+    return {_place(slot): param for param in params for slot in param.slots}
+
+
+def owner_in(places: dict[tuple[int, str], UnitParam], slots: Sequence[Slot]) -> UnitParam | None:
+    """Return what hangs in the first of ``slots``, None if no unit manages it."""
+    return places.get(_place(slots[0]))
+
+
+def is_used_elsewhere(param: UnitParam, slots: Iterable[Slot]) -> bool:
+    """True if ``param`` hangs in other places than ``slots``: then it stays with its unit."""
+    return not {_place(slot) for slot in param.slots} <= {_place(slot) for slot in slots}
+
+
+def axes_of_plan(param: UnitParam) -> MeshAxes | None:
+    """Return the mesh that ``param`` is sharded on; None: it stayed a plain tensor, or its unit is gone."""
+    owner = unit_of(param)
+    group = next((each for each in owner.groups if param in each.members), None) if owner is not None else None
+    return None if group is None or group.keeps_plain else group.axes
+
+
+def fits(param: UnitParam, old: MeshAxes | None, axes: MeshAxes, dim: int, device: torch.device) -> bool:
+    """True if ``param``, sharded on ``old``, is what a unit on ``axes`` would make, cut over ``dim``, on ``device``."""
+    if old is None or param.local.device != device or param.shard.dim != dim % max(len(param.shard.shape), 1):
+        return False
+    return (old.mesh, old.shard_mesh_dim, old.replicate_mesh_dim, old.dims) == (
+        axes.mesh,
+        axes.shard_mesh_dim,
+        axes.replicate_mesh_dim,
+        axes.dims,
+    )
+
+
+def leave(params: Sequence[UnitParam]) -> None:
+    """Take ``params`` out of their units."""
+    owners = {id(owner): owner for param in params if (owner := unit_of(param)) is not None}
+    for owner in owners.values():
+        owner.release([param for param in params if unit_of(param) is owner])
+
+
+def whole(param: UnitParam) -> nn.Parameter:
+    """Return the parameter that ``param`` was made from, as far as it can be told; a collective unless it is plain."""
+    sharded = param.sharded
+    if not isinstance(sharded, DTensor):
+        return sharded
+    if param.inner_spec is not None:
+        raise ConfigError(
+            f"{param.fqn} is parallel over tensors and was sharded with an outer module, on another mesh or dim than is asked "
+            "for now. Shard inner modules before the outer one"
+        )
+    if sharded.device.type == "meta":
+        tensor = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
+    else:
+        with torch.no_grad():
+            tensor = sharded.full_tensor().clone()
+    return nn.Parameter(tensor, requires_grad=sharded.requires_grad)
+
+
+def _place(slot: Slot) -> tuple[int, str]:
+    return id(slot.parameters), slot.name
+
+
+# ---- Give an engine what it talks through: communicators, links and memory for every group of its units.
+
+
+def new_engine(units: list[Unit]) -> Engine:
+    device = next((group.device for unit in units for group in unit.groups), torch.device("cpu"))
+    wanted: list[Transport] = [unit.transport for unit in units if unit.transport is not None]
+    engine = Engine(CommContext.on(device, wanted[0] if wanted else default_transport()))
+    engine.adopt(units)
+    engine.journal.bulletin = bulletin = _bulletin(units, device)
+    if bulletin is not None:
+        # Not the journal: it has the units, which would hold themselves.
+        engine.means.spans.tell = lambda reason: bulletin.tell(Position(0, (), reason))
+        engine.journal.log.track.name = bulletin.topic  # a count of this process alone may be another on other ranks
+    limit_reductions(engine)
+    bind_units(engine)
+    if bulletin is not None and device.type != "cpu":
+        watch_device(device)
+        engine.journal.compare_parameters()  # a kernel that gathers other sizes than its peers never ends
+    policies = _policies(units)
+    if bulletin is not None and policies:
+        bulletin.check_facts("compression policies", policies, engine.journal.position())
+    return engine
+
+
+def _policies(units: Sequence[Unit]) -> list[str]:
+    return [
+        f"unit {number}: {group.compression.policy}"
+        for number, unit in enumerate(units)
+        for group in unit.groups
+        if group.compression is not None
+    ]
+
+
+def limit_reductions(engine: Engine) -> None:
+    """Let as many inputs of reductions live at once as the most generous unit asks for."""
+    engine.reductions.max_inputs = max((unit.max_reductions for unit in engine.units), default=1)
+    limit_gathers(engine)
+
+
+def limit_gathers(engine: Engine) -> None:
+    """Let gathers start ahead as far as the root asks for; what is in memory then depends on how many reductions live."""
+    num_bytes = engine.units[0].ahead_bytes if engine.units else None
+    engine.journal.room = PrefetchBudget(num_bytes=num_bytes, max_reductions=engine.reductions.max_inputs)
+
+
+def use_transport(engine: Engine, transport: Transport) -> None:
+    """Let the engine's groups talk over ``transport`` from now on."""
+    engine.means.transport = transport
+    bind_units(engine)
+
+
+def share_lanes(engines: Sequence[Engine]) -> None:
+    """Let all engines use the first one's lanes and memory."""
+    for engine in engines[1:]:
+        engine.means.lanes, engine.means.pool = engines[0].means.lanes, engines[0].means.pool
+        bind_units(engine)
+
+
+def _bulletin(units: list[Unit], device: torch.device) -> Bulletin | None:
+    meshes = [group.axes.mesh for unit in units for group in unit.groups]
+    store = torch_private.default_store() if meshes else None
+    if store is None:
+        return None
+    largest = max(meshes, key=lambda mesh: mesh.size())
+    ranks = tuple(largest.mesh.flatten().tolist())
+    if len(ranks) == 1:
+        return None
+    timeout_s = patience_s(largest.get_group(0), device)
+    bulletin = Bulletin(number_posts(store, "engine", ranks, ranks.index(dist.get_rank()), timeout_s))
+    bulletin.groups = list({mesh.get_group(dim): None for mesh in meshes for dim in range(mesh.ndim)})
+    return bulletin
+
+
+def communicators(group: ShardGroup, means: CommContext) -> GroupComm:
+    """Return how ``group`` talks, on the lanes and with the memory of ``means``, as its settings say."""
+    axes, lanes = group.axes, means.lanes
+
+    def over(
+        process_group: dist.ProcessGroup, lane: Lane, coded: Compression | None = None, fetch: Lane | None = None
+    ) -> RoutedCommunicator:
+        packed = C10dCommunicator(process_group, lane, means.pool, group.custom, fetch)
+        if coded is not None:
+            return CompressedCommunicator(packed, means.spans, coded, means.coded_sums)
+        return RoutedCommunicator(packed, means.spans)
+
+    custom = group.custom
+    reduced = group.compression if group.reduce_coding is not None else None
+    has_replicas = axes.replicate_mesh_dim is not None and axes.num_replicas > 1
+    shards = reduce = replicas = sub = None
+    if group.is_collective and axes.shard_mesh_dim is not None:
+        process_group = axes.mesh.get_group(axes.shard_mesh_dim)
+        gathered = group.compression if group.gather_coding is not None else None
+        shards = over(process_group, lanes.gather, gathered, lanes.fetch if group.place.is_offloaded else None)
+        reduce = over(custom.reduce_group or process_group, lanes.reduce, None if has_replicas else reduced)
+    if axes.replicate_mesh_dim is not None and has_replicas:
+        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), lanes.replicas, reduced)
+    if group.sub_axes is not None and group.sub_axes.shard_mesh_dim is not None:
+        process_group = group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim)
+        packed = C10dCommunicator(process_group, lanes.gather, means.pool, replace(custom, all_gather=None))
+        sub = RoutedCommunicator(packed, means.spans)
+    return GroupComm(shards, reduce, replicas, sub, lanes if group.place.is_offloaded else None)
+
+
+def bind_units(engine: Engine) -> None:
+    """Give every group of the engine's units its communicators and its memory (again, after a setting has changed)."""
+    users: dict[dist.ProcessGroup, Users] = {}
+    means = engine.means
+    for group in (group for unit in engine.units for group in unit.groups):
+        comm = communicators(group, means)
+        group.bind(means.pool, comm)
+        if (found := _linked(group, comm.shards)) is not None:
+            users.setdefault(found, Users()).gathers.append(group)
+        if (found := _linked(group, comm.reduce)) is not None:
+            users.setdefault(found, Users()).reduces.append(group)
+        if (found := _linked(group, comm.replicas)) is not None:
+            users.setdefault(found, Users()).sums.append(group)
+    for process_group, its in users.items():
+        name = process_group.group_name
+        link = means.links.get(name)
+        if link is None or not link.is_for(its, means.transport):
+            timeout_s = patience_s(process_group, means.device)
+            link = means.links[name] = GroupLink(process_group, its, means.transport, means.pool, timeout_s)
+            means.spans.register(process_group, link.prepare)
+
+
+def _linked(group: ShardGroup, way: RoutedCommunicator | None) -> dist.ProcessGroup | None:
+    """Return the process group of ``way`` if its ranks may find a link for ``group``."""
+    if way is None or isinstance(way, CompressedCommunicator) or not can_link(group, way.packed.group):
+        return None
+    return way.packed.group
+
+
+def may_share_memory(group: ShardGroup) -> bool:
+    """Return True if ranks of this host could read the shards of ``group`` where they lie."""
+    dim = group.axes.shard_mesh_dim
+    if dim is None or not group.is_collective or default_transport() != "auto":
+        return False
+    return group.gather_coding is None and can_link(group, group.axes.mesh.get_group(dim))
+
+
+# ---- Optimizers that were made before the parameters were sharded.
+
+
+def check_optimizers(params: Iterable[UnitParam]) -> None:
+    """Raise StateError if an optimizer still holds parameters from before they were sharded: it would train nothing."""
+    alive = {id(original): param for param in params if (original := param.original()) is not None}
+    if not alive or not _held_by_optimizer(alive):
+        return
+    gc.collect()  # an optimizer that nobody can reach any more is no mistake
+    alive = {key: param for key, param in alive.items() if param.original() is not None}
+    held = _held_by_optimizer(alive)
+    if held:
+        raise StateError(
+            f"an optimizer was built before fully_shard and holds the unsharded {held[:4]}{'...' if len(held) > 4 else ''}; "
+            "its steps would not reach the model. Build the optimizer after fully_shard."
+        )
+
+
+def _held_by_optimizer(alive: dict[int, UnitParam]) -> list[str]:
+    originals = [original for param in alive.values() if (original := param.original()) is not None]
+    if not originals:
+        return []
+    held: list[str] = []
+    for holder in gc.get_referrers(*originals):
+        if type(holder) is not list or holder is originals:
+            continue
+        is_group = any(
+            type(owner) is dict and owner.get("params") is holder and len(owner) > 1
+            for owner in gc.get_referrers(holder)
+        )
+        if is_group:
+            held += [alive[id(each)].fqn for each in holder if id(each) in alive]
+    return held
+
+
+# ---- What a sharded module carries.
+
+ATTACHMENT = "_shardwise_attachment"
+SHARES_BUFFERS = "_shardwise_shares_buffers"  # marks a module whose forward broadcasts the first rank's buffers
+PENDING = "shardwise: attachments to complete"  # among the memo of a deep copy: pairs of an attachment and its copy
+
+
+class Pass:
+    """One pass through a unit's modules: backward has left it when all its inputs have their gradients."""
+
+    __slots__ = ("_backward", "_expected", "_missing")
+
+    def __init__(self) -> None:
+        self._backward = -1
+        self._expected = self._missing = 0
+
+    def expect(self, count: int) -> None:
+        """Wait for ``count`` more gradients."""
+        self._expected += count
+
+    def passed(self) -> bool:
+        """Count one gradient of the running backward; return True if it was the last."""
+        backward = torch_private.graph_task_id()
+        if backward != self._backward:  # a graph that is kept may run backward again
+            self._backward, self._missing = backward, self._expected
+        self._missing -= 1
+        return not self._missing
+
+
+class Attachment:
+    """The unit of a module, and its engine if it is a root.
+
+    Ownership runs module -> attachment -> (engine ->) unit; every way back is weak.
+
+    Attributes:
+        unit: the parameters.
+        engine: owned here by a root's attachment; None until the first forward, and for non-roots.
+        is_root: None until the first forward of the root.
+        forward_methods: names of methods that are treated like ``forward``.
+        looked_at: nodes of the graph that a root's last forward made that was searched for reentrant checkpoints, and whether
+            an input of it needed a gradient; None: no forward was searched.
+        before: how many nodes this thread had made before a root's running forward; the same of its inputs.
+        ignored: the places of parameters that are left to the user: a module's dict of them, and a name.
+        shared_pass: that the modules of a unit share.  passes: of the forwards that have begun.
+        is_materialized: tensors of its modules were moved from meta to a device, and no forward has run since.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.engine: Engine | None = None
+        self.is_root: bool | None = None
+        self.forward_methods: list[str] = []
+        self.looked_at: tuple[int, bool] | None = None
+        self.before: tuple[int, bool] = 0, False
+        self.ignored: tuple[tuple[dict[str, nn.Parameter | None], str], ...] = ()
+        self.shared_pass: Pass | None = None
+        self.passes: list[Pass | None] = []
+        self.is_materialized = False
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Attachment:
+        """Return one with an empty unit, which is filled in when the outermost copy is done."""
+        result = Attachment(Unit([], self.unit.precision, self.unit.policy))
+        result.is_materialized = self.is_materialized
+        memo[id(self)] = result
+        memo.setdefault(PENDING, []).append((self, result))
+        return result
+
+
+def is_managed_by_torch(module: nn.Module) -> bool:
+    """Return True if torch's own composable APIs (``fully_shard``, ``replicate``) manage the parameters of ``module``."""
+    names = torch_private.composable_apis_of(module)
+    return attachment_of(module) is None and not {"fully_shard", "replicate"}.isdisjoint(names)
+
+
+def attachment_of(module: nn.Module) -> Attachment | None:
+    """Return what a door has attached to ``module``, None if none was applied."""
+    return module.__dict__.get(ATTACHMENT)
+
+
+# ---- Finds tensors of models from the meta device that have memory by now, but still no values.
+
+# Bytes that new memory is filled with: NaN in floating-point tensors, an implausible number in others.
+_FILL_FLOATING, _FILL = 0xFF, 0xA5
+_NUM_FIRST = 8  # elements that are compared to detect random numbers of one seed; few, so that uneven shards have them
+_MOST_SHOWN = 8
+
+
+def materializing(
+    convert: Callable[[torch.Tensor], torch.Tensor], attachment: Attachment | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return ``convert``, made to mark tensors that it moves from meta to a device as having no values.
+
+    ``attachment``: that of the module whose tensors are converted.
+    """
+
+    def convert_and_fill(tensor: torch.Tensor) -> torch.Tensor:
+        result = convert(tensor)
+        if tensor.is_meta and not result.is_meta:
+            if attachment is not None:
+                attachment.is_materialized = True
+            local = torch_private.local_of(result)
+            if type(local) in (torch.Tensor, nn.Parameter):
+                memory = torch.empty(0, dtype=torch.uint8, device=local.device)
+                memory.set_(local.untyped_storage()).fill_(_fill_of(local))
+        return result
+
+    return convert_and_fill
+
+
+def is_unwritten(tensor: torch.Tensor) -> bool:
+    """Return True if ``tensor`` came from meta and nothing has been written to it since, on this rank."""
+    local = torch_private.local_of(tensor).detach()
+    if local.is_meta or not local.numel() or type(local) not in (torch.Tensor, nn.Parameter):
+        return False
+    found = local.reshape(-1)
+    is_first = bool((found[:1].view(torch.uint8) == _fill_of(local)).all())  # enough for most tensors
+    return is_first and bool((found.view(torch.uint8) == _fill_of(local)).all())
+
+
+def unwritten_in(module: nn.Module, *, buffers_only: bool = False) -> list[str]:
+    """Return the names of parameters, unless ``buffers_only``, and buffers of ``module`` without values on this rank."""
+    found = [*module.named_buffers()] if buffers_only else [*module.named_parameters(), *module.named_buffers()]
+    return [name for name, tensor in found if is_unwritten(tensor)]
+
+
+def check_values(
+    root: nn.Module, attachments: Sequence[Attachment], bulletin: Bulletin | None, position: Position
+) -> None:
+    """Check before the first forward that a model from meta has values, and that shards differ between ranks.
+
+    Shards that each rank has initialized with the same seed hold the same random numbers.  Collective, if ``bulletin`` is not
+    None.  Raises: StateError on every rank.
+    """
+    if not any(each.is_materialized for each in attachments):
+        return
+    told = [json.dumps(["", name]) for name in unwritten_in(root)]
+    for group in (group for each in attachments for group in each.unit.groups):
+        starts_here = [(param.fqn, _start_of(param)) for param in group.params]
+        told += [json.dumps([name, start, group.axes.shard_rank]) for name, start in starts_here if start is not None]
+    found = map(json.loads, sorted(told if bulletin is None else bulletin.union("values", told, position)))
+    unwritten: list[str] = []
+    starts: dict[str, list[int]] = defaultdict(list)
+    for name, value, *_ in found:
+        unwritten += [] if name else [value]
+        if name:
+            starts[name].append(value)
+    if unwritten:
+        raise StateError(
+            f"{_few(unwritten)} have no values: nothing has written to them since to_empty() gave them memory. Call "
+            "shardwise.init_parameters(model, init_fn) with a function that gives values to all parameters and buffers, or "
+            "load them; build buffers that are computed in __init__ under torch.device('cpu') instead of on meta"
+        )
+    for each in attachments:
+        each.is_materialized = False
+    # In the order of the modules: what is drawn first is alike, and shards of other sizes end that for what follows.
+    several = [name for name, _ in root.named_parameters() if len(starts[name]) > 1]
+    alike = [name for name in several if len(set(starts[name])) == 1]
+    if alike and (alike[0] == several[0] or 2 * len(alike) > len(several)):
+        raise StateError(
+            f"the shards of {_few(alike)} begin with the same values on all ranks: every rank has initialized its "
+            "shard with the same seed. Call shardwise.init_parameters(model) instead of to_empty() and reset_parameters(): it "
+            "gives parameters the values that one process would. If the values are right (copies of one expert), call forward "
+            "again: this is checked only once"
+        )
+
+
+def _start_of(param: UnitParam) -> int | None:
+    """Return a digest of the first values of a shard; None if these are all the same number, or it is no shard."""
+    local = torch_private.local_of(param.sharded).detach()
+    is_plain = type(local) in (torch.Tensor, nn.Parameter)
+    if param.shard.is_whole or not local.numel() or local.shape != param.shard_shape or not is_plain:
+        return None
+    first = local.reshape(-1)[:_NUM_FIRST]
+    return None if bool((first == first[0]).all()) else digest_of(first)
+
+
+def _fill_of(tensor: torch.Tensor) -> int:
+    return _FILL_FLOATING if tensor.is_floating_point() or tensor.is_complex() else _FILL
+
+
+def _few(names: Iterable[str]) -> str:
+    every = list(dict.fromkeys(names))
+    return ", ".join(every[:_MOST_SHOWN]) + (
+        f" and {len(every) - _MOST_SHOWN} more" if len(every) > _MOST_SHOWN else ""
+    )
+
+
+# ---- What user code has done to a model beside its engine: found at forwards and backwards, before it trains
+# something else.
+# None of it shows in the units.  A parameter that was added to the module tree would be trained on each rank by itself; one of
+# before it was sharded, which a list or a closure has kept, takes gradients that no optimizer sees; what is assigned to
+# ``.data`` of a DTensor goes nowhere.
+
+_VALUES = dict.values
+_SHOWN = 4  # names that an error lists
+
+
+class ModificationChecks:
+    """Watches the module tree of one root, the storages of its shards, and the parameters that these were made from.
+
+    Attributes:
+        originals: those of the last that somebody keeps: names and weak references.
+
+    Args:
+        root: the module.  attachments: of the units in its tree.
+    """
+
+    def __init__(self, root: nn.Module, attachments: Iterable[Attachment]) -> None:
+        self._root = weakref.ref(root)
+        self._params = [param for each in attachments for param in each.unit.params]
+        self.originals = [(param.fqn, param.original) for param in self._params if _is_kept_without_gradient(param)]
+        self._note_tree(root)
+        _check_tree(root)
+        self._note_shards()
+        self._check_since_made()
+
+    # ---- before a forward ----
+
+    def check(self) -> None:
+        """Look at the tree and at the shards: microseconds where nothing has changed.
+
+        Raises: StateError that names parameters no unit has, or shards whose ``.data`` was assigned to.
+        """
+        if self._size() != self._num_params or [*chain.from_iterable(map(_VALUES, self._children))] != self._modules:
+            root = self._root()
+            assert root is not None  # it runs a forward
+            _check_tree(root)
+            self._note_tree(root)
+        sharded = [param.sharded for param in self._wrapped]
+        storages = [*map(torch_private.storage_id, sharded)]
+        if storages != self._storages:
+            self._check_data(storages)
+            self._note_shards()
+
+    def _size(self) -> int:
+        return sum(map(len, self._tables))
+
+    def _note_tree(self, root: nn.Module) -> None:
+        modules = list(root.modules())
+        self._children = [children for module in modules if (children := torch_private.children_of(module))]
+        self._modules = [*chain.from_iterable(map(_VALUES, self._children))]
+        self._tables = [torch_private.parameters_of(module) for module in modules]
+        self._tables += self._children  # a first child of a module that had none adds a table, not an entry
+        self._num_params = self._size()
+
+    def _note_shards(self) -> None:
+        self._wrapped = [param for param in self._params if isinstance(param.sharded, DTensor)]
+        self._seen = [(param.sharded, param.local) for param in self._wrapped]
+        self._storages = [torch_private.storage_id(sharded) for sharded, _ in self._seen]
+
+    def _check_data(self, storages: list[int]) -> None:
+        rows = zip(self._wrapped, self._seen, self._storages, storages, strict=True)
+        _refuse_assigned(
+            [
+                param.fqn
+                for param, (sharded, local), before, now in rows
+                if now != before and param.sharded is sharded and param.local is local
+            ]
+        )
+
+    def _check_since_made(self) -> None:
+        rows = zip(self._wrapped, self._storages, strict=True)
+        _refuse_assigned(
+            [param.fqn for param, now in rows if now != param.made_of[0] and param.made_of[1]() is param.local]
+        )
+
+    # ---- after a backward ----
+
+    def check_originals(self) -> None:
+        """Raise StateError if a gradient has come to a parameter of before it was sharded."""
+        if self.originals:
+            self.originals = [(fqn, original) for fqn, original in self.originals if original() is not None]
+            used = [
+                fqn for fqn, original in self.originals if (kept := original()) is not None and kept.grad is not None
+            ]
+            if used:
+                raise StateError(
+                    f"forward has used {_shown(used)} as it was before it was sharded: the gradient went there, where no step "
+                    "of an optimizer on the sharded model comes. Something has kept the parameter (a list, a closure, "
+                    "functools.partial): read it from its module in forward"
+                )
+
+
+def _refuse_assigned(names: list[str]) -> None:
+    if names:
+        raise StateError(
+            f".data of {_shown(names)} was assigned to, which changes nothing: torch's DTensors compute with the local tensor "
+            "they were made of. Write p.copy_(values) under torch.no_grad() in place of p.data = values "
+            "(torch.nn.utils.vector_to_parameters assigns to .data, too)"
+        )
+
+
+def _is_kept_without_gradient(param: UnitParam) -> bool:
+    original = param.original()
+    return original is not None and original is not param.sharded and original.grad is None
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _refuse_shared(root: nn.Module, known: Container[int]) -> None:
+    """Raise StateError if a parameter in the tree of ``root`` belongs to a unit that is not below ``root``."""
+    owned = {id(form): owner for owner in managed_by_slot().values() for form in (owner.sharded, owner.full)}
+    for path, param in root.named_parameters():
+        owner = owned.get(id(param)) if id(param) not in known else None
+        if owner is not None:
+            raise StateError(
+                f"{path} of this {type(root).__name__} is shared with {type(owner.module()).__name__}, which was sharded by "
+                "itself and is not below it: both would train the parameter separately. Call fully_shard (or replicate) on a "
+                "module that contains both, and run the forward of that module"
+            )
+
+
+def _check_tree(root: nn.Module) -> None:
+    """Raise StateError if a parameter that is trained belongs to no unit, or one of a unit has left its module."""
+    attachments = {id(each): each for module in root.modules() if (each := attachment_of(module)) is not None}
+    params = [param for each in attachments.values() for param in each.unit.params]
+    known = {id(form) for param in params for form in (param.sharded, param.full, param.subsharded)}
+    ignored = {(id(table), name) for each in attachments.values() for table, name in each.ignored}
+    tables: dict[int, str] = {}
+    strangers: list[str] = []
+    of_torch = {each for module in root.modules() if is_managed_by_torch(module) for each in module.modules()}
+    for path, module in root.named_modules():
+        table = torch_private.parameters_of(module)
+        tables[id(table)] = path
+        for name, param in table.items():
+            if (
+                param is not None
+                and param.requires_grad
+                and id(param) not in known
+                and (id(table), name) not in ignored
+                and module not in of_torch
+            ):
+                strangers.append(f"{path}.{name}" if path else name)
+    for param in params:
+        param.check_places(lambda table: id(table) in tables)
+    if strangers:
+        _refuse_shared(root, known)
+        raise StateError(
+            f"{_shown(strangers)} was added to the module tree after its units were made and belongs to none of them: every "
+            "rank would train its own, on its own part of the batch. Add parameters before fully_shard (or replicate), shard "
+            "the new module before the next forward, or freeze it (requires_grad_(False)); ignored_params leaves parameters to "
+            "you"
+        )
+
+
+def live_engine(attachment: Attachment) -> Engine:
+    """Return the engine of ``attachment``'s root: at the first forward the module that runs it becomes the root.
+
+    Raises: RuntimeError if an inner unit has been a root before, or the root unit has several modules, or parameters
+        are still on meta or not where the offload policy wants them.
+    """
+    engine = engine_of(attachment.unit)
+    return _become_root(attachment) if engine is None or attachment.is_root is None else engine
+
+
+def provisional_engine(attachment: Attachment) -> Engine:
+    """Return an engine for calls before the first forward (``unshard``); the root takes its units over later."""
+    engine = engine_of(attachment.unit)
+    if engine is None:
+        engine = attachment.engine = new_engine([attachment.unit])
+    return engine
+
+
+def copy_settings(old: Attachment, new: Attachment) -> None:
+    """Let the engine of a copied module go on by the rules that the user gave the old one's; nothing of a step is copied."""
+    if old.engine is not None and (old.engine.manual.is_on or not old.engine.is_last_backward):
+        engine = provisional_engine(new)
+        engine.is_last_backward = old.engine.is_last_backward
+        engine.manual.inherit(old.engine.manual)
+
+
+def _become_root(attachment: Attachment) -> Engine:
+    modules = list(attachment.unit.modules)
+    if len(modules) > 1:
+        raise StateError(f"FSDP requires a single root module but got {tuple(modules)}")
+    root = modules[0]
+    attachments = _attachments_in(root, attachment)
+    for inner in attachments[1:]:
+        if inner.is_root is not None and engine_of(inner.unit) is not None:
+            raise StateError(
+                f"FSDP state has already been lazily initialized for {inner.unit.name or _path_in(root, inner)}\n"
+                "FSDP requires running forward through the root module first: this module already ran, alone or below another "
+                "root, and belongs to that. Run the outermost module first. If two models share this module (an actor and a "
+                "critic with one trunk), call fully_shard on their parts, not on the two models, or on one module whose "
+                "forward runs both"
+            )
+    _name_units(root, attachments)
+    _check_materialized(attachments)
+    check_optimizers(param for each in attachments for param in each.unit.params)
+    if attachment.unit.uses_default_reshard:
+        attachment.unit.policy = replace(attachment.unit.policy, reshard_after_forward=False)
+    _give_to_readers(root, attachment.unit)
+    outside = ModificationChecks(root, attachments)
+    engine = new_engine([each.unit for each in attachments])
+    engine.outside = outside
+    check_values(root, attachments, engine.journal.bulletin, engine.journal.position())
+    if engine.journal.bulletin is not None:
+        compare_beginnings(engine.units, engine.journal.bulletin, engine.journal.position())
+    for inner in attachments:
+        if inner.engine is not None:
+            if inner.engine.manual.is_on and inner is not attachment:
+                raise StateError(
+                    "set_manual_backward_finalization must be called on the root FSDP module; it was called on "
+                    f"{inner.unit.name or _path_in(root, inner)}"
+                )
+            _inherit(engine, inner.engine)
+        inner.is_root, inner.engine = False, None
+    attachment.is_root, attachment.engine = True, engine
+    return engine
+
+
+def _give_to_readers(module: nn.Module, unit: Unit) -> None:
+    """Unshard units together with the unit of a module that reads their parameters without calling their modules."""
+    own = attachment_of(module)
+    unit = unit if own is None else own.unit
+    read = attachment_of(module.out_proj) if isinstance(module, nn.MultiheadAttention) else None
+    if read is not None and read.unit is not unit:
+        unit.borrow(read.unit)
+    for child in module.children():
+        _give_to_readers(child, unit)
+
+
+def _inherit(engine: Engine, old: Engine) -> None:
+    engine.is_last_backward = engine.is_last_backward and old.is_last_backward
+    engine.manual.inherit(old.manual)
+    engine.post_optim_event = engine.post_optim_event or old.post_optim_event
+
+
+def _attachments_in(root: nn.Module, first: Attachment) -> list[Attachment]:
+    found = {id(first): first}
+    for module in root.modules():
+        each = attachment_of(module)
+        if each is not None:
+            found.setdefault(id(each), each)
+    return list(found.values())
+
+
+def _path_in(root: nn.Module, attachment: Attachment) -> str:
+    inner = attachment.unit.modules
+    return ", ".join(name for name, module in root.named_modules() if module in inner)
+
+
+def _name_units(root: nn.Module, attachments: Sequence[Attachment]) -> None:
+    names: dict[int, list[str]] = {}
+    for name, module in root.named_modules():
+        each = attachment_of(module)
+        if each is not None:
+            names.setdefault(id(each), []).append(name)
+    paths = {id(param): name for name, param in root.named_parameters()}
+    for each in attachments:
+        each.unit.name = compress_paths(names.get(id(each), [""]))
+        for param in each.unit.params:
+            param.fqn = paths.get(id(param.sharded), param.fqn)
+
+
+def _check_materialized(attachments: Sequence[Attachment]) -> None:
+    for each in attachments:
+        for param in each.unit.params:
+            param.check_places()
+            if len(param.slots) > 1:
+                param.check_ties()
+            param.adopt_registered()
+    on_meta = [p.fqn for each in attachments for p in each.unit.params if p.sharded.device.type == "meta"]
+    if on_meta:
+        raise StateError(
+            "Call shardwise.init_parameters(model), which gives parameters memory and values, or to_empty() and load a "
+            "checkpoint. FSDP parameters should be materialized from meta device before training, but the following were still "
+            f"on meta device: {on_meta}"
+        )
+    misplaced = [
+        (p.fqn, p.local.device)
+        for each in attachments
+        for group in each.unit.groups
+        if isinstance(group.place.offload, CPUOffloadPolicy)
+        for p in group.params
+        if p.local.device.type != "cpu"
+    ]
+    if misplaced:
+        raise StateError(
+            "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU state "
+            f"dict or call module.to_empty(device='cpu'). Found following parameters on non-CPU device: {misplaced}\n"
+        )

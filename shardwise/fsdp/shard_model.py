@@ -1,0 +1,229 @@
+"""``shard_model``: ``fully_shard`` with units of the right size, chosen by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from typing import cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor
+
+from shardwise import torch_private
+from shardwise.arguments import explains_arguments, ids_of_ignored
+from shardwise.collectives.codec import CompressionPolicy
+from shardwise.errors import ConfigError, StateError
+from shardwise.fsdp.api import check_modules, default_mesh, describe_units, fully_shard
+from shardwise.fsdp.build import ShardPlacementFn, refuse_wrappers
+from shardwise.fsdp.mesh import DataParallelMeshDims
+from shardwise.fsdp.module import FSDPModule
+from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, precision_from
+from shardwise.fsdp.roots import attachment_of
+from shardwise.observe import say
+from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child, group_blocks, repeated_blocks
+
+# ---- Find the repeated blocks of a model, as descriptions that the pure planning of units reads.
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def families_of(model: nn.Module, ignored: frozenset[int]) -> Iterator[tuple[Child, ...]]:
+    """Yield, for every module of ``model`` that has repeated blocks, its children with parameters.
+
+    Goes from the outside in and does not enter a block, nor a module that is a unit already.  Parameters whose id is in
+    ``ignored`` do not count; tied ones count in the first block.
+    """
+    seen: set[int] = set()
+    counted = set(ignored)
+    todo = [("", model)]
+    while todo:
+        path, parent = todo.pop()
+        pairs: list[tuple[Child, nn.Module]] = []
+        for name, module in parent.named_children():
+            if id(module) in seen or not _has_parameters(module, ignored):
+                continue
+            seen.add(id(module))
+            pairs.append((_describe(f"{path}.{name}" if path else name, module, parent), module))
+        blocks = {child.path for child in repeated_blocks([child for child, _ in pairs])}
+        if blocks:
+            yield tuple(_weighed(child, module, counted) if child.path in blocks else child for child, module in pairs)
+        inner = [(child.path, m) for child, m in pairs if child.path not in blocks and not child.is_explicit]
+        todo += reversed(inner)
+
+
+def _describe(path: str, module: nn.Module, parent: nn.Module) -> Child:
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+    # The norms of a layer, or its projections, are alike too: in a plain module only what has parts can be a block.
+    is_listed = isinstance(parent, _CONTAINERS)
+    inner = _unwrapped(module)
+    kind = _original_class(inner)
+    return Child(
+        path,
+        (kind, _structure(inner)),
+        is_explicit=attachment_of(module) is not None,
+        can_be_unit=not is_list and (is_listed or any(True for _ in module.children())),
+        kind=kind if is_listed else None,  # the first of many layers often has a parameter more than the others
+    )
+
+
+def _weighed(child: Child, module: nn.Module, counted: set[int]) -> Child:
+    if child.is_explicit:
+        return child
+    num_bytes = 0
+    for param in _own_parameters(module):
+        if id(param) not in counted:
+            counted.add(id(param))
+            num_bytes += _num_bytes(param)
+    return replace(child, num_bytes=num_bytes)
+
+
+def _has_parameters(module: nn.Module, ignored: frozenset[int]) -> bool:
+    if attachment_of(module) is not None:
+        return True
+    return any(id(param) not in ignored for param in _own_parameters(module))
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters below ``module`` that no inner unit has."""
+    for param in torch_private.parameters_of(module).values():
+        if param is not None:
+            yield param
+    for child in module.children():
+        if attachment_of(child) is None:
+            yield from _own_parameters(child)
+
+
+def _num_bytes(param: nn.Parameter) -> int:
+    """Return the bytes that data parallelism gathers: with tensor parallelism, those of the largest local part."""
+    numel = param.numel()
+    if isinstance(param, DTensor):
+        sizes = (param.device_mesh.size(axis) for axis, each in enumerate(param.placements) if each.is_shard())
+        numel = -(-numel // math.prod(sizes))
+    return numel * param.element_size()
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return what ``module`` wraps: compiled and checkpointed blocks are like the ones beside them."""
+    while len(children := list(module.children())) == 1 and not any(True for _ in module.parameters(recurse=False)):
+        module = children[0]
+    return module
+
+
+def _original_class(module: nn.Module) -> type:
+    cls = type(module)
+    return cls.__dict__.get("_original_class", cls) if isinstance(module, FSDPModule) else cls
+
+
+def _structure(module: nn.Module) -> Hashable:
+    named = module.named_parameters(remove_duplicate=False)
+    return tuple((name, tuple(param.shape), param.dtype) for name, param in named)
+
+
+@explains_arguments
+def shard_model(
+    model: nn.Module,
+    *,
+    min_unit_bytes: int = DEFAULT_MIN_UNIT_BYTES,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008  frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    compression: CompressionPolicy | None = None,
+    sync_module_states: bool = False,
+) -> FSDPModule:
+    """Call :func:`fully_shard` on the repeated blocks of ``model``, several small ones in one unit, and on ``model``.
+
+    Blocks are the outermost children of one module that share class and parameter structure (names, shapes, dtypes), two
+    or more of them: all such children of a ``ModuleList``, ``ModuleDict`` or ``Sequential``, with the others of their class
+    (a first layer often has a parameter more), and of any other module those that have children themselves.  Wrappers, as
+    of compiled or checkpointed blocks, do not count.
+
+    Neighbours smaller than ``min_unit_bytes`` are merged, evenly, into units of at least that size; larger blocks stand
+    alone; what is in no block belongs to the unit of ``model``.  A model without repeated blocks is one unit.
+
+    A module that ``fully_shard`` or ``replicate`` was called on before stays exactly as it is, and so does all it
+    contains; it is never merged.  Print :func:`describe_units` to see what was chosen; rank 0 logs the same table at level
+    INFO (``TORCH_LOGS=fsdp``).
+
+    A unit of several blocks is gathered when the first of them runs and resharded when the last has run.  Blocks may run
+    in another order than the container's, or be left out: that costs memory for a time, never correctness.
+
+    Args:
+        model: the root module; with parameters that no door has sharded yet, save those of inner units.
+        min_unit_bytes: bytes of a unit's unsharded parameters, in the dtypes they are kept in, without
+            ``ignored_params``; a tied parameter counts in its first block.  0 never merges.  The default, 1.5 MiB, is where
+            merging stopped paying: for 64 blocks of 0.2 MB (two CPU ranks) eight in a unit were best, while blocks of 12.6
+            MB hide the start of a collective by themselves.  Raise it for slow links; about two units are whole at once.
+        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy: as for :func:`fully_shard`; the
+            ``output_dtype`` of ``mp_policy`` is that of the model's outputs alone: what blocks hand to each other, and to
+            modules between them, stays in the dtype that is computed in.
+        ignored_params, dp_mesh_dims, compression, sync_module_states: as for :func:`fully_shard`; they hold for all units.
+
+    Returns: ``model``, its class mixed with :class:`FSDPModule`.
+
+    Raises:
+        ValueError: ``model`` is no module, or a container without forward; ``min_unit_bytes`` is no int or negative; and
+            what :func:`fully_shard` raises.
+        RuntimeError: ``model`` was sharded before.
+
+    Example:
+        >>> from shardwise import describe_units, shard_model
+        >>> shard_model(model)  # doctest: +SKIP
+        >>> print(describe_units(model))  # doctest: +SKIP
+    """
+    _check(model, min_unit_bytes)
+    mesh = mesh if mesh is not None else default_mesh()
+    name = type(model).__name__
+
+    def shard(module: nn.Module | list[nn.Module], mp_policy: MixedPrecisionPolicy) -> None:
+        door: Callable[..., object] = fully_shard
+        door(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=shard_placement_fn,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=ignored_params,
+            dp_mesh_dims=dp_mesh_dims,
+            compression=compression,
+            sync_module_states=sync_module_states,
+        )
+
+    mp_policy = precision_from(mp_policy)
+    within = replace(mp_policy, output_dtype=None) if mp_policy.output_dtype is not None else mp_policy
+    ignored_params = set(ignored_params or ())  # read more than once below
+    ignored = ids_of_ignored(ignored_params, "shard_model")
+    refuse_wrappers(model.named_modules(), ignored)
+    for children in list(families_of(model, ignored)):
+        for paths in group_blocks(children, min_unit_bytes):
+            modules = [model.get_submodule(path) for path in paths]
+            shard(modules[0] if len(modules) == 1 else modules, within)
+    shard(model, mp_policy)
+    if dist.get_rank() == 0:
+        say(f"shard_model(min_unit_bytes={min_unit_bytes:,}) made of {name}:\n{describe_units(model)}")
+    return cast("FSDPModule", model)
+
+
+def _check(model: nn.Module, min_unit_bytes: int) -> None:
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  from user code
+        raise ConfigError(
+            f"shard_model takes the root module, found {type(model).__name__}; "
+            "to make one unit of several modules call fully_shard([...]) before shard_model(root)."
+        )
+    is_int = isinstance(min_unit_bytes, int) and not isinstance(min_unit_bytes, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_int or min_unit_bytes < 0:
+        raise ConfigError(
+            f"min_unit_bytes is {min_unit_bytes!r}, expected a whole number of bytes, 0 or more; 0 never merges blocks."
+        )
+    if attachment_of(model) is not None:
+        raise StateError(
+            f"shard_model: {type(model).__name__} was sharded before, with all its parameters, so its blocks cannot become "
+            "units any more. Call shard_model once, instead of fully_shard on the root; fully_shard on parts may come first."
+        )
+    check_modules([model], "shard_model")

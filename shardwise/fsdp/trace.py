@@ -1,0 +1,261 @@
+"""``trace``: what a model's steps really did, call by call, beside what was planned."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.fsdp.engine import engine_of
+from shardwise.fsdp.roots import attachment_of
+from shardwise.fsdp.unit import Unit
+from shardwise.observe import Call, Event, listening
+
+_LANES = {
+    "forward": "computation",
+    "backward": "computation",
+    "recompute": "computation",
+    "step": "computation",
+    "unshard": "calls",
+    "reshard": "calls",
+    "reduce": "calls",
+    "reduction": "calls",
+    "all-gather": "calls",
+    "exchange": "calls",
+    "all-reduce": "calls",
+    "wait": "waits",
+    "wait for gradients": "waits",
+}
+_WITH_BYTES = frozenset({"unshard", "wait", "reduce", "reduction", "all-gather", "exchange"})
+_BLOCKING = frozenset({"wait", "wait for gradients", "exchange", "all-reduce"})
+# What launches a collective: what ends it, and its lane.
+_LAUNCHES = {
+    "unshard": ("wait", "all-gathers"),
+    "all-gather": ("wait", "all-gathers"),
+    "reduce": ("wait for gradients", "reductions"),
+    "reduction": ("wait", "reductions"),
+}
+_LANE_NAMES = ("computation", "calls", "waits", "all-gathers", "reductions")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time.
+
+    Attributes:
+        what: "unshard", "wait", "reshard", "reduce", "wait for gradients", "forward", "backward", ...; "all-gather on its
+            way" and "reduction on its way" last from the launch to the end of the wait for it.
+        unit: path of the unit's module ("" is the root), or what a message of an optimizer is for.
+        lane: "computation", "calls", "waits", "all-gathers" or "reductions".
+        begin_s, end_s: monotonic seconds of this host.
+        num_bytes: of the buffers of the call; 0 where there are none.
+    """
+
+    what: str
+    unit: str
+    lane: str
+    begin_s: float
+    end_s: float
+    num_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.begin_s
+
+
+@dataclass(slots=True)
+class Trace:
+    """What happened while it was open.
+
+    Attributes:
+        spans: everything that took time, in the order of its end.
+        calls: what the engine did, in order, as plans predict it.
+        planned: the planned calls of a step: the plan that the engine had when the trace began, or the one that it made from
+            the first step; empty without an engine.
+        num_unplanned: how many of ``calls`` were made before there was a plan: those of the first step, or 0.
+    """
+
+    spans: list[Span] = field(default_factory=list[Span])
+    calls: list[Call] = field(default_factory=list[Call])
+    planned: tuple[Call, ...] = ()
+    num_unplanned: int = 0
+
+    @property
+    def departure(self) -> str | None:
+        """The first call that was not the planned one, over all planned steps; None if all were, or nothing was planned."""
+        if not self.planned:
+            return None
+        for number, call in enumerate(self.calls[self.num_unplanned :]):
+            expected = self.planned[number % len(self.planned)]
+            if call != expected:
+                return (
+                    f"call {number % len(self.planned)} of step {number // len(self.planned)}: planned {expected.op.value} of "
+                    f"'{expected.unit}', found {call.op.value} of '{call.unit}'"
+                )
+        return None
+
+    def exposed_s(self) -> dict[str, float]:
+        """Return the seconds that this host waited for other ranks, by unit, the longest first."""
+        waits: dict[str, float] = defaultdict(float)
+        for each in self.spans:
+            if each.what in _BLOCKING:
+                waits[each.unit] += each.seconds
+        return dict(sorted(waits.items(), key=lambda item: -item[1]))
+
+    def table(self) -> str:
+        """Return what each unit did and waited for, the longest waits first, and whether it was as planned."""
+        rows = [["unit", "waits exposed", "forward", "backward", "all-gathers", "reductions", "bytes"]]
+        for unit in dict.fromkeys([*self.exposed_s(), *[each.unit for each in self.spans]]):
+            mine = [each for each in self.spans if each.unit == unit]
+            cells = [sum(each.seconds for each in mine if each.what in _BLOCKING)]
+            cells += [sum(each.seconds for each in mine if each.what == what) for what in ("forward", "backward")]
+            cells += [sum(each.seconds for each in mine if each.lane == lane) for lane in _LANE_NAMES[3:]]
+            sent = sum(each.num_bytes for each in mine if each.what in _WITH_BYTES)
+            rows.append([unit or "(root)", *[f"{1e3 * seconds:.2f} ms" for seconds in cells], f"{sent / 1e6:.2f} MB"])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join([*lines, self._beside_the_plan()])
+
+    def _beside_the_plan(self) -> str:
+        if not self.planned:
+            return "no engine has planned these steps"
+        first = f"{self.num_unplanned} calls made the plan, then " if self.num_unplanned else ""
+        if self.departure is not None:
+            return f"{first}left the plan: {self.departure}"
+        num_calls = len(self.calls) - self.num_unplanned
+        if first and not num_calls:
+            return f"{self.num_unplanned} calls made the plan; trace more than the first step to compare with it"
+        steps = num_calls / len(self.planned)
+        return f"{first}{num_calls} calls, {steps:g} steps of {len(self.planned)}: as planned"
+
+    def to_json(self) -> str:
+        """Return the Chrome trace format, which Perfetto reads too: one row for each lane, microseconds from the first."""
+        first = min((each.begin_s for each in self.spans), default=0.0)
+        events: list[dict[str, object]] = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": lane}}
+            for number, lane in enumerate(_LANE_NAMES)
+        ]
+        for each in sorted(self.spans, key=lambda span: (span.begin_s, -span.end_s)):
+            events.append(
+                {
+                    "name": f"{each.what} {each.unit or '(root)'}",
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": _LANE_NAMES.index(each.lane),
+                    "ts": round(1e6 * (each.begin_s - first), 3),
+                    "dur": round(1e6 * each.seconds, 3),
+                    "args": {"unit": each.unit, "bytes": each.num_bytes},
+                }
+            )
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+    def save(self, path: str | Path) -> None:
+        """Write :meth:`to_json` to ``path``; open it with Perfetto or ``chrome://tracing``."""
+        Path(path).write_text(self.to_json())
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    track: str
+    what: str
+    subject: str
+    begin_s: float
+
+
+class _Recorder:
+    """Writes spans and events into ``trace``; ``unit``: record only those of its engine; None: those of all engines."""
+
+    def __init__(self, trace: Trace, unit: Unit | None) -> None:
+        self._trace, self._unit = trace, unit
+        self._open: dict[int, list[_OpenCall]] = {}
+        self._launched: dict[tuple[str, str], tuple[float, str]] = {}
+
+    def begin(self, track: str, what: str, subject: str) -> None:
+        """Note that ``what`` begins on this thread."""
+        now = time.monotonic()
+        self._open.setdefault(threading.get_ident(), []).append(_OpenCall(track, what, subject, now))
+        if what in _LAUNCHES:
+            ends_with, lane = _LAUNCHES[what]
+            self._launched[ends_with, subject] = (now, lane)
+
+    def end(self, what: str, subject: str, num_bytes: int) -> None:
+        """Note that the last such span ends."""
+        stack = self._open.get(threading.get_ident(), [])
+        found = next((each for each in reversed(stack) if (each.what, each.subject) == (what, subject)), None)
+        if found is None:
+            return  # it had begun before the trace
+        if what in ("forward", "backward", "recompute"):
+            stack.remove(found)  # units are inside of one another, but need not end in this order
+        else:
+            del stack[stack.index(found) :]
+        if not self._is_ours(found.track):
+            return
+        now, spans = time.monotonic(), self._trace.spans
+        spans.append(Span(what, subject, _LANES.get(what, "calls"), found.begin_s, now, num_bytes))
+        launched = self._launched.pop((what, subject), None)
+        if launched is not None:
+            begin_s, lane = launched
+            spans.append(Span(f"{lane.removesuffix('s')} on its way", subject, lane, begin_s, now, num_bytes))
+
+    def on_event(self, event: Event) -> None:
+        """Note what the engine did."""
+        self.note_plan()
+        if isinstance(event, Call):
+            self._trace.calls.append(event)
+
+    def note_plan(self) -> None:
+        """Store the plan of the engine as soon as there is one, and how many calls were recorded before."""
+        engine = engine_of(self._unit) if self._unit is not None and not self._trace.planned else None
+        if engine is not None and engine.journal.plan is not None:
+            self._trace.planned, self._trace.num_unplanned = engine.journal.plan.calls, len(self._trace.calls)
+
+    def _is_ours(self, track: str) -> bool:
+        return self._unit is None or not track.startswith("engine") or track == self._unit.log.track.name
+
+
+@contextmanager
+def trace(model: nn.Module | None = None) -> Generator[Trace, None, None]:
+    """Record every call of the body with its begin, end, lane, bytes and unit.
+
+    Args:
+        model: a model behind ``fully_shard``, ``shard_model`` or ``replicate``: of engines, its own alone is recorded, and
+            compared with its plan, which its first step makes.  None: all engines of this process.  The
+            collectives of ``ZeroRedundancyOptimizer`` and ``ShardedOptimizer`` are recorded in any case.
+
+    Yields: a :class:`Trace`; read it when the body has ended.  Times are those of this host's clock: on an accelerator
+    they are of launches and of what the host waits for.  Costs about 2 microseconds for each span, and nothing while no
+    trace is open.
+    Raises: ConfigError if ``model`` has no unit.
+
+    Example:
+        >>> with shardwise.trace(model) as trace:  # doctest: +SKIP
+        ...     loss(model, batch).backward()
+        >>> print(trace.table())  # doctest: +SKIP
+        >>> trace.save("trace.json")  # doctest: +SKIP
+    """
+    attachment = attachment_of(model) if model is not None else None
+    if model is not None and attachment is None:
+        raise ConfigError(
+            f"{type(model).__name__} is no unit; trace the module that fully_shard, shard_model or replicate was called on, "
+            "or trace() without a model"
+        )
+    unit = attachment.unit if attachment is not None else None
+    recorded = Trace()
+    recorder = _Recorder(recorded, unit)
+    with ExitStack() as stack:
+        if unit is not None:  # also works before the first forward: the engine takes over the instruments of its units
+            unit.log.instruments.append(recorder)
+            stack.callback(lambda: unit.log.instruments.remove(recorder))
+        recorder.note_plan()
+        stack.enter_context(listening(recorder))
+        yield recorded
+        recorder.note_plan()

@@ -1,0 +1,244 @@
+"""What users write to full parameters while those are registered: found, brought to the shards, or refused.
+
+What torch counts is found by version counters and addresses.  What it does not count (``.data``) shows in this rank's own
+rows, beside the shard that they were gathered from; on an accelerator the host waits for that, in the first forwards alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.collectives.compressed import Compression
+from shardwise.collectives.routes import have_same_bits
+from shardwise.consistency.store import digest_of
+from shardwise.errors import StateError
+from shardwise.fsdp.param import UnitParam, mark_full, mark_kept, may_be_written
+from shardwise.fsdp.param_group import ShardGroup
+from shardwise.observe import unit_in_words
+
+# ---- A rank's own rows of a full parameter, beside what a gather makes of its shard: to see and bring back what was
+# written.
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """Rows of one rank.
+
+    Attributes:
+        rank: its place along the axis that parameters are cut over.
+        compression: in which gathers carry parameters; None: as they are.
+    """
+
+    rank: int
+    compression: Compression | None
+
+    def of(self, param: UnitParam, full: torch.Tensor) -> torch.Tensor:
+        """Return the window of ``full`` that this rank holds."""
+        cut, whole = param.shard, torch_private.data_of(torch_private.local_of(full))
+        rows = cut.rows(self.rank)
+        return whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows))
+
+    def are_as_gathered(self, param: UnitParam, full: torch.Tensor) -> bool:
+        """Return True if nobody has written to them since they came."""
+        rows = self.of(param, full)
+        gathered = self._as_gathered(param, rows)
+        return torch.equal(rows, gathered) or bool(
+            ((rows == gathered) | ((rows != rows) & (gathered != gathered))).all()
+        )
+
+    def bring_back(self, param: UnitParam, full: torch.Tensor) -> None:
+        """Copy them to the shard, where they are not what was gathered."""
+        local = param.local.detach()
+        with torch.no_grad():
+            rows = self.of(param, full)
+            if rows.dtype is not local.dtype or rows.device != local.device or self.compression is not None:
+                old = local.to(rows.device)
+                rows = torch.where(rows != self._as_gathered(param, rows), rows.to(local.dtype), old)
+            local.copy_(rows)
+
+    def _as_gathered(self, param: UnitParam, rows: torch.Tensor) -> torch.Tensor:
+        """Return the shard as a gather makes ``rows`` of it: in their dtype, and coded and decoded."""
+        local = param.local.detach().to(rows.device)
+        if self.compression is None:
+            return local.to(rows.dtype)
+        return self.compression.round_trip(local, param.fqn, param.shard.shape, rows.dtype)
+
+
+_MAX_LOOKS = 2
+
+Written = list[tuple[ShardGroup, UnitParam]]
+
+
+class UserWrites:
+    """What is known of writes to the full parameters of one unit, whose groups and name callers give.
+
+    Attributes:
+        num_compared: how often ranks have compared what their forwards have written.
+        is_looking: forwards are looked at: the first ones, which show what a module does, and all of one that writes so.
+    """
+
+    def __init__(self) -> None:
+        self.num_compared = 0
+        self.is_looking = True
+        self._num_looks = 0
+
+    def look(self, groups: Sequence[ShardGroup]) -> None:
+        """After forward: find what it has written through ``.data``, in the first forwards and where it does so."""
+        for group in groups:
+            _look_for_touched(group, self._num_looks < _MAX_LOOKS)
+        self._num_looks += 1
+        has_touchy = any(param.is_touchy for group in groups for param in group.params)
+        self.is_looking = self._num_looks < _MAX_LOOKS or has_touchy
+
+    @staticmethod
+    def find(groups: Sequence[ShardGroup]) -> Written:
+        """Return the parameters whose full form somebody has written to since it was registered; the same on every rank."""
+        found: Written = []
+        for group in groups:
+            _add_written(group, found)
+        return found
+
+    @staticmethod
+    def take(written: Written) -> None:
+        """Bring this rank's rows of what was written to the shards."""
+        for group, param in written:
+            _bring_back(group, param)
+
+    @staticmethod
+    def keep(groups: Sequence[ShardGroup]) -> None:
+        """Note that full parameters are registered where user code can reach them."""
+        for group in groups:
+            take = _taker(group)
+            for bucket in () if group.packing is None else group.packing.buckets:
+                for param in bucket.params:
+                    mark_kept(param, take)
+
+    @staticmethod
+    def values(written: Written) -> list[str]:
+        """Return digests of what forward has written, where all ranks have the same parameters."""
+        return [
+            f"{param.fqn} with digest {digest_of(torch_private.data_of(param.full)):x}"
+            for _, param in written
+            if param.full is not None and param.inner_spec is None and not param.is_touched
+        ]
+
+    @staticmethod
+    def check_copies(name: str, groups: Sequence[ShardGroup]) -> None:
+        """Raise StateError if full parameters are not what the shards of unit ``name`` are, as far as this rank can see."""
+        for group in groups:
+            param = _differing(group)
+            if param is not None:
+                raise StateError(
+                    f"{param.fqn} ({unit_in_words(name)}) was unsharded when its shard was written to through .data or another "
+                    "alias that torch does not count as a write, so the full parameter is not what the shard is. Call "
+                    "reshard() on the module before such writes, or write to the parameter itself under torch.no_grad()"
+                )
+
+    @staticmethod
+    def check_sub(name: str, params: Sequence[UnitParam]) -> None:
+        """Raise StateError if somebody has written to what unit ``name`` keeps on a smaller mesh."""
+        for param in params:
+            if param.subsharded is not None and param.subsharded._version:
+                raise StateError(
+                    f"{param.fqn} ({unit_in_words(name)}) was written to between forward and backward, when its form on the "
+                    "smaller mesh of reshard_after_forward was registered, which is not what is trained. Write to it after "
+                    "backward, or call reshard() on the module first"
+                )
+
+
+def _own_rows(group: ShardGroup) -> OwnRows:
+    return OwnRows(group.axes.shard_rank, group.compression if group.gather_coding is not None else None)
+
+
+def _is_written_unseen(group: ShardGroup, param: UnitParam, full: nn.Parameter) -> bool:
+    return may_be_written(full) and not (param.local.numel() and _own_rows(group).are_as_gathered(param, full))
+
+
+def _add_written(group: ShardGroup, found: Written) -> None:
+    packing = group.packing
+    if packing is None:
+        return
+    for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
+        if not (buffer.is_shared or buffer.is_held):
+            continue
+        for param in bucket.params:
+            full = param.full
+            if full is None or full is param.sharded:
+                continue
+            if buffer.is_shared:  # what is written to it is written to the shard, unless it lies elsewhere now
+                if full.data_ptr() != param.full_address:
+                    found.append((group, param))
+            elif (
+                param.is_touched
+                or full._version != param.full_version
+                or full.data_ptr() != param.full_address
+                or (type(full) is not nn.Parameter and _is_written_unseen(group, param, full))
+            ):
+                found.append((group, param))
+
+
+def _look_for_touched(group: ShardGroup, looks_at_all: bool) -> None:
+    packing = group.packing
+    if packing is None or not group.is_collective or not group.place.on.has_values:
+        return
+    for param in (param for bucket in packing.buckets for param in bucket.params):
+        full = param.full
+        if not (looks_at_all or param.is_touchy) or full is None or param.inner_spec is not None:
+            continue
+        is_counted = full._version != param.full_version or full.data_ptr() != param.full_address
+        if not is_counted and param.local.numel() and not _own_rows(group).are_as_gathered(param, full):
+            param.is_touched = param.is_touchy = True
+
+
+def _bring_back(group: ShardGroup, param: UnitParam) -> None:
+    full = param.full
+    assert full is not None
+    _own_rows(group).bring_back(param, full)
+    group.is_written = True
+    param.is_touched = False
+    torch.autograd.graph.increment_version(param.sharded)
+    mark_full([param])
+    param.full_version, param.count.gathered = full._version, param.version
+    if full.data_ptr() != param.full_address and group.packing is not None:
+        # ``.data`` was assigned to: back to the memory that is gathered into.
+        torch_private.set_data(full, group.packing.make_full(param, group.pool).detach())
+        param.full_address = full.data_ptr()
+
+
+def _taker(group: ShardGroup) -> Callable[[UnitParam], None]:
+    """Return what an idle parameter calls when somebody has written to it; it does not hold the group."""
+    ref = weakref.ref(group)
+
+    def take(param: UnitParam) -> None:
+        mine = ref()
+        if mine is not None and not param.is_its_full_form:
+            _bring_back(mine, param)
+            mark_kept(param, take)
+
+    return take
+
+
+def _differing(group: ShardGroup) -> UnitParam | None:
+    packing = group.packing
+    if group.place.on.has_lanes or packing is None or not group.is_collective:
+        return None
+    if group.compression is not None and group.gather_coding is not None:
+        own = _own_rows(group)
+        for param in (param for bucket in packing.buckets for param in bucket.params):
+            if param.full is not None and param.local.numel() and not own.are_as_gathered(param, param.full):
+                return param
+        return None
+    assert packing.pool is not None  # something has been gathered
+    rank, shards = group.axes.shard_rank, packing.shards
+    for index, (bucket, full_flat) in enumerate(zip(shards.buckets, packing.hold(packing.pool), strict=True)):
+        full_parts = shards.full_parts(index, rank, full_flat)
+        for param, mine, full in zip(bucket.params, shards.own_parts(index, rank), full_parts, strict=True):
+            if not have_same_bits(mine, full):
+                return param
+    return None

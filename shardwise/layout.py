@@ -1,0 +1,488 @@
+"""How one tensor is cut over the ranks of a shard axis, in closed form.
+
+Source: ZeRO, arXiv 1910.02054, section 5.3; the cut is ``torch.chunk``'s, so it agrees with DTensor's ``Shard(dim)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+
+from shardwise.errors import ConfigError, LayoutError
+
+# ---- Whole tensors to owner ranks (ZeRO-1): which rank updates which elements of which tensor.
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedSlice:
+    """Elements ``start:stop`` (in memory order) of tensor number ``tensor``, updated by rank ``owner``."""
+
+    tensor: int
+    owner: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+def assign_owners(numels: Sequence[int], num_ranks: int, loads: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the owner rank of each tensor: largest first, to the least loaded, ties to the lower rank.
+
+    ``loads`` are the elements that each rank owns already (default: none), so that tensors which come later do not
+    move the earlier ones.  Cost: O(n log n + n log W).
+    Raises: ConfigError if ``num_ranks`` < 1 or ``loads`` has another length.
+    Example:
+        >>> assign_owners([9, 7, 5, 3], 2)
+        (0, 1, 1, 0)
+    """
+    import heapq
+
+    heap = [(load, rank) for rank, load in enumerate(_checked_loads(num_ranks, loads))]
+    heapq.heapify(heap)
+    owners = [0] * len(numels)
+    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+        load, rank = heap[0]
+        owners[index] = rank
+        heapq.heapreplace(heap, (load + numels[index], rank))
+    return tuple(owners)
+
+
+def whole_pieces(numels: Sequence[int], num_ranks: int, loads: Sequence[int] = ()) -> tuple[OwnedSlice, ...]:
+    """Return one piece per tensor, in tensor order, with the owners of :func:`assign_owners`.
+
+    Example:
+        >>> whole_pieces([4, 6], 2)[0]
+        Piece(tensor=0, owner=1, start=0, stop=4)
+    """
+    owners = assign_owners(numels, num_ranks, loads)
+    return tuple(OwnedSlice(index, owner, 0, numels[index]) for index, owner in enumerate(owners))
+
+
+def add_loads(loads: Sequence[int], pieces: Sequence[OwnedSlice]) -> tuple[int, ...]:
+    """Return ``loads`` (elements per rank) with the elements of ``pieces`` added to their owners."""
+    total = list(loads)
+    for piece in pieces:
+        total[piece.owner] += piece.numel
+    return tuple(total)
+
+
+def _checked_loads(num_ranks: int, loads: Sequence[int]) -> Sequence[int]:
+    if num_ranks < 1:
+        raise ConfigError(f"num_ranks is {num_ranks}, expected at least 1")
+    if loads and len(loads) != num_ranks:
+        raise ConfigError(f"loads has {len(loads)} entries, expected one per rank ({num_ranks})")
+    return loads or [0] * num_ranks
+
+
+# ---- Elements to owner ranks, the same number each: for optimizers that treat every element alone.
+
+ALIGNMENT_NUMEL = 64  # one cache line of the smallest dtype, 256 bytes of float32
+
+RUN_NUMEL = 1 << 20  # 4 MiB of float32: what travels at once
+RUN_NUMEL_PER_RANK = (
+    1 << 17
+)  # with very many ranks more, so that what each of them owns of a run is a message by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor: ``offsets`` and ``sizes`` per dim, and where it starts in row-major order."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+
+def even_ranges(numel: int, num_ranks: int, block: int = ALIGNMENT_NUMEL, loads: Sequence[int] = ()) -> list[range]:
+    """Cut ``range(numel)`` into one range per rank (indexed by rank) at multiples of ``block``.
+
+    Ranks that own fewer elements so far (``loads``) get the remainder, so the totals stay within one block of each
+    other however many spaces are cut one after the other.  The ranges tile the space; the rank that takes the last,
+    incomplete block comes last, the others lie in rank order.  Cost: O(W log W).
+    Raises: ConfigError if ``num_ranks`` or ``block`` is below 1.
+    Example:
+        >>> even_ranges(10, 3, block=2)
+        [range(0, 4), range(4, 8), range(8, 10)]
+    """
+    if num_ranks < 1 or block < 1:
+        raise ConfigError(f"num_ranks is {num_ranks} and block is {block}, expected at least 1")
+    base, extra = divmod(numel // block, num_ranks)
+    tail = numel % block
+    totals = list(loads) if loads else [0] * num_ranks
+    counts = [base * block] * num_ranks
+    poorest = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
+    for rank in poorest[:extra]:
+        counts[rank] += block
+    order = list(range(num_ranks))
+    if tail:
+        last = min(range(num_ranks), key=lambda rank: (totals[rank] + counts[rank], rank))
+        counts[last] += tail
+        order = [rank for rank in order if rank != last] + [last]
+    ranges = [range(0)] * num_ranks
+    start = 0
+    for rank in order:
+        ranges[rank] = range(start, start + counts[rank])
+        start += counts[rank]
+    return ranges
+
+
+def even_pieces(
+    numels: Sequence[int], num_ranks: int, loads: Sequence[int] = (), block: int = ALIGNMENT_NUMEL
+) -> tuple[OwnedSlice, ...]:
+    """Lay the tensors end to end, cut with :func:`even_ranges`, and return the pieces in that order.
+
+    A tensor without elements is one empty piece of the rank that owns the place where it lies, so that its (empty)
+    state has a home too.
+    Example:
+        >>> [(p.tensor, p.owner, p.start, p.stop) for p in even_pieces([3, 3], 2, block=1)]
+        [(0, 0, 0, 3), (1, 1, 0, 3)]
+    """
+    cuts = even_ranges(sum(numels), num_ranks, block, loads)
+    by_start = sorted((cut.start, cut.stop, rank) for rank, cut in enumerate(cuts) if len(cut))
+    pieces: list[OwnedSlice] = []
+    at = 0
+    for index, end in enumerate(accumulate(numels)):
+        begin = end - numels[index]
+        if begin == end:
+            pieces.append(OwnedSlice(index, by_start[at][2] if by_start else 0, 0, 0))
+        while begin < end:
+            _, stop, rank = by_start[at]
+            upto = min(end, stop)
+            pieces.append(OwnedSlice(index, rank, begin - end + numels[index], upto - end + numels[index]))
+            begin = upto
+            if upto == stop and at + 1 < len(by_start):
+                at += 1
+    return tuple(pieces)
+
+
+def runs_of(numels: Sequence[int], num_ranks: int) -> list[range]:
+    """Cut tensors, in their order, into runs of whole tensors that have about as many elements as should travel at once.
+
+    A rest of less than half a run belongs to the last one.
+    Example:
+        >>> runs_of([1 << 19] * 5, 2)
+        [range(0, 2), range(2, 5)]
+    """
+    least = max(RUN_NUMEL, RUN_NUMEL_PER_RANK * num_ranks)
+    starts, held = [0], 0
+    for index, numel in enumerate(numels):
+        if held >= least:
+            starts.append(index)
+            held = 0
+        held += numel
+    if len(starts) > 1 and held <= least // 2:
+        starts.pop()
+    stops = [*starts[1:], len(numels)]
+    return [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """Cut elements ``start:stop`` (row-major) of a tensor into at most ``2 * len(shape) - 1`` rectangular boxes.
+
+    Checkpoints store boxes, not ranges.  The boxes come in element order and tile the range once.
+    Example:
+        >>> [(b.offsets, b.sizes) for b in boxes((3, 4), 2, 11)]
+        [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
+    """
+    if not shape:
+        return (Box((), (), 0),) if stop > start else ()
+    row = prod(shape[1:])
+    found: list[Box] = []
+    while start < stop:
+        first = start // row
+        if start % row == 0 and stop - start >= row:
+            rows = (stop - start) // row
+            found.append(Box((first, *[0] * (len(shape) - 1)), (rows, *shape[1:]), start))
+            start += rows * row
+            continue
+        upto = min(stop, (first + 1) * row)
+        for inner in boxes(shape[1:], start - first * row, upto - first * row):
+            found.append(Box((first, *inner.offsets), (1, *inner.sizes), first * row + inner.start))
+        start = upto
+    return tuple(found)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a gap-free row-major tensor of ``shape``, in elements."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One strided copy between a full tensor and a packed buffer; all numbers count elements.
+
+    ``shape`` is common to both sides.  ``full_*`` address the full tensor (row-major, offset 0 at its first element),
+    ``packed_*`` the whole packed buffer of ``num_shards`` equal sections.
+    """
+
+    shape: tuple[int, ...]
+    full_stride: tuple[int, ...]
+    full_offset: int
+    packed_stride: tuple[int, ...]
+    packed_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShard:
+    """A tensor of ``shape`` cut along ``dim`` into ``num_shards`` shards like ``torch.chunk``.
+
+    Every shard but the last ones has ``ceil(shape[dim] / num_shards)`` rows of ``dim``; late ones may be shorter or empty.
+    A scalar cannot be cut: every rank holds all of it (``is_whole``).
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        if self.num_shards < 1:
+            raise LayoutError(f"num_shards is {self.num_shards}; expected at least 1")
+        if self.shape and not 0 <= self.dim < len(self.shape):
+            raise LayoutError(
+                f"dim {self.dim} is outside a tensor of shape {self.shape}; expected 0..{len(self.shape) - 1}"
+            )
+
+    @property
+    def is_whole(self) -> bool:
+        """True for a scalar: each rank holds the tensor itself."""
+        return not self.shape
+
+    @property
+    def outer(self) -> int:
+        """Product of the dims before ``dim``."""
+        return math.prod(self.shape[: self.dim])
+
+    @property
+    def inner(self) -> int:
+        """Product of the dims after ``dim``."""
+        return math.prod(self.shape[self.dim + 1 :])
+
+    @property
+    def size(self) -> int:
+        """Length of ``dim`` (1 for a scalar)."""
+        return self.shape[self.dim] if self.shape else 1
+
+    @property
+    def chunk(self) -> int:
+        """Rows of a full shard."""
+        return -(-self.size // self.num_shards) if self.shape else 1
+
+    @property
+    def num_holders(self) -> int:
+        """The number of ranks whose shard is not empty; these are the first ranks."""
+        return self.num_shards if self.is_whole else -(-self.size // self.chunk) if self.numel else 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def section_numel(self) -> int:
+        """Elements that one rank's section of a packed buffer sets aside: a full shard, padding included."""
+        return self.outer * self.chunk * self.inner
+
+    @property
+    def has_padding(self) -> bool:
+        """True when some section is larger than the shard in it."""
+        return not self.is_whole and self.chunk * self.num_shards != self.size
+
+    def rows(self, rank: int) -> range:
+        """Return the rows of ``dim`` that ``rank`` holds; empty when there are fewer rows than ranks.
+
+        Cost: O(1), any number of ranks.  Raises: LayoutError if ``rank`` is outside [0, num_shards).
+        """
+        if not 0 <= rank < self.num_shards:
+            raise LayoutError(f"rank {rank} is outside 0..{self.num_shards - 1}")
+        if self.is_whole:
+            return range(1)
+        start = min(rank * self.chunk, self.size)
+        return range(start, min(start + self.chunk, self.size))
+
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of ``rank``'s shard; ``dim`` has length 0 when it is empty."""
+        if self.is_whole:
+            return ()
+        return (*self.shape[: self.dim], len(self.rows(rank)), *self.shape[self.dim + 1 :])
+
+    def shard_numel(self, rank: int) -> int:
+        """Return the elements of ``rank``'s shard."""
+        return math.prod(self.shard_shape(rank))
+
+    def moves(self, offset: int, section_stride: int, *, into_full: bool) -> tuple[Move, ...]:
+        """Return the copies between the full tensor and its places in every section: at most two for any number of ranks.
+
+        The shard of rank ``r`` starts ``r * section_stride + offset`` elements into the packed buffer, row-major and
+        without gaps.  The first move carries all full shards, the second the one short shard.  ``into_full`` says which
+        way: it matters for a scalar alone, which is read from one section but written to all.
+        """
+        if self.numel == 0:
+            return ()
+        if self.is_whole:
+            return (Move((1 if into_full else self.num_shards,), (0,), 0, (section_stride,), offset),)
+        num_full, rest = divmod(self.size, self.chunk)
+        row = self.inner
+        moves: list[Move] = []
+        if num_full:
+            moves.append(self._move(num_full, self.chunk, 0, offset, section_stride))
+        if rest:
+            start = num_full * self.chunk * row
+            moves.append(self._move(1, rest, start, num_full * section_stride + offset, section_stride))
+        return tuple(moves)
+
+    def part(self, rank: int, offset: int) -> Move:
+        """Return the copy between the full tensor and ``rank``'s shard, which starts ``offset`` elements into its section.
+
+        Unlike in :meth:`moves`, ``packed_*`` address one section.  Shards of dim 0 are 1-D: contiguous on both sides.
+        """
+        rows = len(self.rows(rank)) if not self.is_whole else 1
+        block = rows * self.inner
+        start = self.rows(rank).start * self.inner if rows and not self.is_whole else 0
+        if self.outer == 1:
+            return Move((block,), (1,), start, (1,), offset)
+        return Move((self.outer, block), (self.size * self.inner, 1), start, (block, 1), offset)
+
+    def _move(self, shards: int, rows: int, full_offset: int, packed_offset: int, section_stride: int) -> Move:
+        block = rows * self.inner
+        if self.outer == 1:
+            return Move((shards, block), (block, 1), full_offset, (section_stride, 1), packed_offset)
+        return Move(
+            (self.outer, shards, block),
+            (self.size * self.inner, block, 1),
+            full_offset,
+            (block, section_stride, 1),
+            packed_offset,
+        )
+
+
+# ---- Many tensors of one dtype in one flat buffer: where each of them starts.
+
+LARGE_NUMEL = 16_384  # a shard of this many elements is worth a message of its own
+
+
+def align(numel: int, alignment: int) -> int:
+    """Return ``numel`` rounded up to a multiple of ``alignment``."""
+    return -(-numel // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The layout of tensors that travel together: ``num_shards`` equal sections, each with one shard of every tensor.
+
+    Attributes:
+        shards: how each tensor is cut.
+        offsets: elements from the start of a section to the shard of each tensor.
+        section_numel: elements of one section, padding included.
+        full_offsets: elements from the start of the unsharded buffer to each full tensor.
+        full_numel: elements of the unsharded buffer.
+    """
+
+    shards: tuple[ChunkShard, ...]
+    offsets: tuple[int, ...]
+    section_numel: int
+    full_offsets: tuple[int, ...]
+    full_numel: int
+
+    @cached_property
+    def has_padding(self) -> bool:
+        """True when a packed buffer has elements that no tensor owns."""
+        return any(shard.has_padding for shard in self.shards) or self.section_numel != sum(
+            shard.section_numel for shard in self.shards
+        )
+
+    @property
+    def padding_ratio(self) -> float:
+        """Elements that an all-gather moves, divided by the elements that the tensors have (1.0: no padding)."""
+        true_numel = sum(shard.numel for shard in self.shards)
+        if not self.shards or not true_numel:
+            return 1.0
+        return self.section_numel * self.shards[0].num_shards / true_numel
+
+    @cached_property
+    def num_even(self) -> int:
+        """How many sections, the first ones, are the dim-0 rows of all tensors, equally many on every rank, without gaps.
+
+        All other sections are padding, as where a few rows are cut for many ranks.  Then a packed buffer viewed as (num_shards,
+        section_numel) has in its first ``num_even`` rows each tensor, viewed as (num_even, -1), as columns.  0: it is not so.
+        """
+        if self.section_numel != sum(shard.section_numel for shard in self.shards) or not self.section_numel:
+            return 0
+        if any(shard.is_whole or shard.outer != 1 or shard.size % max(shard.chunk, 1) for shard in self.shards):
+            return 0
+        found = {shard.size // max(shard.chunk, 1) for shard in self.shards}
+        return found.pop() if len(found) == 1 else 0
+
+    @cached_property
+    def num_large(self) -> int:
+        """How many shards at the start of a section are large: with :func:`by_size` first, all that are."""
+        count = 0
+        while count < len(self.shards) and self.shards[count].section_numel >= LARGE_NUMEL:
+            count += 1
+        return count
+
+    @cached_property
+    def tail_start(self) -> int:
+        """Elements from the start of a section to its tail: everything behind the large shards."""
+        large = self.num_large
+        return self.offsets[large] if large < len(self.offsets) else self.section_numel
+
+    @cached_property
+    def tail_numel(self) -> int:
+        """Elements of the tail, which travels as one message."""
+        return self.section_numel - self.tail_start
+
+    def parts(self, rank: int) -> tuple[Move, ...]:
+        """Return, for every tensor, the copy between it and ``rank``'s section; full offsets count from its own start."""
+        return tuple(shard.part(rank, offset) for shard, offset in zip(self.shards, self.offsets, strict=True))
+
+    def moves(
+        self, index: int, *, into_full: bool, section_offset: int = 0, section_stride: int | None = None
+    ) -> tuple[Move, ...]:
+        """Return the copies of tensor ``index`` between its full form and a packed buffer.
+
+        ``section_offset`` is where this bucket starts in a section and ``section_stride`` the elements from one section
+        to the next; they differ from 0 and ``section_numel`` when several buckets share a packed buffer.
+        """
+        stride = self.section_numel if section_stride is None else section_stride
+        return self.shards[index].moves(section_offset + self.offsets[index], stride, into_full=into_full)
+
+
+def by_size(shards: Sequence[ChunkShard]) -> list[int]:
+    """Return the indices of ``shards`` with the large ones first, otherwise in order: then the small ones are one block."""
+    return sorted(range(len(shards)), key=lambda index: shards[index].section_numel < LARGE_NUMEL)
+
+
+def build_bucket(shards: Sequence[ChunkShard], alignment: int = 1, full_alignment: int = 1) -> Bucket:
+    """Lay ``shards`` out one after another.
+
+    Args:
+        shards: the tensors, in the order in which they will lie; all with the same ``num_shards``.
+        alignment: every shard starts at a multiple of this many elements in its section.
+        full_alignment: the same for the full tensors in the unsharded buffer.
+    """
+    offsets: list[int] = []
+    full_offsets: list[int] = []
+    section_numel = full_numel = 0
+    for shard in shards:
+        offsets.append(section_numel)
+        full_offsets.append(full_numel)
+        section_numel = align(section_numel + shard.section_numel, alignment)
+        full_numel = align(full_numel + shard.numel, full_alignment)
+    return Bucket(tuple(shards), tuple(offsets), section_numel, tuple(full_offsets), full_numel)

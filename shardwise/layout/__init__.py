@@ -1,1 +1,0 @@
-"""Who holds what: which elements of which tensor are whose, in closed form.  Pure."""

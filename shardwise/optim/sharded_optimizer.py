@@ -1,0 +1,595 @@
+"""``ShardedOptimizer``: any torch optimizer over sharded parameters of any kind."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise import torch_private
+from shardwise.errors import ArgumentTypeError, ConfigError
+from shardwise.fsdp.clip import Limit, OwnedGradient, Part, clip_parts, part_of
+from shardwise.fsdp.hooks import after_optimizer_step, before_optimizer_step
+from shardwise.observe import note
+from shardwise.optim.elementwise import ElementwiseStep, SummedStep
+from shardwise.optim.flat import room_for
+from shardwise.optim.pieces import (
+    Closure,
+    MakeOptimizer,
+    Members,
+    Params,
+    ParamSlice,
+    Stepper,
+    UpdateRule,
+    Values,
+    after_load,
+    after_state_dict,
+    before_load,
+    before_state_dict,
+    clear_gradient,
+    gradient_of,
+    is_known,
+    is_sharded_tensor,
+    local_of,
+    pieces_of,
+    state_of_piece,
+    update_rule,
+)
+from shardwise.optim.state_dict import (
+    ByName,
+    Checkpoint,
+    HeldState,
+    NamedGroup,
+    OwnGroup,
+    StateForm,
+    StateView,
+    copy_options,
+    full_value,
+    in_form,
+    is_flat,
+    load_indexed,
+    only_saved,
+    options_of,
+    refuse_other_state,
+    step_in_sync,
+    synced_options,
+    unflattened,
+    unwrap,
+    wrap,
+)
+from shardwise.optim.sums import states_after_zeros, takes_sums, why_not_cut
+from shardwise.optim.whole_matrix import WholeMatrixStep
+
+# ---- The ways to run an optimizer: on pieces, with sums over ranks or none, on whole matrices, or as it is.
+
+
+def make_stepper(
+    make: MakeOptimizer,
+    optimizer_class: type[Optimizer],
+    groups: Sequence[tuple[Params, Mapping[str, Any]]],
+    declared: UpdateRule | None,
+    is_flat: bool,
+) -> Stepper:
+    """Return the way to run ``optimizer_class`` over ``groups``.
+
+    Raises: ConfigError if none is right.
+    """
+    pieces = [piece for params, _ in groups for param in params for piece in param]
+    is_plain = not any(isinstance(p.param, DTensor) or is_sharded_tensor(p.param) for p in pieces)
+    has_sums, device = False, local_of(pieces[0]).device
+    try:
+        rule = update_rule(optimizer_class, declared)
+        if rule == "elementwise" and not is_known(optimizer_class):
+            _check_cut(make, optimizer_class, groups[0][1], device)
+            has_sums = takes_sums(make, groups[0][1], device)
+    except ConfigError:
+        if not is_plain:
+            raise
+        return PlainStep(make, groups)
+    if has_sums:
+        return PlainStep(make, groups) if is_plain else SummedStep(make, groups)
+    if rule == "elementwise":
+        return ElementwiseStep(make, groups, is_flat, is_known(optimizer_class))
+    return PlainStep(make, groups) if is_plain else WholeMatrixStep(make, optimizer_class, groups)
+
+
+def _check_cut(
+    make: MakeOptimizer, optimizer_class: type[Optimizer], options: Mapping[str, Any], device: torch.device
+) -> None:
+    name = optimizer_class.__name__
+    advice = (
+        "update='whole_matrix' gathers each parameter to one rank for the step, which is right for any such optimizer"
+    )
+    try:
+        reason = why_not_cut(make, options, device)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} is declared 'elementwise' but cannot step on parts of tensors ({error}); {advice}"
+        ) from error
+    if reason is not None:
+        raise ConfigError(
+            f"{name} is declared 'elementwise' but {reason}: over shards it would train something else; {advice}"
+        )
+
+
+class PlainStep:
+    """Runs an optimizer of any kind on plain tensors, as it is."""
+
+    is_elementwise = False
+
+    def __init__(self, make: MakeOptimizer, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
+        self._make = make
+        self._params = [piece for params, _ in groups for (piece,) in params]
+        self.optimizer = make(
+            [{**options, "params": [piece.param for (piece,) in params]} for params, options in groups]
+        )
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Step the optimizer itself, which may call ``closure`` many times."""
+        with torch.enable_grad():
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def mark(self) -> Callable[[], None]:
+        """Return nothing to do: all is in the optimizer."""
+        return lambda: None
+
+    def add_group(self, params: Params, options: Mapping[str, Any]) -> None:
+        """Add a param group of plain tensors.  Raises: ConfigError for sharded ones."""
+        pieces = [piece for param in params for piece in param]
+        sharded = [p.name for p in pieces if isinstance(p.param, DTensor) or is_sharded_tensor(p.param)]
+        if sharded:
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} was set up for plain tensors and {sharded} are sharded; put them into "
+                "a ShardedOptimizer of their own"
+            )
+        self.optimizer.add_param_group({**options, "params": [piece.param for piece in pieces]})
+        self._params += pieces
+
+    def states(self, blank: bool = False) -> Values:
+        """Return the live state, or the state after a step on zeros."""
+        if blank:
+            states = states_after_zeros(self._make, self.optimizer.param_groups, closure=lambda: 0.0)
+        else:
+            states = [dict(self.optimizer.state.get(piece.param, {})) for piece in self._params]
+        return {piece.name: state for piece, state in zip(self._params, states, strict=True) if state}
+
+    def local_states(self) -> Values:
+        """Return the live state."""
+        return self.states()
+
+    def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
+        """Replace all state and options."""
+        states = [state_of_piece(values[p.name], 0) if p.name in values else None for p in self._params]
+        load_indexed(self.optimizer, states, options)
+
+
+# ---- Groups of parameters by their names: as users write them, and as state dicts hold them.
+
+
+def checked_params(params: Any) -> dict[str, torch.Tensor]:
+    """Return parameters by name from a mapping or pairs.
+
+    Raises: TypeError for anything else; ConfigError for none at all, and for a name or tensor that is given twice.
+    """
+    if isinstance(params, torch.Tensor):
+        raise ArgumentTypeError("parameters come with names: pass dict(model.named_parameters()), not a tensor")
+    pairs = list(cast(Mapping[str, Any], params).items()) if isinstance(params, Mapping) else list(params)
+    if not pairs:
+        raise ConfigError("ShardedOptimizer got no parameters")
+    found: dict[str, torch.Tensor] = {}
+    first_name: dict[int, str] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(cast(tuple[Any, ...], pair)) != 2:
+            raise ArgumentTypeError(
+                f"parameters come with names: expected (name, tensor), found "
+                f"{type(pair).__name__}. Pass dict(model.named_parameters()), not model.parameters()"
+            )
+        name, param = cast(tuple[str, Any], pair)
+        if not isinstance(param, torch.Tensor):
+            raise ArgumentTypeError(
+                f"{name}: expected a Tensor, DTensor or ShardedTensor, found {torch.typename(param)}"
+            )
+        if name in found or id(param) in first_name:
+            raise ConfigError(f"{name} is given twice (first as {first_name.get(id(param), name)}); pass it once")
+        found[name] = param
+        first_name[id(param)] = name
+    return found
+
+
+def split_by_pattern(
+    names: Sequence[str], groups: Sequence[Mapping[str, Any]]
+) -> list[tuple[list[str], dict[str, Any]]]:
+    """Return the names and options of every group, those that no pattern matches last, with the defaults.
+
+    Raises: ConfigError for a group of another form, or one that matches nothing.
+    """
+    rest = list(names)
+    split: list[tuple[list[str], dict[str, Any]]] = []
+    for group in groups:
+        if "names" not in group or "params" in group:
+            raise ConfigError(f'a group needs "names" (a pattern or several) and no "params"; found {sorted(group)}')
+        patterns = [group["names"]] if isinstance(group["names"], str) else list(group["names"])
+        taken = [name for name in rest if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+        if not taken:
+            raise ConfigError(f"no parameter (that is not in an earlier group) matches {patterns}")
+        rest = [name for name in rest if name not in set(taken)]
+        split.append((taken, {key: value for key, value in group.items() if key != "names"}))
+    return [*split, (rest, {})] if rest else split
+
+
+def match_groups(
+    saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]
+) -> tuple[list[Mapping[str, Any]], dict[Any, str]]:
+    """Return the saved groups in the order of ``own`` and the name for each of their keys.
+
+    Raises: ConfigError if their number, or the parameters of one, differ.
+    """
+    if len(saved) != len(own):
+        raise ConfigError(f"loaded state dict has a different number of parameter groups: {len(saved)}, not {len(own)}")
+    saved_names = [key for group in saved for key in group.get("param_names", group["params"])]
+    if all(isinstance(key, str) for key in saved_names):
+        saved_keys = [key for group in saved for key in group["params"]]
+        by_names = {frozenset(group.get("param_names", group["params"])): group for group in saved}
+        missing = [list(names) for names in own if frozenset(names) not in by_names]
+        if missing:
+            raise ConfigError(
+                f"loaded state dict contains a parameter group that doesn't match: none has exactly {missing[0]}"
+            )
+        return [by_names[frozenset(names)] for names in own], dict(zip(saved_keys, saved_names, strict=True))
+    matched: dict[Any, str] = {}
+    for group, names in zip(saved, own, strict=True):
+        if len(group["params"]) != len(names):
+            raise ConfigError(
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
+                f"{len(group['params'])} parameters, expected {len(names)}"
+            )
+        matched.update(zip(group["params"], names, strict=True))
+    return list(saved), matched
+
+
+__all__ = ["ShardedOptimizer"]
+
+
+class ShardedOptimizer(Optimizer):
+    """Run ``optimizer_class`` over sharded parameters: DTensors, ShardedTensors, plain tensors, or a mix.
+
+    Element-wise optimizers run on local tensors, one update for all shards that lie together in flat memory (those of
+    ``fully_shard`` do).  Optimizers that need whole matrices (Muon, Adafactor) get them: each is gathered to one owner
+    rank, updated there and scattered back.  What cannot be right on shards is refused.
+
+    Args:
+        named_params: parameters by name, as ``dict(model.named_parameters())``; pairs are taken too.
+        optimizer_class: a class of ``torch.optim``, or any other.
+        optimizer_args, optimizer_kwargs: its arguments after the parameters.
+        groups: options per name pattern, ``[{"names": ["*.bias", "norm*"], "weight_decay": 0.0}]``.  A parameter goes to
+            the first group that it matches, the others to a last one with the defaults.
+        update: ``"elementwise"`` or ``"whole_matrix"`` for a class that is not known (or set the class attribute
+            ``sharded_update``); see :func:`shardwise.optim.pieces.update_rule`.
+        flat: False to update every shard by itself.
+
+    Attributes:
+        named_params: the live parameters by name.
+        param_groups: as of any optimizer; ``"params"`` are the parameters themselves, ``"param_names"`` their names.
+        state: a read-only mapping from parameters to their state, whose tensors are the live ones.
+
+    Raises: ConfigError for wrong arguments and for optimizers that cannot be right on shards.
+
+    Source: the constructor of ``torch.distributed._shard.sharded_optim.ShardedOptimizer``, whose callers this serves.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = ShardedOptimizer(
+        ...     dict(model.named_parameters()),
+        ...     torch.optim.AdamW,
+        ...     lr=0.1,
+        ...     groups=[{"names": "*bias", "weight_decay": 0.0}],
+        ... )
+        >>> [group["param_names"] for group in optimizer.param_groups]
+        [['bias'], ['weight']]
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state_dict()["state"]["weight"])
+        ['exp_avg', 'exp_avg_sq', 'step']
+    """
+
+    def __init__(
+        self,
+        named_params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        optimizer_class: type[Optimizer],
+        *optimizer_args: Any,
+        groups: Sequence[Mapping[str, Any]] = (),
+        update: UpdateRule | None = None,
+        flat: bool = True,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        note("init", "ShardedOptimizer")
+        self.named_params: dict[str, torch.Tensor] = checked_params(named_params)
+        self._pieces: dict[str, list[ParamSlice]] = {n: pieces_of(n, p) for n, p in self.named_params.items()}
+        split = split_by_pattern(list(self.named_params), groups)
+
+        def make(param_groups: list[dict[str, Any]]) -> Optimizer:
+            return optimizer_class(param_groups, *optimizer_args, **optimizer_kwargs)
+
+        wanted = [([self._pieces[name] for name in names], options) for names, options in split]
+        self._stepper: Stepper = make_stepper(make, optimizer_class, wanted, update, flat)
+        inner = self._stepper.optimizer
+        outer = [
+            {**options_of(group), "params": [self.named_params[name] for name in names]}
+            for group, (names, _) in zip(inner.param_groups, split, strict=True)
+        ]
+        self._is_built = False
+        super().__init__(outer, inner.defaults)
+        self.param_groups = [OwnGroup(g, names) for g, (names, _) in zip(self.param_groups, split, strict=True)]
+        self._members = Members(self.param_groups)
+        self._is_built = True
+        self._state_view = StateView(self._state_by_param)
+
+    # ---- stepping ----
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters from their gradients; return what ``closure`` returned.
+
+        Raises: StateError on every rank if a whole-matrix optimizer fails on an owner.
+        """
+        self._members.check(self.param_groups)
+        stepper = self._stepper
+        with torch.no_grad():
+            return step_in_sync(stepper.step, closure, self.param_groups, stepper.optimizer.param_groups)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters and local shards, or make them zero."""
+        for pieces in self._pieces.values():
+            clear_gradient(pieces, set_to_none)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients so that their total norm is at most ``max_norm``; return the norm before.
+
+        Like :func:`shardwise.clip_grad_norm_`, and over ShardedTensors too.  Collective.
+        """
+        limit = Limit(max_norm, norm_type, error_if_nonfinite)
+        parts: list[Part] = []
+        owned: list[OwnedGradient] = []
+        for name, param in self.named_params.items():
+            if is_sharded_tensor(param):
+                group = torch_private.process_group_of(param)
+                gradients = [gradient_of(piece) for piece in self._pieces[name] if piece.stand_in is None]
+                parts += [Part(g.detach(), group, group.size()) for g in gradients if g is not None] or [
+                    Part(local_of(self._pieces[name][0]).detach()[:0], group, group.size())
+                ]
+            elif isinstance(param.grad, OwnedGradient):
+                owned.append(param.grad)
+            elif param.grad is not None:
+                parts.append(part_of(param.grad))
+        return clip_parts(parts, owned, limit)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters: ``{"params": {name: tensor, ...}, "lr": ...}``, or pairs of name and tensor.
+
+        Collective for whole-matrix optimizers.  Raises: ConfigError for parameters without names or with known ones.
+        """
+        if not self._is_built:
+            super().add_param_group(param_group)
+            return
+        self._members.check(self.param_groups)
+        found = checked_params(param_group["params"])
+        known = sorted(set(found) & set(self.named_params))
+        tensors = {id(param): name for name, param in self.named_params.items()}
+        again = sorted(name for name, param in found.items() if id(param) in tensors)
+        if known or again:
+            raise ConfigError(f"parameters {known or again} are in the optimizer already; leave them out of the group")
+        pieces = {name: pieces_of(name, param) for name, param in found.items()}
+        self._stepper.add_group(list(pieces.values()), options_of(param_group))
+        super().add_param_group(
+            {**options_of(self._stepper.optimizer.param_groups[-1]), "params": list(found.values())}
+        )
+        self.param_groups[-1] = OwnGroup(self.param_groups[-1], list(found))
+        self._members = Members(self.param_groups)
+        self.named_params.update(found)
+        self._pieces.update(pieces)
+
+    # ---- state ----
+
+    @property
+    def state(self) -> Any:
+        """A read-only mapping from parameters to their state, whose tensors are the live ones."""
+        return self._state_view
+
+    @state.setter
+    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._is_built:  # torch's constructor assigns it, too
+            refuse_other_state()
+
+    def state_dict(self, form: StateForm = "named") -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}``.
+
+        Values per element are DTensors or ShardedTensors like their parameters, on the live memory, so that
+        ``torch.distributed.checkpoint`` saves and reshards them.  Collective for whole-matrix optimizers, whose state is
+        sent from its owners: copies there.
+
+        ``form``: how parameters are named: "indexed" as in a plain optimizer's state dict, "flat" with the keys of
+        torch's ``flatten_optimizer_state_dict``, for checkpoints that others of that form read.
+        """
+        before_state_dict(self)
+        result = after_state_dict(self, self._named_dict(self._stepper.states()))
+        return result if form == "named" else in_form(form, result["state"], result["param_groups"])
+
+    def blank_state_dict(self, form: StateForm = "named", checkpoint: Checkpoint | None = None) -> dict[str, Any]:
+        """Return a state dict with all entries that a step would make, for a checkpoint to be read into.
+
+        The values mean nothing until they are read; parameters and state of this optimizer do not change.  ``form``: that
+        of the checkpoint, see :meth:`state_dict`; those of torch's ``get_optimizer_state_dict`` are "named" or "flat".
+        ``checkpoint``: its folder or ``StorageReader``; parameters without state there, since no loss had used them, are
+        left out then (``dcp.load`` raises "Missing key" for entries that a checkpoint does not have).
+
+        Raises: ConfigError if ``checkpoint`` has state of other parameters instead.
+
+        Example:
+            >>> found = optimizer.blank_state_dict(checkpoint=path)  # doctest: +SKIP
+            >>> torch.distributed.checkpoint.load({"optimizer": found}, checkpoint_id=path)  # doctest: +SKIP
+            >>> optimizer.load_state_dict(found)  # doctest: +SKIP
+        """
+        with self._synced_options():
+            states = self._stepper.states(blank=True)
+        found = self._named_dict(states)
+        if checkpoint is not None:
+            # Names as they are in the form: by the plain optimizer's indices in one of them.
+            number = {name: index for index, name in enumerate(self._names())}
+            keys = {number[name] if form == "indexed" else name: name for name in states}
+            every = number.values() if form == "indexed" else number
+            saved = only_saved({key: states[name] for key, name in keys.items()}, checkpoint, every)
+            found = self._named_dict({keys[key]: values for key, values in saved.items()})
+        return found if form == "named" else in_form(form, found["state"], found["param_groups"])
+
+    def full_state_dict(self, by_index: bool = False, cpu_offload: bool = False) -> dict[str, Any]:
+        """Return the state dict of the plain optimizer: whole tensors, copies, on every rank.  Collective.
+
+        A plain optimizer over the same groups loads it.  ``by_index``: keys are indices as in ``torch.optim``'s own;
+        ``cpu_offload``: each tensor moves to the CPU as soon as it is whole.
+        """
+        found = self.state_dict()
+        state = {
+            name: {key: _moved(full_value(value), cpu_offload) for key, value in values.items()}
+            for name, values in found["state"].items()
+        }
+        return in_form("indexed" if by_index else "named", state, found["param_groups"])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, adopt: bool = False) -> None:
+        """Load what :meth:`state_dict`, :meth:`full_state_dict` or a plain optimizer returned, as copies.
+
+        ``adopt``: tensors placed like their parameters become the state themselves; nobody else may use them.  Whole-matrix
+        optimizers adopt whole tensors, for :func:`whole_state_names`; entries of others are empty, and it is not collective.
+
+        Values may be DTensors or ShardedTensors of any layout, or whole tensors; keys names, torch's flattened ones,
+        or indices in the order of ``param_groups`` (of their ``param_names`` if the loaded groups have such). Options
+        come from the dict. Collective where layouts differ, and for whole-matrix optimizers.
+
+        Raises: ConfigError if groups or names differ, LayoutError if a value does not fit its parameter.
+        """
+        loaded = before_load(self, state_dict)
+        own = self._names_by_group()
+        if is_flat(loaded):
+            loaded = unflattened(loaded, own)
+        groups, names = match_groups(loaded["param_groups"], own)
+        given: dict[str, Mapping[str, Any]] = {}
+        for saved_key, values in loaded["state"].items():
+            name = names.get(saved_key)
+            if name is None:
+                raise ConfigError(f"state of {saved_key!r} belongs to no parameter of the loaded param_groups")
+            given[name] = values
+        options = [options_of(group) for group in groups]
+        if adopt and isinstance(self._stepper, WholeMatrixStep):
+            self._stepper.load_whole(given, options)
+        else:
+            self._stepper.load(self._unwrapped(given, adopt), options)
+        copy_options(options, self.param_groups)
+        copy_options(self._stepper.optimizer.param_groups, self.param_groups)
+        after_load(self)
+
+    # ---- what else the inner optimizer has ----
+
+    def __getattr__(self, name: str) -> Any:
+        """Return attribute ``name`` of the inner optimizer: a method so that what it writes is written to the parameters.
+
+        Raises: AttributeError if it has none, ConfigError for a method of a whole-matrix optimizer over shards, whose
+            parameters are whole in a step alone.
+        """
+        stepper: Stepper | None = self.__dict__.get("_stepper")
+        if stepper is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        found: Any = getattr(stepper.optimizer, name)
+        if not inspect.ismethod(found):
+            return found
+        if isinstance(stepper, WholeMatrixStep):
+            raise ConfigError(
+                f"{type(stepper.optimizer).__name__}.{name}() works on parameters, which a whole-matrix optimizer over shards "
+                "has whole in a step alone; say update='elementwise' if it updates every element by itself"
+            )
+
+        @functools.wraps(found)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            before_optimizer_step(self)
+            try:
+                with self._synced_options():
+                    return found(*args, **kwargs)
+            finally:
+                after_optimizer_step(self)
+
+        return method
+
+    # ---- inside ----
+
+    def _unwrapped(self, given: Mapping[str, Mapping[str, Any]], adopt: bool) -> dict[str, dict[str, Any]]:
+        is_elementwise = self._stepper.is_elementwise
+        return {
+            name: {key: unwrap(name, key, v, self._pieces[name], is_elementwise, adopt) for key, v in values.items()}
+            for name, values in given.items()
+        }
+
+    def _synced_options(self) -> AbstractContextManager[None]:
+        self._members.check(self.param_groups)
+        return synced_options(self.param_groups, self._stepper.optimizer.param_groups)
+
+    def _names_by_group(self) -> list[list[str]]:
+        self._members.check(self.param_groups)
+        names = {id(param): name for name, param in self.named_params.items()}
+        return [[names[id(param)] for param in group["params"]] for group in self.param_groups]
+
+    def _names(self) -> list[str]:
+        return [name for names in self._names_by_group() for name in names]
+
+    def _named_dict(self, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        names = self._names()
+        entries = {
+            name: {key: wrap(self._pieces[name], value) for key, value in states[name].items()}
+            for name in names
+            if name in states
+        }
+        groups = [
+            NamedGroup(names, {**options_of(group), "params": own})
+            for group, own in zip(self.param_groups, self._names_by_group(), strict=True)
+        ]
+        return {"state": ByName(names, entries), "param_groups": groups}
+
+    def _state_by_param(self) -> dict[torch.Tensor, Mapping[str, Any]]:
+        return {
+            self.named_params[name]: HeldState({key: wrap(self._pieces[name], value) for key, value in entry.items()})
+            for name, entry in self._stepper.local_states().items()
+        }
+
+
+def _moved(value: Any, to_cpu: bool) -> Any:
+    return value.cpu() if to_cpu and isinstance(value, torch.Tensor) else value
+
+
+def stepper_of(optimizer: ShardedOptimizer) -> Stepper:
+    """Return how the inner optimizer is run."""
+    return optimizer._stepper  # pyright: ignore[reportPrivateUsage]
+
+
+def whole_state_names(optimizer: ShardedOptimizer) -> frozenset[str] | None:
+    """Return the parameters whose state this rank has whole; None unless whole matrices are stepped of sharded parameters."""
+    stepper = stepper_of(optimizer)
+    return frozenset(stepper.held_names) if isinstance(stepper, WholeMatrixStep) else None
+
+
+def room_for_state(
+    optimizer: ShardedOptimizer, dtypes: Mapping[str, Mapping[str, torch.dtype]]
+) -> dict[str, dict[str, list[torch.Tensor]]]:
+    """Return new memory for state with a number per element, by parameter and key: one tensor per local piece.
+
+    It lies as such state will lie in ``optimizer``, so that ``load_state_dict`` with ``adopt`` copies nothing.
+    ``dtypes``: by name of the parameter and key.  On the devices of the pieces.
+    """
+    pieces = optimizer._pieces  # pyright: ignore[reportPrivateUsage]
+    names = [name for name in optimizer._names() if name in dtypes]  # pyright: ignore[reportPrivateUsage]
+    rooms = room_for([piece for name in names for piece in pieces[name]], dtypes)
+    return {name: {key: [rooms[piece][key] for piece in pieces[name]] for key in dtypes[name]} for name in names}

@@ -1,0 +1,446 @@
+"""The forms in which checkpoints name optimizer state: by parameter, by torch's flattened keys, by the plain indices."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Literal, NoReturn, TypeVar
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from shardwise import torch_private
+from shardwise.collectives.owned import sum_bytes
+from shardwise.errors import ConfigError, LayoutError, StateError
+from shardwise.optim.pieces import ParamSlice, PerPiece, copied, in_order_of, local_boxes, local_of
+
+# ---- State under parameter names, as values that checkpoints can save and reshard.
+
+
+class ByName(dict[str, Any]):
+    """A dict keyed by parameter names that also takes a parameter's index in place of its name.
+
+    torch's ``get_optimizer_state_dict`` renames keys through indices; here that leads back to the names.  Pickles and
+    copies as an OrderedDict.
+
+    Example:
+        >>> state = ByName(["weight", "bias"], {"bias": 1})
+        >>> state[0] = 2
+        >>> state
+        {'bias': 1, 'weight': 2}
+    """
+
+    def __init__(self, names: Sequence[str], entries: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        self._names = tuple(names)
+
+    def __setitem__(self, key: str | int, value: Any) -> None:
+        super().__setitem__(self._names[key] if isinstance(key, int) else key, value)
+
+    def __getitem__(self, key: str | int) -> Any:
+        return super().__getitem__(self._names[key] if isinstance(key, int) else key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (OrderedDict, (list(self.items()),))
+
+
+class NamedGroup(dict[str, Any]):
+    """A param group whose ``"params"`` are names; indices put there become names."""
+
+    def __init__(self, names: Sequence[str], entries: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        self._names = tuple(names)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            value = [self._names[item] if isinstance(item, int) else item for item in value]
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (OrderedDict, (list(self.items()),))
+
+
+class OwnGroup(dict[str, Any]):
+    """A param group of parameters with names, which ``group["param_names"]`` gives.
+
+    They are no entry: torch's ``set_optimizer_state_dict`` asks checkpoints for every entry of a group, and those of
+    optimizers that were not given names have no such.
+    """
+
+    def __init__(self, entries: Mapping[str, Any], names: Sequence[str]) -> None:
+        super().__init__(entries)
+        self._names = list(names)
+
+    def __missing__(self, key: str) -> Any:
+        if key == "param_names":
+            return list(self._names)
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the entry, the names of the parameters included."""
+        return list(self._names) if key == "param_names" else super().get(key, default)
+
+
+def refuse_other_state() -> NoReturn:
+    """Raises: StateError for state that user code puts in place, or takes off, where no update would see it."""
+    raise StateError(
+        "the state of a sharded optimizer was written to, where entries that are put there or taken off reach no update. "
+        "Change tensors of it in place, call load_state_dict(), or build a new optimizer"
+    )
+
+
+class _ReadOnly:
+    """A mapping that is read alone."""
+
+    def _refuse(self, *_args: Any, **_options: Any) -> NoReturn:
+        refuse_other_state()
+
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse
+
+
+class HeldState(_ReadOnly, dict[Any, Any]):
+    """State as users read it.  Pickles and copies as a dict.
+
+    Example:
+        >>> state = HeldState({"exp_avg": 1})
+        >>> state["exp_avg"]
+        1
+        >>> state.clear()
+        Traceback (most recent call last):
+        shardwise.errors.StateError: the state of a sharded optimizer was written to, ...
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (dict, (dict(self),))
+
+
+class BlankState(HeldState):
+    """The state of all parameters before there is any."""
+
+    def __missing__(self, key: object) -> HeldState:
+        return HeldState()
+
+
+class StateView(_ReadOnly, Mapping[torch.Tensor, Mapping[str, Any]]):
+    """The state of each parameter, read from where it lies now; tensors in it are the live ones."""
+
+    def __init__(self, read: Callable[[], Mapping[torch.Tensor, Mapping[str, Any]]]) -> None:
+        self._read = read
+
+    def __getitem__(self, key: torch.Tensor) -> Mapping[str, Any]:
+        return self._read()[key]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+
+def wrap(pieces: Sequence[ParamSlice], value: Any) -> Any:
+    """Return a state value as users see it: one per element is of the parameter's kind."""
+    if not isinstance(value, PerPiece):
+        return value
+    first, param = value[0], pieces[0].param
+    if isinstance(param, DTensor):
+        spec = torch_private.spec_of(param)
+        if first.dtype != param.dtype:
+            spec = torch_private.make_spec(spec.mesh, spec.placements, param.shape, param.stride(), first.dtype)
+        return torch_private.dtensor_from_local(first, spec)
+    if isinstance(param, ShardedTensor):
+        return torch_private.sharded_tensor_like(param, [] if pieces[0].stand_in is not None else list(value))
+    return first
+
+
+def unwrap(
+    name: str, key: str, value: Any, pieces: Sequence[ParamSlice], is_elementwise: bool, adopt: bool = False
+) -> Any:
+    """Return a state value of any kind (DTensor, ShardedTensor, whole tensor) cut into the parameter's pieces.
+
+    What is not per element comes back as it is; ``is_elementwise`` optimizers have such state as single numbers only.
+
+    Copies, so that later steps do not write into what was loaded; with ``adopt`` what is placed like the parameter stays
+    where it is.  Collective where a DTensor lies on another mesh or
+    has other placements than the parameter.
+    Raises: LayoutError if it does not fit.
+    """
+    param = pieces[0].param
+    if isinstance(value, DTensor):
+        if tuple(value.shape) != tuple(param.shape):
+            raise LayoutError(_misfit(name, key, value, param))
+        if isinstance(param, DTensor) and value.device_mesh == param.device_mesh:
+            if adopt and value.placements == param.placements:
+                return PerPiece([torch_private.wait_tensor(torch_private.local_of(value))])
+            placed = value.redistribute(placements=param.placements)
+            local = torch_private.wait_tensor(torch_private.local_of(placed))
+            return PerPiece([local.clone()])
+        value = value.full_tensor()
+    if isinstance(value, ShardedTensor):
+        shards = value.local_shards()
+        held = [] if pieces[0].stand_in is not None else list(pieces)
+        if local_boxes(value) == [piece.box for piece in held]:
+            return PerPiece(
+                [s.tensor if adopt else s.tensor.clone() for s in shards] or [_like_stand_in(pieces[0], value.dtype)]
+            )
+        value = gather_sharded(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if type(value) is not torch.Tensor and value.dim():
+        if is_elementwise:
+            raise LayoutError(
+                f"{name}: state {key!r} is a {type(value).__name__}, a form of its own, expected plain numbers per element: "
+                "it is that of another optimizer class"
+            )
+        return copied(value)
+    if value.dim() and tuple(value.shape) == tuple(param.shape):
+        if adopt and type(param) in (torch.Tensor, torch.nn.Parameter) and value.device == param.device:
+            return PerPiece([value])
+        return PerPiece(piece.box.cut(value).to(local_of(piece).device).clone() for piece in pieces)
+    if is_elementwise and value.dim() and value.numel() > 1:
+        raise LayoutError(_misfit(name, key, value, param))
+    return copied(value)
+
+
+def full_value(value: Any) -> Any:
+    """Return a state value whole, as a plain tensor (its own memory) or as it is.  Collective for sharded ones."""
+    if isinstance(value, DTensor):
+        if all(isinstance(placement, Replicate) for placement in value.placements):
+            return torch_private.local_of(value).detach().clone()
+        return torch_private.wait_tensor(value.full_tensor().detach()).clone()
+    if isinstance(value, ShardedTensor):
+        return gather_sharded(value)
+    return copied(value)
+
+
+def gather_sharded(value: ShardedTensor) -> torch.Tensor:
+    """Return the whole of a ShardedTensor on every rank.  Collective; moves twice the tensor's bytes."""
+    group = torch_private.process_group_of(value)
+    shards = value.local_shards()
+    device = shards[0].tensor.device if shards else torch.device("cpu" if not torch.cuda.is_available() else "cuda")
+    whole = torch.zeros(tuple(value.size()), dtype=value.dtype, device=device)
+    for shard, box in zip(shards, local_boxes(value), strict=True):
+        box.cut(whole).copy_(shard.tensor.detach())
+    sum_bytes(whole, group)
+    return whole
+
+
+def _like_stand_in(piece: ParamSlice, dtype: torch.dtype) -> torch.Tensor:
+    assert piece.stand_in is not None
+    return torch.empty_like(piece.stand_in, dtype=dtype)
+
+
+def _misfit(name: str, key: str, value: torch.Tensor, param: torch.Tensor) -> str:
+    return (
+        f"{name}: state {key!r} has shape {tuple(value.shape)}, expected that of the parameter, {tuple(param.shape)}. "
+        "Load a state dict of names (state_dict() or full_state_dict()), not one of another rank's local tensors"
+    )
+
+
+# named: {"state": {NAME: {KEY: value}}, "param_groups": [{"params": [NAME, ...], OPTION: value}]}
+# indexed: the same with the parameters' numbers for names, as plain optimizers have it.
+# flat: {"state.NAME.KEY": value, "param_groups.NAME.OPTION": value}, torch's flatten_optimizer_state_dict.
+StateForm = Literal["named", "indexed", "flat"]
+FORMS: tuple[StateForm, ...] = ("named", "indexed", "flat")
+
+
+def in_form(form: StateForm, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return named ``state`` and ``groups`` in another form.
+
+    Raises: ConfigError for a form that is none.
+
+    Example:
+        >>> in_form("flat", {"a": {"step": 1}}, [{"params": ["a"], "lr": 0.1}])
+        {'state.a.step': 1, 'param_groups.a.lr': 0.1}
+    """
+    if form not in FORMS:
+        raise ConfigError(f"the form is {form!r}, expected one of {FORMS}")
+    if form == "flat":
+        entries = {f"state.{n}.{path}": v for n, values in state.items() for path, v in leaves_of(values)}
+        for group in groups:
+            for name in group["params"]:
+                entries |= {f"param_groups.{name}.{key}": value for key, value in options_of(group).items()}
+        return entries
+    if form == "named":
+        return {"state": dict(state), "param_groups": [dict(group) for group in groups]}
+    number = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
+    return {
+        "state": {number[name]: values for name, values in state.items()},
+        "param_groups": [{**options_of(group), "params": [number[n] for n in group["params"]]} for group in groups],
+    }
+
+
+def is_flat(state_dict: Mapping[str, Any]) -> bool:
+    """Return True if ``state_dict`` has torch's flattened keys."""
+    return bool(state_dict) and "param_groups" not in state_dict
+
+
+def unflattened(flat: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return a flat state dict in the named form, with the parameters in ``groups``.
+
+    Raises: ConfigError for entries of unknown parameters, a group without options, or one whose parameters have others.
+    """
+    names = sorted((name for group in groups for name in group), key=len, reverse=True)
+    state: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for entry, value in flat.items():
+        kind, _, rest = entry.partition(".")
+        name = next((name for name in names if rest.startswith(f"{name}.")), None)
+        if kind not in ("state", "param_groups") or name is None:
+            raise ConfigError(
+                f"the loaded state dict has an entry {entry!r}, which belongs to no parameter of the optimizer"
+            )
+        if kind == "state":
+            _put(state.setdefault(name, {}), rest[len(name) + 1 :].split("."), value)
+        elif rest[len(name) + 1 :] != "param_names":
+            options.setdefault(name, {})[rest[len(name) + 1 :]] = value
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        for name in group:
+            if options.get(name) is None or options[name] != options.get(group[0]):
+                raise ConfigError(
+                    f"{name}: the loaded state dict has the options {options.get(name)} for it, but {options.get(group[0])} "
+                    f"for {group[0]}, which is in the same param group here; make groups as those of the checkpoint"
+                )
+        found.append({**options.get(group[0] if group else "", {}), "params": list(group)})
+    order = [name for group in groups for name in group]
+    return {"state": {name: state[name] for name in order if name in state}, "param_groups": found}
+
+
+def load_indexed(
+    optimizer: Optimizer, states: Iterable[Mapping[str, Any] | None], options: Sequence[Mapping[str, Any]]
+) -> None:
+    """Let ``optimizer`` load ``states``, one per parameter in the order of its groups, and the options of its groups.
+
+    State with one value per element gets the memory format of its parameter.
+    """
+    indices = count()
+    groups = [
+        {**options_of(option), "params": [next(indices) for _ in group["params"]]}
+        for option, group in zip(options, optimizer.param_groups, strict=True)
+    ]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = {
+        index: {key: in_order_of(param, value) for key, value in state.items()}
+        for index, (param, state) in enumerate(zip(params, states, strict=True))
+        if state is not None
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a param group, without the parameters and their names."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> None:
+    """Copy the options of param groups, group by group."""
+    for source, target in zip(sources, targets, strict=True):
+        target.update(options_of(source))
+
+
+@contextmanager
+def synced_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> Generator[None, None, None]:
+    """Copy the options of ``source`` to ``target`` on entry, and back on exit."""
+    copy_options(source, target)
+    try:
+        yield
+    finally:
+        copy_options(target, source)
+
+
+def step_in_sync(
+    step: Callable[..., Any],
+    closure: Callable[[], Any] | None,
+    outer: Sequence[dict[str, Any]],
+    inner: Sequence[dict[str, Any]],
+) -> Any:
+    """Run ``step``, which reads the groups ``inner``, with the options that users set in ``outer``, also within ``closure``."""
+
+    def closure_of_user() -> Any:
+        assert closure is not None
+        with synced_options(inner, outer):
+            return closure()
+
+    with synced_options(outer, inner):
+        return step() if closure is None else step(closure=closure_of_user)
+
+
+def leaves_of(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Yield the entries of a parameter's state with their keys, those of inner dicts joined by dots."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{path}", leaf) for path, leaf in leaves_of(value))
+        else:
+            yield str(key), value
+
+
+def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for key in path[:-1]:
+        values = values.setdefault(key, {})
+    values[path[-1]] = value
+
+
+# ---- What a checkpoint of ``torch.distributed.checkpoint`` (DCP) holds of an optimizer's state.
+# DCP fills what it is handed and raises for an entry that the checkpoint lacks.  Parameters that no loss had used when it was
+# written have no state there, so whoever makes entries to be filled has to look first.
+
+Checkpoint = str | os.PathLike[str] | StorageReader
+_Key = TypeVar("_Key", str, int, int | str)
+_Values = TypeVar("_Values", bound=Mapping[str, Any])
+
+
+def only_saved(
+    state: Mapping[_Key, _Values], checkpoint: Checkpoint, params: Iterable[int | str]
+) -> dict[_Key, _Values]:
+    """Return ``state`` without the parameters of which ``checkpoint`` has nothing, under whatever key it was saved.
+
+    Args:
+        state: entries to be filled, of some of ``params``, under the names or numbers that these have in the checkpoint.
+        checkpoint: its folder, or the reader that DCP is to use.  Each rank reads the checkpoint's metadata.
+
+    Raises: ConfigError, on every rank, if the checkpoint has state of other parameters where that of ``params`` is missing.
+    """
+    reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
+    names = {str(param) for param in params}
+    known: dict[str, set[str]] = {}  # by the place of the optimizer in the checkpoint: its parameters with state
+    unknown: dict[str, str] = {}
+    saved: set[str] = set()
+    for key in reader.read_metadata().state_dict_metadata:
+        for place, entry in _splits(key):
+            owner = _owner(entry, names)
+            if owner is None:
+                unknown[place] = key
+            else:
+                known.setdefault(place, set()).add(owner)
+                saved.add(entry)
+    places = known or unknown
+    lacking = sorted(names.difference(*known.values()))
+    others = [unknown[place] for place in places if place in unknown]
+    if lacking and others:
+        raise ConfigError(
+            f"the checkpoint has no state of {lacking[0]!r} ({len(lacking)} of {len(names)} parameters), but an entry "
+            f"{others[0]!r}, which belongs to none of them; use the names, or the form, that it was saved with"
+        )
+    return {
+        key: values for key, values in state.items() if any(f"{key}.{path}" in saved for path, _ in leaves_of(values))
+    }
+
+
+def _splits(key: str) -> Iterator[tuple[str, str]]:
+    """Yield what comes before and after each part of ``key`` that says "state"."""
+    parts = key.split(".")
+    for index, part in enumerate(parts):
+        if part == "state":
+            yield ".".join(parts[:index]), ".".join(parts[index + 1 :])
+
+
+def _owner(entry: str, names: set[str]) -> str | None:
+    parts = entry.split(".")
+    return next((name for stop in range(len(parts) - 1, 0, -1) if (name := ".".join(parts[:stop])) in names), None)

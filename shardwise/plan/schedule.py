@@ -1,0 +1,456 @@
+"""Predict a step: every call in order, and what to unshard ahead.  Pure; no function takes a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from shardwise.observe import Call, Op
+
+# ---- Fold a plan into bytes.
+
+
+def unsharded_bytes(calls: Iterable[Call], reductions_in_flight: int = 1) -> Iterator[int]:
+    """Yield, after each call, the bytes that staging buffers and full parameters hold at its highest point.
+
+    ``reductions_in_flight`` is how many reduce-scatter inputs may live at once.  Shards, gradients and optimizer states
+    are not counted: they do not move during a step.
+    """
+    live = 0
+    staged: dict[str, Call] = {}
+    reducing: list[int] = []
+    for call in calls:
+        if call.op is Op.UNSHARD:
+            staged[call.unit] = call
+            live += call.num_bytes
+        elif call.op is Op.RESHARD:
+            live -= call.num_bytes
+        elif call.op is Op.REDUCE:
+            while len(reducing) >= reductions_in_flight:
+                live -= reducing.pop(0)
+            reducing.append(call.num_bytes)
+            live += call.num_bytes
+        elif call.op is Op.WAIT:
+            launch = staged.pop(call.unit, None)
+            is_held = launch is not None and launch.in_place
+            live += 0 if is_held else call.num_bytes
+            yield live
+            if launch is not None:
+                live -= launch.num_bytes - (call.num_bytes if is_held else 0)
+            continue
+        elif call.op is Op.COMMIT and reducing:
+            live -= sum(reducing)
+            reducing.clear()
+        yield live
+
+
+def peak_bytes(calls: Iterable[Call], reductions_in_flight: int = 1) -> int:
+    """Return the most bytes that :func:`unsharded_bytes` reaches."""
+    return max(unsharded_bytes(calls, reductions_in_flight), default=0)
+
+
+# ---- What a unit does with its parameters and gradients: values, replaced whole, never changed in place.
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPolicy:
+    """The behaviour of one unit.
+
+    Attributes:
+        reshard_after_forward: True: give full parameters back after forward; False: keep them until backward has used
+            them; an int: keep shards on a mesh of that many ranks.
+        reshard_after_backward: give full parameters back after backward.
+        keeps_full_memory: leave the memory of full parameters where it is when they are given back: the next ones lie there
+            too.
+        unshard_in_backward: False when backward of this unit reads no parameter (an embedding).
+        sync: reduce gradients in this backward; False holds them for a later one.
+        syncs_replicas: on a mesh with a replica axis, sum over it too; False keeps partial sums.
+        divide_factor: what summed gradients are divided by; None: the number of data-parallel ranks.
+        sum_only: collectives may use nothing but sums.
+        reduces_unused: send zeros for trainable parameters that got no gradient, so that ranks may use different ones.
+    """
+
+    reshard_after_forward: bool | int = True
+    reshard_after_backward: bool = True
+    keeps_full_memory: bool = False
+    unshard_in_backward: bool = True
+    sync: bool = True
+    syncs_replicas: bool = True
+    divide_factor: float | None = None
+    sum_only: bool = False
+    reduces_unused: bool = False
+
+
+# ---- The order in which a step used its units, as it happened.
+
+
+class Edge(str, Enum):
+    """Which side of which part of a step."""
+
+    ENTER_FORWARD = "enter forward"
+    EXIT_FORWARD = "exit forward"
+    ENTER_BACKWARD = "enter backward"
+    EXIT_BACKWARD = "exit backward"  # its gradients are there
+    RELEASE_BACKWARD = "release in backward"  # no gradient came
+    ENTER_RECOMPUTE = "enter recompute"  # forward again, inside backward
+    EXIT_RECOMPUTE = "exit recompute"
+
+
+FORWARD = (Edge.ENTER_FORWARD, Edge.EXIT_FORWARD)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The step passed ``edge`` of unit number ``unit``."""
+
+    unit: int
+    edge: Edge
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionOrder:
+    """All visits of one step: one forward of the root and the backward that followed it, if one did."""
+
+    visits: tuple[Visit, ...]
+
+    @property
+    def forward(self) -> tuple[Visit, ...]:
+        """The visits of the forward part."""
+        return tuple(visit for visit in self.visits if visit.edge in FORWARD)
+
+    @property
+    def backward(self) -> tuple[Visit, ...]:
+        """The visits of the backward part."""
+        return tuple(visit for visit in self.visits if visit.edge not in FORWARD)
+
+
+# ---- Which gradients travel together where a sum over replicas is all there is to do.  Pure; no function takes a
+# rank.
+
+LEAST_BYTES = 1 << 20  # below, what a collective costs its ranks besides waiting is more than its bytes
+_LATENCIES = 10
+_MOST_OF_UNIT = 32  # buckets of one unit: each takes two or three calls of Python
+
+
+def bucket_bytes(latency_s: float, bytes_per_s: float) -> int:
+    """Return from how many bytes on a bucket is full: sending it takes ten times the latency, which then costs a tenth."""
+    return max(LEAST_BYTES, round(_LATENCIES * latency_s * bytes_per_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What a unit's gradients share a bucket by.
+
+    Attributes:
+        key: units with the same one may share.
+        num_bytes: of its gradients that go into a bucket, more than 0.
+        limit: a bucket with so many bytes is full.
+    """
+
+    key: Hashable
+    num_bytes: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBucket:
+    """Units whose gradients are reduced in one collective.
+
+    Attributes:
+        units: in the order in which backward is expected to end them.
+        awaited: those of them that backward does end: it waits for these, not for what no loss depends on.
+    """
+
+    units: tuple[int, ...]
+    awaited: tuple[int, ...]
+
+
+def form_buckets(order: ExecutionOrder, sharing: Sequence[Sharing | None]) -> tuple[UnitBucket, ...]:
+    """Return the buckets of a step that visits units in ``order``, in the order in which they are to be sent.
+
+    Who is with whom follows from the forward alone, which a first step shows too: sums over more than two ranks depend on
+    where an element lies in a bucket, so a run that begins again, from a checkpoint or after a fault, must find the
+    same ones.  Backward ends units in the opposite order of their first use.  When buckets are sent, and what is waited for,
+    follows from the backward of ``order`` if it has one.
+
+    Args:
+        order: the visits of a step, or of its forward.
+        sharing: of every unit, by number; None: it shares with nobody, and is in no bucket.
+    """
+    used = [visit.unit for visit in order.visits if visit.edge is Edge.ENTER_FORWARD]
+    runs: list[list[int]] = []
+    filling: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    for unit in reversed(list(dict.fromkeys(used))):
+        terms = sharing[unit]
+        if terms is None:
+            continue
+        if terms.key not in filling:
+            filling[terms.key], filled[terms.key] = [], 0
+            runs.append(filling[terms.key])
+        filling[terms.key].append(unit)
+        filled[terms.key] += terms.num_bytes
+        if filled[terms.key] >= terms.limit:
+            del filling[terms.key]
+    return _as_ended(order, runs)
+
+
+def split_unit(num_bytes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
+    """Return the buckets of a unit that is alone in its model: indices of its gradients, in the order of sending.
+
+    Backward brings the gradients of later parameters first.  The sizes alone decide, as in :func:`form_buckets`.
+
+    Args:
+        num_bytes: of every gradient, in the order of the parameters.
+        limit: a bucket with so many bytes is full; with more, if there were too many of them otherwise.
+    """
+    limit = max(limit, -(-sum(num_bytes) // _MOST_OF_UNIT))
+    buckets: list[tuple[int, ...]] = []
+    filling: list[int] = []
+    filled = 0
+    for index in reversed(range(len(num_bytes))):
+        filling.append(index)
+        filled += num_bytes[index]
+        if filled >= limit:
+            buckets.append(tuple(filling))
+            filling, filled = [], 0
+    return (*buckets, tuple(filling)) if filling else tuple(buckets)
+
+
+def _as_ended(order: ExecutionOrder, runs: Sequence[Sequence[int]]) -> tuple[UnitBucket, ...]:
+    ends = {visit.unit: at for at, visit in enumerate(order.visits) if visit.edge is Edge.EXIT_BACKWARD}
+    if not ends:
+        return tuple([UnitBucket(tuple(run), tuple(run)) for run in runs])
+    never = len(order.visits)
+    buckets = [UnitBucket(tuple(run), tuple([unit for unit in run if unit in ends])) for run in runs]
+    return tuple(sorted(buckets, key=lambda bucket: max([ends[unit] for unit in bucket.awaited], default=never)))
+
+
+_TRIES = 4  # until a plan stays within its bytes; each time with less, by what the last one was above
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFacts:
+    """What planning needs to know of a unit.
+
+    Attributes:
+        name: path of its module in the root.
+        policy: its behaviour.
+        gather_bytes: what its launched all-gather holds.  in_place: its full parameters are among these.
+        full_bytes: its full parameters.  reduce_bytes: staging of its reduction.
+        route: how its parameters travel, for readers of the plan.
+        borrows: units whose parameters its modules use too (weights tied across units).
+        forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
+        sharing: by what its gradients share a bucket with those of others; None: they do not.
+    """
+
+    name: str
+    policy: UnitPolicy = field(default_factory=UnitPolicy)
+    gather_bytes: int = 0
+    in_place: bool = False
+    full_bytes: int = 0
+    reduce_bytes: int = 0
+    route: str = ""
+    borrows: tuple[int, ...] = ()
+    forward_prefetch: tuple[int, ...] | None = None
+    backward_prefetch: tuple[int, ...] | None = None
+    sharing: Sharing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchBudget:
+    """How far ahead of their use units may be unsharded.
+
+    Attributes:
+        depth: so many units in any case.
+        num_bytes: more, as long as full parameters and staging stay within so much; at least what ``depth`` holds at its
+            highest point.  None: no more.
+        max_reductions: inputs of reductions that may live at once.
+    """
+
+    depth: int = 1
+    num_bytes: int | None = None
+    max_reductions: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A predicted step.
+
+    Attributes:
+        order: the visits it was made for.
+        calls: what the engine will do, in order.
+        ahead: for each visit, the units to unshard right after it.
+        routes: how the parameters of each unit travel: (unit, "shared memory" | "send/recv" | "collectives").
+        starts: for each visit, how many calls come before those that it makes; last, how many come before the commits.
+        ahead_bytes: what full parameters and staging stay within, if units are unsharded ahead by bytes; else None.
+        buckets: units whose gradients are all-reduced together, in the order in which that happens.
+    """
+
+    order: ExecutionOrder
+    calls: tuple[Call, ...]
+    ahead: tuple[tuple[int, ...], ...]
+    routes: tuple[tuple[str, str], ...] = ()
+    starts: tuple[int, ...] = ()
+    ahead_bytes: int | None = None
+    buckets: tuple[UnitBucket, ...] = ()
+
+
+class _Simulation:
+    """Units as the engine would have them, one visit after another."""
+
+    def __init__(self, order: ExecutionOrder, units: Sequence[UnitFacts], room: PrefetchBudget) -> None:
+        self.order = order
+        self.units = units
+        self.room = room
+        self.most_staged = room.max_reductions * max((facts.reduce_bytes for facts in units), default=0)
+        self.calls: list[Call] = []
+        self.ahead: list[tuple[int, ...]] = []
+        self.starts: list[int] = []
+        self.is_gathering: set[int] = set()
+        self.is_full: set[int] = set()
+        self.holders = [0] * len(units)
+        self.in_backward: set[int] = set()
+        self.reduced: list[int] = []
+
+    def call(self, op: Op, unit: int, num_bytes: int = 0, in_place: bool = False) -> None:
+        self.calls.append(Call(op, self.units[unit].name, num_bytes, in_place))
+
+    def unshard(self, unit: int) -> None:
+        if unit not in self.is_full and unit not in self.is_gathering:
+            self.is_gathering.add(unit)
+            facts = self.units[unit]
+            self.call(Op.UNSHARD, unit, facts.gather_bytes, facts.in_place)
+
+    def need(self, unit: int) -> None:
+        self.unshard(unit)
+        if unit in self.is_gathering:
+            self.is_gathering.discard(unit)
+            self.is_full.add(unit)
+            self.call(Op.WAIT, unit, self.units[unit].full_bytes)
+
+    def reshard(self, unit: int) -> None:
+        if unit in self.is_full:
+            self.is_full.discard(unit)
+            self.call(Op.RESHARD, unit, self.units[unit].full_bytes)
+
+    def upcoming(self, position: int, edge: Edge) -> list[int]:
+        """Return the next units that pass ``edge`` and are not full, as many as there is room for."""
+        found: list[int] = []
+        for visit in self.order.visits[position + 1 :]:
+            is_enough = len(found) >= self.room.depth and self.room.num_bytes is None
+            if is_enough or (edge is Edge.ENTER_FORWARD and visit.edge is Edge.ENTER_BACKWARD):
+                break
+            if visit.edge is not edge or visit.unit in self.is_full or visit.unit in found:
+                continue
+            if edge is Edge.ENTER_FORWARD or self.units[visit.unit].policy.unshard_in_backward:
+                if len(found) >= self.room.depth and not self.has_room([*found, visit.unit], edge):
+                    break
+                found.append(visit.unit)
+        return found
+
+    def has_room(self, ahead: Sequence[int], edge: Edge) -> bool:
+        """Return True if nothing exceeds the room once ``ahead`` are full beside what is full now."""
+        held = sum(self.units[unit].full_bytes for unit in self.is_full)
+        for unit in self.is_gathering.union(ahead):
+            facts = self.units[unit]
+            held += facts.gather_bytes + (0 if facts.in_place else facts.full_bytes)
+        return held + self.most_staged * (edge is Edge.ENTER_BACKWARD) <= (self.room.num_bytes or 0)
+
+    def run_ahead(self, position: int, explicit: tuple[int, ...] | None, edge: Edge) -> None:
+        chosen: list[int] = []
+        if explicit is not None:
+            chosen = [unit for unit in explicit if unit not in self.is_full and unit not in self.is_gathering]
+        else:
+            for unit in self.upcoming(position, edge):
+                if unit not in self.is_gathering:
+                    chosen.append(unit)
+        for unit in chosen:
+            self.unshard(unit)
+        self.ahead[position] = tuple(chosen)
+
+    def run(self) -> None:
+        self.ahead = [()] * len(self.order.visits)
+        for position, visit in enumerate(self.order.visits):
+            self.starts.append(len(self.calls))
+            self.visit(position, visit.unit, visit.edge)
+        self.starts.append(len(self.calls))
+        for unit in self.reduced:
+            self.call(Op.COMMIT, unit)
+
+    def visit(self, position: int, unit: int, edge: Edge) -> None:
+        facts = self.units[unit]
+        family = (unit, *facts.borrows)
+        if edge is Edge.ENTER_FORWARD:
+            for member in family:
+                self.holders[member] += 1
+                self.need(member)
+            self.run_ahead(position, facts.forward_prefetch, edge)
+        elif edge is Edge.EXIT_FORWARD:
+            for member in family:
+                self.holders[member] -= 1
+                if not self.holders[member] and self.units[member].policy.reshard_after_forward is not False:
+                    self.reshard(member)
+        elif edge is Edge.ENTER_BACKWARD:
+            self.in_backward.add(unit)
+            if facts.policy.unshard_in_backward:
+                for member in family:
+                    self.need(member)
+            self.run_ahead(position, facts.backward_prefetch, edge)
+        elif edge is Edge.EXIT_BACKWARD:
+            self.exit_backward(unit, has_gradients=True)
+        elif edge is Edge.RELEASE_BACKWARD:
+            self.exit_backward(unit, has_gradients=False)
+        elif edge is Edge.ENTER_RECOMPUTE:
+            for member in family:
+                self.need(member)
+        elif facts.policy.reshard_after_forward is not False and not self.is_read_in_backward(unit):
+            self.reshard(unit)
+
+    def is_read_in_backward(self, unit: int) -> bool:
+        return any(unit == reader or unit in self.units[reader].borrows for reader in self.in_backward)
+
+    def exit_backward(self, unit: int, has_gradients: bool) -> None:
+        facts = self.units[unit]
+        self.in_backward.discard(unit)
+        if facts.policy.reshard_after_backward:
+            self.reshard(unit)
+        if not has_gradients:
+            return
+        if facts.policy.sync:
+            self.call(Op.REDUCE, unit, facts.reduce_bytes)
+            self.reduced.append(unit)
+        else:
+            self.call(Op.HOLD, unit)
+
+
+def plan_step(order: ExecutionOrder, units: Sequence[UnitFacts], room: PrefetchBudget = PrefetchBudget()) -> StepPlan:
+    """Predict the step that visits ``units`` in ``order``.
+
+    Args:
+        order: the visits, as recorded in an earlier step.
+        units: facts of every unit, by number.
+        room: how far ahead of their use they may be unsharded.
+    """
+    plan = _simulated(order, units, replace(room, num_bytes=None))
+    if room.num_bytes is None:
+        return plan
+    bound = limit = max(room.num_bytes, peak_bytes(plan.calls, room.max_reductions))
+    for _ in range(_TRIES):
+        found = _simulated(order, units, replace(room, num_bytes=limit))
+        peak = peak_bytes(found.calls, room.max_reductions)
+        if peak <= bound:
+            return replace(found, ahead_bytes=bound)
+        limit -= peak - bound
+    return replace(plan, ahead_bytes=bound)
+
+
+def _simulated(order: ExecutionOrder, units: Sequence[UnitFacts], room: PrefetchBudget) -> StepPlan:
+    simulation = _Simulation(order, units, room)
+    simulation.run()
+    routes = tuple((facts.name, facts.route) for facts in units if facts.route)
+    buckets = form_buckets(order, [facts.sharing for facts in units])
+    return StepPlan(
+        order, tuple(simulation.calls), tuple(simulation.ahead), routes, tuple(simulation.starts), buckets=buckets
+    )

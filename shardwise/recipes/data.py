@@ -1,0 +1,676 @@
+"""Text as numbers: find the files, split them, cache them as two memory-mapped files, cut them into windows.
+
+A number is a byte, or a token of ``--tokenizer``.  A window is ``context`` inputs and the number after each.  Windows are
+numbered 0, 1, 2, ... over the whole run: number g is in epoch g // num_windows, and inside an epoch a seeded permutation visits
+each window once.  Step s takes numbers [s * batch, (s + 1) * batch), whatever the number of ranks, so a run can resume on
+another number of ranks exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardwise.errors import ConfigError
+from shardwise.recipes.config import NUM_BYTES, typed
+from shardwise.safe_files import create_file, open_input, opened, read_bytes, read_text, replace_file
+
+# ---- What a run reads: plain text, JSONL, Parquet files, and folders of the ``datasets`` package, as sources with a
+# beginning and
+# an end, and their documents one after another.
+#
+# Only Parquet needs ``pyarrow``, and only dataset folders need ``datasets``: ``pip install 'shardwise[data]'``.
+
+ROWS = 512  # of a table, read at once
+PIECE_BYTES = 1 << 22
+_JSONL = frozenset({".jsonl", ".ndjson"})
+_PARQUET = frozenset({".parquet", ".pq"})
+_HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")  # splits that are never trained on
+_SAMPLE_BYTES = 4096
+_CONTROL = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b\x1a"))
+_MOST_CONTROL = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class TextSource:
+    """A part of what is read: [start, stop) of a file's bytes, or of the rows of a table.
+
+    Attributes:
+        path: the file, or the folder of a dataset.
+        name: relative to the folder that was named; files are split by it.
+        kind: "text" and "jsonl" are measured in bytes, "parquet" and "datasets" in rows.
+        column: of JSONL and tables: where the text is.
+        unit_bytes: of a row, on average; 1 for files measured in bytes.
+        part: of a dataset with splits: "train" or "validation"; "" for what is still to be split.
+    """
+
+    path: Path
+    name: str
+    start: int
+    stop: int
+    kind: str = "text"
+    column: str = "text"
+    unit_bytes: float = 1.0
+    part: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes on the disk: of a table, about."""
+        return int((self.stop - self.start) * self.unit_bytes)
+
+
+def optional_module(name: str, what: str) -> Any:
+    """Return a module of a package that only some runs need.  Raises: ConfigError, about ``what``, that says how to get it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise ConfigError(
+            f"{what} needs {package}, which is not installed here ({error}). Install with: pip install 'shardwise[data]'"
+        ) from error
+
+
+def file_source(path: Path, name: str, column: str) -> TextSource:
+    """Return a file whole, as what its name says it is.  Raises: ConfigError if it has no such column, or is no text at all."""
+    kind = "jsonl" if path.suffix in _JSONL else "parquet" if path.suffix in _PARQUET else "text"
+    size = path.stat().st_size
+    if kind == "parquet":
+        rows = _parquet_rows(path, column)
+        return TextSource(path, name, 0, rows, kind, column, size / max(1, rows))
+    source = TextSource(path, name, 0, size, kind, column)
+    if kind == "jsonl" and size:
+        next(_read_jsonl(source), None)
+    return source
+
+
+def is_dataset(folder: Path) -> bool:
+    """Return True for a folder that ``save_to_disk`` of the datasets package wrote."""
+    is_one = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    return is_one or (folder / "dataset_dict.json").is_file()
+
+
+def dataset_sources(folder: Path, column: str) -> list[TextSource]:
+    """Return the splits of a dataset folder; those of a held-out name are only validated on.  Raises: ConfigError."""
+    if not (folder / "dataset_dict.json").is_file():
+        return [_dataset_source(folder, folder.name, column, "")]
+    names = sorted(path.name for path in folder.iterdir() if is_dataset(path))
+    held_out = [name for name in names if name in _HELD_OUT]
+    chosen = min(held_out, key=_HELD_OUT.index, default=None)
+    trained = [name for name in names if name not in held_out]
+    if not trained:
+        raise ConfigError(
+            f"--data {folder} has only held-out splits ({', '.join(names)}). Name one of them: {folder}/SPLIT."
+        )
+    parts = [(name, "train" if chosen else "") for name in trained] + ([(chosen, "validation")] if chosen else [])
+    return [_dataset_source(folder / name, name, column, part) for name, part in parts]
+
+
+def _dataset_source(folder: Path, name: str, column: str, part: str) -> TextSource:
+    table = _open_dataset(folder)
+    first = table[0] if len(table) else {column: ""}
+    _text_in(first, column, f"{folder}: row 0")
+    size = sum(path.stat().st_size for path in folder.glob("*.arrow"))
+    return TextSource(folder, name, 0, len(table), "datasets", column, size / max(1, len(table)), part)
+
+
+def _open_dataset(folder: Path) -> Any:
+    datasets = optional_module("datasets", f"--data {folder} (a datasets folder)")
+    try:
+        return datasets.load_from_disk(str(folder))
+    except Exception as error:  # pyarrow and datasets raise what they like
+        raise ConfigError(f"--data {folder}: the datasets package cannot read it: {_first_line(error)}") from error
+
+
+def read_documents(source: TextSource) -> Iterator[str]:
+    """Yield the texts of a JSONL file or table, in order.  Raises: ConfigError that names the line or row that has none."""
+    if source.kind == "jsonl":
+        yield from _read_jsonl(source)
+    elif source.kind == "parquet":
+        yield from _read_parquet(source)
+    else:
+        table = _open_dataset(source.path)
+        for first in range(source.start, source.stop, ROWS):
+            rows: Mapping[str, Sequence[object]] = table[first : min(first + ROWS, source.stop)]
+            for index, value in enumerate(rows[source.column]):
+                yield _text_in({source.column: value}, source.column, f"{source.path}: row {first + index}")
+
+
+def read_pieces(source: TextSource) -> Iterator[bytes]:
+    """Yield the bytes of plain text."""
+    left = source.stop - source.start
+    with source.path.open("rb") as file:
+        file.seek(source.start)
+        while left and (piece := file.read(min(left, PIECE_BYTES))):
+            left -= len(piece)
+            yield piece
+
+
+def _read_jsonl(source: TextSource) -> Iterator[str]:
+    """A line belongs to the part of the file in which it begins, so that any cut is a cut between documents."""
+    with source.path.open("rb") as file:
+        if source.start:
+            file.seek(source.start - 1)
+            file.readline()
+        while file.tell() < source.stop and (line := file.readline()):
+            if not line.strip():
+                continue
+            where = f"{source.path}: the line that ends at byte {file.tell()}"
+            try:
+                values = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(
+                    f"--data {where} is not JSON ({error}). A .jsonl file has one object per line."
+                ) from error
+            yield _text_in(values, source.column, where)
+
+
+def _parquet_rows(path: Path, column: str) -> int:
+    file = _open_parquet(path)
+    names = list(file.schema_arrow.names)
+    if column not in names:
+        raise _no_column(str(path), column, names)
+    return int(file.metadata.num_rows)
+
+
+def _open_parquet(path: Path) -> Any:
+    parquet = optional_module("pyarrow.parquet", f"--data {path} (a Parquet file)")
+    try:
+        return parquet.ParquetFile(path)
+    except Exception as error:
+        raise ConfigError(f"--data {path}: pyarrow cannot read it: {_first_line(error)}") from error
+
+
+def _read_parquet(source: TextSource) -> Iterator[str]:
+    row = 0
+    for batch in _open_parquet(source.path).iter_batches(batch_size=ROWS, columns=[source.column]):
+        for value in batch.column(0).to_pylist():
+            if source.start <= row < source.stop:
+                yield _text_in({source.column: value}, source.column, f"{source.path}: row {row}")
+            row += 1
+        if row >= source.stop:
+            return
+
+
+def _text_in(values: object, column: str, where: str) -> str:
+    if not isinstance(values, dict):
+        raise ConfigError(f"--data {where} is {type(values).__name__}, expected an object with {column!r}.")
+    if column not in values:
+        raise _no_column(where, column, [str(name) for name in values])
+    found: object = values[column]
+    if not isinstance(found, str):
+        raise ConfigError(
+            f"--data {where}: {column!r} is {type(found).__name__}, expected text. Name a column with --text-column."
+        )
+    return found
+
+
+def _no_column(where: str, column: str, names: Sequence[str]) -> ConfigError:
+    listed = ", ".join(names[:12]) or "none"
+    return ConfigError(f"--data {where} has no column {column!r}; its columns: {listed}. Name one with --text-column.")
+
+
+def why_binary(path: Path) -> str:
+    """Return what says that a file is no text, "" if nothing does: looks at its beginning and its middle."""
+    with path.open("rb") as file:
+        start = file.read(_SAMPLE_BYTES)
+        if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            return "it is UTF-16: write it as UTF-8"
+        file.seek(path.stat().st_size // 2)
+        sample = start + file.read(_SAMPLE_BYTES)
+    if b"\0" in sample:
+        return "it has zero bytes"
+    num_control = len(sample) - len(sample.translate(None, _CONTROL))
+    return "it is full of control characters" if num_control > _MOST_CONTROL * len(sample) else ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# ---- From text to numbers and back: bytes as they are, or the tokens of a ``tokenizers`` JSON file
+# (``--tokenizer``).
+
+TOKENIZER = "tokenizer.json"
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+_TOGETHER = 256  # documents that are encoded at once, on all cores
+_PIECE_CHARACTERS = 1 << 16  # of plain text, cut behind a line
+
+
+class Vocabulary(Protocol):
+    """What the numbers of a run's text stand for.
+
+    Attributes:
+        size: numbers are in [0, size).
+        unit: the word for one of them.
+        digest: of the tokenizer's file; "" for bytes.
+        itemsize: bytes of one in the cache.
+    """
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def itemsize(self) -> int: ...
+    def read(self, source: TextSource) -> Iterator[NDArray[Any]]: ...
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, numbers: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Every byte is a number; documents of files that have several end with a newline."""
+
+    size: int = NUM_BYTES
+    unit: str = "byte"
+    digest: str = ""
+    itemsize: int = 1
+
+    def read(self, source: TextSource) -> Iterator[NDArray[Any]]:
+        """Yield the numbers of a source, piece by piece."""
+        if source.kind == "text":
+            pieces: Iterable[bytes] = read_pieces(source)
+        else:
+            pieces = (document.encode() + b"\n" for document in read_documents(source))
+        for piece in pieces:
+            yield np.frombuffer(piece, dtype=np.uint8)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the numbers of ``text``."""
+        return list(text.encode())
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """Return the text of ``numbers``; what is no UTF-8 becomes the replacement character."""
+        return bytes(number for number in numbers if number < NUM_BYTES).decode("utf-8", errors="replace")
+
+
+class Tokens:
+    """The tokens of a ``tokenizers`` JSON file; documents end with its end-of-text token, with a newline if it has none.
+
+    Nothing else is added to a text: a template with special tokens, which the file may have, is for other uses.
+    """
+
+    unit = "token"
+
+    def __init__(self, path: Path) -> None:
+        tokenizers = optional_module("tokenizers", f"--tokenizer {path}")
+        data = read_bytes(path.parent, path.name)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        except Exception as error:  # the package raises bare Exceptions
+            raise ConfigError(
+                f"--tokenizer {path} cannot be read ({str(error).splitlines()[0]}). Name a tokenizer.json of the tokenizers "
+                "package."
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise ConfigError(f"--tokenizer {path} has no tokens. Train it first.")
+        self._end = next((ids[name] for name in _ENDS if name in ids), None)
+        self.size = max(ids.values()) + 1
+        self.itemsize = 2 if self.size <= 1 << 16 else 4
+        self.digest = hashlib.sha256(data).hexdigest()
+
+    def read(self, source: TextSource) -> Iterator[NDArray[Any]]:
+        """Yield the numbers of a source, piece by piece."""
+        is_plain = source.kind == "text"
+        end = [] if self._end is None else [self._end]
+        batch: list[str] = []
+        for text in _plain_texts(source) if is_plain else read_documents(source):
+            batch.append(text if is_plain or end else f"{text}\n")
+            if len(batch) == _TOGETHER:
+                yield self._numbers(batch, [] if is_plain else end)
+                batch = []
+        yield self._numbers(batch, [] if is_plain else end)
+        if is_plain and end:
+            yield np.array(end, dtype=f"<u{self.itemsize}")
+
+    def _numbers(self, texts: Sequence[str], end: list[int]) -> NDArray[Any]:
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return np.array([number for each in encoded for number in (*each.ids, *end)], dtype=f"<u{self.itemsize}")
+
+    def encode(self, text: str) -> list[int]:
+        """Return the numbers of ``text``."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """Return the text of ``numbers``; those of no token are passed over."""
+        return str(
+            self._tokenizer.decode([number for number in numbers if number < self.size], skip_special_tokens=False)
+        )
+
+
+def open_vocabulary(path: Path | None) -> Vocabulary:
+    """Return the tokens of the file ``path``, bytes for None.
+
+    Raises: ConfigError if there is no such file, it cannot be read, or the tokenizers package is missing.
+    """
+    if path is None:
+        return Bytes()
+    if not path.is_file():
+        raise ConfigError(f"--tokenizer {path}: no such file. Name a {TOKENIZER} of the tokenizers package.")
+    return Tokens(path)
+
+
+def _plain_texts(source: TextSource) -> Iterator[str]:
+    """Yield plain text in pieces that end behind a line if there are lines; wrong UTF-8 becomes the replacement character."""
+    left = b""
+    for piece in read_pieces(source):
+        left += piece
+        while len(left) > _PIECE_CHARACTERS:
+            cut = left.rfind(b"\n", 0, _PIECE_CHARACTERS) + 1 or _whole_characters(left[:_PIECE_CHARACTERS])
+            yield left[:cut].decode("utf-8", errors="replace")
+            left = left[cut:]
+    if left:
+        yield left.decode("utf-8", errors="replace")
+
+
+def _whole_characters(data: bytes) -> int:
+    """Return how many bytes of ``data`` to take so that no UTF-8 character is cut in two."""
+    for back in range(1, min(4, len(data)) + 1):
+        if data[-back] & 0xC0 != 0x80:
+            return len(data) - back if data[-back] >= 0xC0 else len(data)
+    return len(data)
+
+
+DEFAULT_LIMIT_BYTES = 12_000_000
+VALIDATION_SHARE = 0.1
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib"})
+
+
+@dataclass(frozen=True, slots=True)
+class DataSplit:
+    """Which sources are trained on and which only validated on; no byte is in both."""
+
+    train: tuple[TextSource, ...]
+    validation: tuple[TextSource, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What losses are set beside: the entropy of single bytes or tokens (``unit``) of the validation text."""
+
+    unigram_nats: float
+    unit: str = "byte"
+
+
+@dataclass(frozen=True, slots=True)
+class TextFacts:
+    """What config.json keeps about the text.
+
+    Attributes:
+        train_bytes, validation_bytes: of the two cached files.
+        unigram_nats: the entropy of the validation text, per byte or token.
+        digest: of both files.
+        vocabulary: numbers are in [0, vocabulary).
+        itemsize: bytes of a number.
+        tokenizer: digest of the tokenizer's file; "" for bytes.
+    """
+
+    description: str
+    num_files: int
+    train_bytes: int
+    validation_bytes: int
+    unigram_nats: float
+    digest: str
+    vocabulary: int = NUM_BYTES
+    itemsize: int = 1
+    tokenizer: str = ""
+
+    @property
+    def unit(self) -> str:
+        """The word for a number."""
+        return "token" if self.tokenizer else "byte"
+
+
+def find_sources(data: str | None, column: str = "text") -> tuple[str, list[TextSource]]:
+    """Return (description, sources) of a file, a folder, or (None) the standard library of the running Python.
+
+    ``column``: of JSONL, Parquet and dataset folders, where the text is.  Binary files of a folder are passed over.
+    Raises: ConfigError if there is nothing to read, or nothing that is text.
+    """
+    if data is None:
+        return "source text of the Python standard library", _standard_library()
+    path = Path(data)
+    if path.is_file():
+        return str(path), _not_empty([_single(path, column)], path)
+    if path.is_dir() and is_dataset(path):
+        return str(path), _not_empty(dataset_sources(path, column), path)
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
+        found = [file_source(p, str(p.relative_to(path)), column) for p in files if p.stat().st_size]
+        return str(path), _not_empty([s for s in found if s.kind != "text" or not why_binary(s.path)], path)
+    found = "is neither a file nor a folder" if path.exists() else "does not exist"
+    raise ConfigError(f"--data {data} {found}: name a text file, or a folder of text files.")
+
+
+def _single(path: Path, column: str) -> TextSource:
+    source = file_source(path, path.name, column)
+    problem = why_binary(path) if source.kind == "text" else ""
+    if problem:
+        raise ConfigError(
+            f"--data {path} is no text ({problem}), expected UTF-8 text, .jsonl, .parquet, or a folder of such files. "
+            "Unpack or convert it first."
+        )
+    return source
+
+
+def _not_empty(sources: list[TextSource], path: Path) -> list[TextSource]:
+    if sum(source.num_bytes for source in sources) == 0:
+        raise ConfigError(f"--data {path} holds no text (empty, hidden and binary files do not count).")
+    return sources
+
+
+def _standard_library() -> list[TextSource]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources: list[TextSource] = []
+    left = DEFAULT_LIMIT_BYTES
+    for path in sorted(root.rglob("*.py")):
+        size = path.stat().st_size if path.is_file() else 0
+        if size and not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1]) and size <= left:
+            sources.append(TextSource(path, str(path.relative_to(root)), 0, size))
+            left -= size
+    if not sources:
+        raise ConfigError(f"the standard library at {root} has no .py files here: name a text with --data PATH.")
+    return sources
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def split_sources(sources: Sequence[TextSource]) -> DataSplit:
+    """Split by file, about a tenth of the bytes to validation; a single file is cut near its end.
+
+    A dataset that has splits of its own is split as it says.
+
+    Files are drawn in the order of a hash of their names: neighbours in a folder do not land together, and adding a
+    file moves few others.  At least one file stays in each part.
+    """
+    if any(source.part for source in sources):
+        held_out = tuple(source for source in sources if source.part == "validation")
+        return DataSplit(tuple(source for source in sources if source not in held_out), held_out)
+    if len(sources) == 1:
+        only = sources[0]
+        cut = only.stop - max(1, int((only.stop - only.start) * VALIDATION_SHARE))
+        return DataSplit((replace(only, stop=cut),), (replace(only, start=cut),))
+    budget = VALIDATION_SHARE * sum(source.num_bytes for source in sources)
+    chosen: set[int] = set()
+    for index in sorted(range(len(sources)), key=lambda i: hashlib.sha256(os.fsencode(sources[i].name)).digest()):
+        if sources[index].num_bytes <= budget:
+            budget -= sources[index].num_bytes
+            chosen.add(index)
+    if not chosen:
+        chosen = {min(range(len(sources)), key=lambda i: sources[i].num_bytes)}
+    return DataSplit(
+        tuple(source for i, source in enumerate(sources) if i not in chosen),
+        tuple(source for i, source in enumerate(sources) if i in chosen),
+    )
+
+
+def check_length(split: DataSplit, context: int) -> None:
+    """Refuse plain text shorter than one window in either part; of other kinds that is known when they are read.
+
+    Raises: ConfigError.
+    """
+    for name, sources in (("training", split.train), ("validation", split.validation)):
+        if all(source.kind == "text" for source in sources):
+            _check_part(name, sum(source.num_bytes for source in sources), context, "byte")
+
+
+def check_facts(facts: TextFacts, context: int) -> None:
+    """Refuse a cached text shorter than one window in either part.  Raises: ConfigError."""
+    for name, num_bytes in (("training", facts.train_bytes), ("validation", facts.validation_bytes)):
+        _check_part(name, num_bytes // facts.itemsize, context, facts.unit)
+
+
+def _check_part(name: str, found: int, context: int, unit: str) -> None:
+    if found < context + 1:
+        raise ConfigError(
+            f"the {name} part of the text has {found} {unit}s, but one window needs --context {context} + 1 = "
+            f"{context + 1}. Give more text with --data, or use a smaller --context."
+        )
+
+
+_BYTES = Bytes()
+
+
+def write_cache(folder: Path, description: str, split: DataSplit, vocabulary: Vocabulary = _BYTES) -> TextFacts:
+    """Write train.bin, validation.bin and facts.json (last, so a half-written cache is never read).
+
+    Raises: ConfigError for a document that cannot be read.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    train, _ = _write_part(folder / "train.bin", split.train, vocabulary, digest.update)
+    validation, counts = _write_part(folder / "validation.bin", split.validation, vocabulary, digest.update)
+    shares = counts[counts > 0] / max(1, validation)
+    facts = TextFacts(
+        description=description,
+        num_files=len({source.path for source in (*split.train, *split.validation)}),
+        train_bytes=train * vocabulary.itemsize,
+        validation_bytes=validation * vocabulary.itemsize,
+        unigram_nats=float(-(shares * np.log(shares)).sum()),
+        digest=digest.hexdigest(),
+        vocabulary=vocabulary.size,
+        itemsize=vocabulary.itemsize,
+        tokenizer=vocabulary.digest,
+    )
+    replace_file(folder, "facts.json", json.dumps(asdict(facts), indent=2) + "\n")
+    return facts
+
+
+def _write_part(
+    path: Path, sources: Sequence[TextSource], vocabulary: Vocabulary, update: Callable[[bytes], None]
+) -> tuple[int, NDArray[np.int64]]:
+    counts = np.zeros(vocabulary.size, dtype=np.int64)
+    with create_file(path.parent, path.name) as out:
+        for source in sources:
+            for numbers in vocabulary.read(source):
+                data = numbers.tobytes()
+                out.write(data)
+                update(data)
+                counts += np.bincount(numbers, minlength=vocabulary.size)
+    return int(counts.sum()), counts
+
+
+def read_facts(folder: Path) -> TextFacts | None:
+    """Return what ``write_cache`` left in ``folder``, or None if there is no whole cache."""
+    try:
+        text = read_text(folder, "facts.json")
+        with suppress(ConfigError, ValueError, RecursionError):
+            facts = typed(TextFacts, json.loads(text), str(folder / "facts.json"))
+            sizes = (("train.bin", facts.train_bytes), ("validation.bin", facts.validation_bytes))
+            return facts if all(_size_of(folder, name) == size for name, size in sizes) else None
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def _size_of(folder: Path, name: str) -> int:
+    with opened(folder, name) as fd:
+        return os.fstat(fd).st_size
+
+
+def digest_of(folder: Path) -> str:
+    """Return the digest of a cache's bytes as they are now, as ``write_cache`` counted it."""
+    digest = hashlib.sha256()
+    for name in ("train.bin", "validation.bin"):
+        with open_input(folder, name) as file:
+            while piece := file.read(1 << 22):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The windows of one memory-mapped file."""
+
+    text: NDArray[np.unsignedinteger[Any]]
+    context: int
+
+    def __len__(self) -> int:
+        return count_windows(self.text.shape[0], self.context)
+
+    def stack(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return (inputs, targets), each (len(indices), context) int64; reads only these windows from the file."""
+        rows = np.stack([self.text[i * self.context : (i + 1) * self.context + 1] for i in indices]).astype(np.int64)
+        both = torch.from_numpy(rows)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+
+def open_windows(path: Path, context: int, itemsize: int = 1) -> Windows:
+    """Map a cached file of numbers of ``itemsize`` bytes; nothing is read until a window is asked for."""
+    with open_input(path.parent, path.name) as file:
+        return Windows(np.memmap(file, dtype=f"<u{itemsize}", mode="r"), context)
+
+
+def count_windows(length: int, context: int) -> int:
+    """Return how many windows of ``context`` inputs fit when each also needs the number after its last input."""
+    return max(0, (length - 1) // context)
+
+
+@lru_cache(maxsize=2)
+def epoch_order(num_windows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the permutation of one epoch: a function of its arguments alone, so all ranks agree without talking."""
+    return np.random.default_rng((seed, epoch)).permutation(num_windows)
+
+
+def windows_of(start: int, stop: int, num_windows: int, seed: int) -> list[int]:
+    """Return the windows with global numbers [start, stop)."""
+    return [int(epoch_order(num_windows, seed, g // num_windows)[g % num_windows]) for g in range(start, stop)]
+
+
+def microbatch_numbers(step: int, microbatch: int, rank: int, num_ranks: int, batch: int, accumulate: int) -> range:
+    """Return the window numbers of one rank and microbatch; over ranks and microbatches they tile the step."""
+    size = batch // (num_ranks * accumulate)
+    start = step * batch + (rank * accumulate + microbatch) * size
+    return range(start, start + size)
+
+
+def validation_part(num_windows: int, wanted: int, rank: int, num_ranks: int) -> tuple[list[int], list[int]]:
+    """Return (windows, weights) of one rank: evenly spread over the text, equally many on every rank.
+
+    Ranks must call forward equally often, so a short part is filled up with window 0 at weight 0.
+    """
+    count = min(wanted, num_windows)
+    chosen = [i * num_windows // count for i in range(count)][rank::num_ranks]
+    missing = -(-count // num_ranks) - len(chosen)
+    return chosen + [0] * missing, [1] * len(chosen) + [0] * missing

@@ -1,0 +1,554 @@
+"""Bytes that a rank holds, and what an unsharded run would hold."""
+
+from __future__ import annotations
+
+import gc
+import math
+import resource
+import sys
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise import Trace, describe_units, torch_private, trace
+from shardwise.collectives.host.local_peers import foreign_ranges
+from shardwise.errors import ConfigError
+from shardwise.fsdp.clip import OwnedGradient
+from shardwise.plan.schedule import Edge
+from shardwise.planner.advice import memory_over_step
+from shardwise.planner.dry_run import TensorSplit, dry_run
+from shardwise.planner.profile import ROUTES, Setting
+from shardwise.planner.rank_memory import UPDATE, RankMemory
+from shardwise.planner.rank_time import cublas_bytes
+from shardwise.recipes.config import ENGINE_SHARDS, NUM_BYTES, ModelShape, TrainConfig, data_ranks
+from shardwise.recipes.gpt import GPT, next_byte_loss
+from shardwise.recipes.sharding import HEADS, RunRanks, blocks_of, build_own
+
+# ---- What is recorded of some steps of a run.
+
+StepWatch = Callable[[int], AbstractContextManager[None]]
+
+
+def unwatched(number: int) -> AbstractContextManager[None]:
+    """Record nothing of step ``number``."""
+    del number
+    return nullcontext()
+
+
+def traced_steps(model: nn.Module | None, steps: int, write: Callable[[Trace], None]) -> StepWatch:
+    """Return what traces steps 1 to ``steps`` (0-based; the first one warms up) and calls ``write`` after the last."""
+    stack = ExitStack()
+    traces: list[Trace] = []
+
+    @contextmanager
+    def watch(number: int) -> Generator[None, None, None]:
+        if number == 1:
+            traces.append(stack.enter_context(trace(model)))
+        try:
+            yield
+        except BaseException:
+            stack.close()
+            raise
+        if number == steps and traces:
+            stack.close()
+            write(traces.pop())
+
+    return watch
+
+
+# ---- The bytes of tensors that are alive, counted where torch allocates them, after every operation.
+
+
+class LiveBytes:
+    """Follows the storages that operations make or touch; on a GPU the caching allocator is asked instead.
+
+    Memory that neither Python nor an operation has touched does not count: :meth:`restart` after a step that was watched, too.
+    Memory that other ranks share with this one counts there.  Ranks go on exchanging tensors the way they do unwatched.
+
+    Attributes:
+        live: bytes now.
+        peaks: (the last edge that was passed, most bytes from there on), in order.
+        at: the operation after which most was held since :meth:`restart`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.live = 0
+        self.peaks: list[tuple[str, int]] = [("", 0)]
+        self.at = ""
+        self._device = device
+        self._highest = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._ranges: dict[int, tuple[int, int]] = {}
+
+    @property
+    def peak(self) -> int:
+        """Most bytes since :meth:`restart`."""
+        return max(num_bytes for _, num_bytes in self.peaks)
+
+    def restart(self, edge: str = "") -> None:
+        """Forget all peaks but what is held now."""
+        self.peaks, self._highest = [], 0
+        self.pass_edge(edge)
+
+    def pass_edge(self, edge: str) -> None:
+        """Note the peak of what follows under ``edge``."""
+        self.peaks.append((edge, self.live))
+
+    @contextmanager
+    def watching(self) -> Generator[None, None, None]:
+        """Count in the body; what Python knows of tensors when it begins is there already."""
+        is_counted = self._device.type != "cuda"
+        for each in gc.get_objects() if is_counted else ():
+            if type(each) in (torch.Tensor, nn.Parameter) and each.device.type == self._device.type:
+                self._follow(each.untyped_storage())
+        self.restart()
+        with torch_private.watching(self._after if is_counted else self._ask, is_seen=False):
+            yield
+
+    def _ask(self, func: Any, given: object, out: object) -> None:
+        del given, out
+        self.live = torch.cuda.memory_allocated(self._device)
+        self._note(func)
+
+    def _after(self, func: Any, given: object, out: object) -> None:
+        for each in torch_private.leaves_of((given, out)):
+            if isinstance(each, torch.Tensor):
+                local = torch_private.local_of(each)
+                if type(local) in (torch.Tensor, nn.Parameter):
+                    self._follow(local.untyped_storage())
+        self._note(func)
+
+    def _note(self, func: Any) -> None:
+        edge, peak = self.peaks[-1]
+        if self.live > peak:
+            self.peaks[-1] = (edge, self.live)
+        if self.live > self._highest:
+            self._highest, self.at = self.live, str(func)
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)  # a storage keeps its Python object for as long as it lives
+        if key in self._storages:
+            return
+        size = storage.nbytes()
+        start = storage.data_ptr() if size else 0  # without memory it may not be asked where it lies
+        is_part = any(low <= start and start + size <= high for low, high in self._ranges.values())
+        if is_part or any(low <= start < high for low, high in foreign_ranges()):
+            size = 0  # it counts already, or elsewhere
+
+        def forget(_: object) -> None:
+            self.live -= size
+            self._storages.pop(key, None)
+            self._ranges.pop(key, None)
+
+        self._storages[key] = weakref.ref(storage, forget)
+        if size:
+            self._ranges[key] = (start, start + size)
+        self.live += size
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBytes:
+    """What one rank holds.  ``peak_bytes`` is the peak resident set on CPU, the allocator's peak on a GPU."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    peak_bytes: int = 0
+
+    @property
+    def state_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def fold_held(fold: Callable[[Iterable[int]], int], held: Sequence[HeldBytes]) -> HeldBytes:
+    """Fold each figure over ranks: ``fold_held(max, held)`` is the largest of each."""
+    return HeldBytes(
+        parameter_bytes=fold(item.parameter_bytes for item in held),
+        gradient_bytes=fold(item.gradient_bytes for item in held),
+        optimizer_bytes=fold(item.optimizer_bytes for item in held),
+        peak_bytes=fold(item.peak_bytes for item in held),
+    )
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the local parts; a shared tensor counts once."""
+    distinct = {id(tensor): tensor for tensor in tensors}
+    return sum(part.numel() * part.element_size() for tensor in distinct.values() for part in _parts(tensor))
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    if isinstance(tensor, OwnedGradient):
+        return tensor.parts
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
+
+
+def measure_held(model: nn.Module, optimizer: Optimizer) -> HeldBytes:
+    """Measure what this rank holds now; gradients are there only between backward and zero_grad.
+
+    ``optimizer``: the one that holds this rank's state.
+    """
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return HeldBytes(
+        parameter_bytes=local_bytes(model.parameters()),
+        gradient_bytes=local_bytes(p.grad for p in model.parameters() if p.grad is not None),
+        optimizer_bytes=local_bytes(value for value in states if isinstance(value, Tensor)),
+    )
+
+
+def unsharded_bytes(num_parameters: int) -> HeldBytes:
+    """Return what one rank holds without sharding: 4 bytes a parameter, 4 a gradient, 8 of AdamW state (fp32)."""
+    return HeldBytes(4 * num_parameters, 4 * num_parameters, 8 * num_parameters)
+
+
+def unsharded_of(model: nn.Module) -> HeldBytes:
+    """Return the same for a model that is not sharded yet: AdamW's two averages are in the dtypes of the parameters."""
+    params = {id(param): param for param in model.parameters()}.values()
+    trained = local_bytes(param for param in params if param.requires_grad)
+    return HeldBytes(local_bytes(params), trained, 2 * trained)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return this process's peak: of the CUDA allocator, or of resident memory on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return peak_rss_bytes()
+
+
+def peak_rss_bytes() -> int:
+    """Return the largest resident set since the process started."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def format_bytes(count: float) -> str:
+    """Write a byte count with three digits: 1.25 MB, 37.5 GB.  Units are powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+# ---- What a rank holds over one step of a run, beside what the plan says of it.
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """A step of the rank that held most.
+
+    Attributes:
+        step: its number, from 1.  rank: whose.
+        peaks: for each edge of a block in order, its name and the most bytes between it and the next one.
+        planned: what the plan says; None where the model cannot be planned.
+    """
+
+    step: int
+    rank: int
+    peaks: tuple[tuple[str, int], ...]
+    planned: RankMemory | None = None
+
+    @property
+    def peak(self) -> tuple[str, int]:
+        """The edge after which most was held, and the bytes."""
+        return max(self.peaks, key=lambda item: item[1])
+
+    def __str__(self) -> str:
+        edge, num_bytes = self.peak
+        words = f"memory of step {self.step}: {format_bytes(num_bytes)} at most on rank {self.rank} ({edge})"
+        if self.planned is None:
+            return words
+        planned = self.planned.peak
+        return f"{words}, planned {format_bytes(planned.total)} ({planned.edge})"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldMemory:
+    """What ranks hold.
+
+    Attributes:
+        held: between passes, of each rank; ``unsharded``: what any of them would hold of the whole model.
+        step: over one step, of the rank that holds most; None: it was not measured.
+    """
+
+    held: Sequence[HeldBytes]
+    unsharded: HeldBytes
+    step: StepMemory | None = None
+
+
+class StepMeter:
+    """Measures one step of a run, the second of two that it watches: in the first one it learns what there is.
+
+    Args:
+        plain: the model without a wrapper around it.
+
+    Attributes:
+        number: of the step, 0-based within the run; with 0 there is none before.
+    """
+
+    def __init__(self, plain: nn.Module, optimizer: Optimizer, device: torch.device, number: int) -> None:
+        self._plain, self._optimizer = plain, optimizer
+        self.number = number
+        self._live = LiveBytes(device)
+        self._stack = ExitStack()
+
+    @property
+    def peaks(self) -> list[tuple[str, int]]:
+        """As in :class:`StepMemory`, of this rank; empty before the step."""
+        return [(edge, num_bytes) for edge, num_bytes in self._live.peaks if edge]
+
+    @contextmanager
+    def watch(self, number: int) -> Generator[None, None, None]:
+        """Watch step ``number`` if it is one of the two."""
+        if number == max(self.number - 1, 0):
+            self._stack.enter_context(self._live.watching())
+        if number == self.number:
+            self._stack.enter_context(self._edges())
+            self._live.restart()
+        try:
+            yield
+        except BaseException:
+            self._stack.close()
+            raise
+        if number == self.number:
+            self._stack.close()
+
+    @contextmanager
+    def _edges(self) -> Generator[None, None, None]:
+        names = {id(module): path for path, module in self._plain.named_modules()}
+        handles: list[Any] = [self._optimizer.register_step_pre_hook(lambda *_: self._live.pass_edge(UPDATE))]
+        for module in (self._plain, *blocks_of(self._plain)):
+            name = names[id(module)] or "(root)"
+            handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
+            handles.append(module.register_forward_hook(self._leaving(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        return lambda *_: self._live.pass_edge(f"{Edge.ENTER_FORWARD.value} {name}")
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def leave(_module: nn.Module, _args: object, output: object) -> None:
+            self._live.pass_edge(f"{Edge.EXIT_FORWARD.value} {name}")
+            begun: list[bool] = []
+
+            def enter_backward(_: torch.Tensor) -> None:
+                if not begun:
+                    begun.append(True)
+                    self._live.pass_edge(f"{Edge.ENTER_BACKWARD.value} {name}")
+
+            for each in torch_private.leaves_of(output):
+                if isinstance(each, torch.Tensor) and each.requires_grad:
+                    each.register_hook(enter_backward)
+
+        return leave
+
+
+def measured_number(config: TrainConfig, start_step: int, traced: int) -> int:
+    """Return which step of a run is measured, 0-based within it: the third, after those that are traced, or the last one."""
+    return max(min(2 + traced, config.steps - start_step - 1), 0)
+
+
+def both(first: StepWatch, second: StepWatch) -> StepWatch:
+    """Return what watches a step as ``first`` and ``second`` do."""
+    if first is unwatched or second is unwatched:
+        return second if first is unwatched else first
+
+    @contextmanager
+    def watch(number: int) -> Generator[None, None, None]:
+        with first(number), second(number):
+            yield
+
+    return watch
+
+
+def largest_of(ranks: RunRanks, step: int, peaks: Sequence[tuple[str, int]]) -> StepMemory | None:
+    """Return the step of the rank that held most, without a plan; None if none was measured.  Collective."""
+    most = max((num_bytes for _, num_bytes in peaks), default=0)
+    found = ranks.gather(most)
+    rank = found.index(max(found))
+    rows = ranks.gather([[edge, num_bytes] for edge, num_bytes in peaks] if ranks.rank == rank else [])[rank]
+    return StepMemory(step, rank, tuple((str(edge), int(num_bytes)) for edge, num_bytes in rows)) if rows else None
+
+
+def setting_of(config: TrainConfig, num_ranks: int, route: str = "") -> Setting:
+    """Return how a run of ``config`` trains; ``route``: by which its units exchange tensors, as ``describe_units`` says."""
+    return Setting(
+        door=config.shard,
+        ranks=num_ranks // config.tp,
+        replicas=config.replicas if config.shard == "hybrid" else 1,
+        min_unit_bytes=config.min_unit_bytes if config.shard != "replicate" else 0,
+        precision=config.dtype,
+        recompute=config.recompute,
+        offload=config.offload,
+        accumulate=config.accumulate,
+        tensor=config.tp,
+        transport=route if route in ROUTES else ROUTES[0],
+    )
+
+
+def planned_memory(config: TrainConfig, vocabulary: int, ranks: RunRanks, model: nn.Module) -> RankMemory | None:
+    """Return what a rank of the run holds over a step by plan; ``model``: the one that runs, for its routes.
+
+    None if the model of the user's own does not run on the meta device or on fake tensors.
+    """
+    route = ""
+    if config.shard in ENGINE_SHARDS:
+        route = next((row.route for row in describe_units(model).rows[::-1] if row.route), "")
+    setting = setting_of(config, ranks.num_ranks, route)
+    batch = config.batch // (ranks.num_data_ranks * config.accumulate)
+    tokens = torch.empty((batch, config.model.context), dtype=torch.int64, device="meta")
+    split = TensorSplit(config.tp, HEADS) if config.tp > 1 else None
+    try:
+        with torch.device("meta"):
+            meant = planned_model(config, vocabulary)
+        run = dry_run(meant, [tokens, tokens], next_byte_loss, precision=setting.computes_in, split=split)
+    except Exception:  # whatever a model of somebody else raises there
+        if config.model_from is None:
+            raise
+        return None
+    capability = torch.cuda.get_device_capability(ranks.device)[0] if ranks.device.type == "cuda" else 0
+    library_bytes = cublas_bytes(capability) if capability else 0
+    return memory_over_step(run.profile, setting, ranks.device.type, library_bytes)
+
+
+def planned_model(config: TrainConfig, vocabulary: int) -> nn.Module:
+    """Return the model of a run, as :func:`build_trainer` makes it; within ``torch.device("meta")`` without memory."""
+    if config.model_from is not None:
+        return build_own(config.model_from, config.seed, vocabulary, config.model.context)
+    return GPT(config.model, recompute=config.recompute, vocabulary=vocabulary)
+
+
+# ---- The least memory that a training step can take, from sizes alone, so that what cannot fit is refused before
+# ranks start.
+# A lower bound that counts what is certain: parameters, gradients and AdamW's state in fp32, what autograd keeps of a
+# microbatch, and the logits.  What fits by it may still not fit; what does not fit by it never will.
+
+_FP32, _INT64 = 4, 8
+_TRIES = 10_000
+_KINDS_OF_STATE = 4  # a parameter, its gradient, and AdamW's two averages
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """The memory that one rank may take.
+
+    Attributes:
+        num_bytes: for the computation: of its GPU, or of the host divided by the ranks there.
+        host_bytes: of the host divided by the ranks there, where --offload keeps shards and state of a GPU; None for CPU ranks,
+            which have all in one place.
+        place: what it is, in words.
+    """
+
+    num_bytes: int
+    host_bytes: int | None
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeastBytes:
+    """What a rank takes at least.
+
+    Attributes:
+        state: parameters, gradients and optimizer state.
+        gradients: the part of ``state`` that is not there yet while activations are.
+        per_sequence: what one sequence of a microbatch keeps until its backward.
+        num_sequences: of a microbatch.
+    """
+
+    state: int
+    gradients: int
+    per_sequence: int
+    num_sequences: int
+
+
+def count_gpt_parameters(shape: ModelShape, vocabulary: int) -> int:
+    """Return how many parameters the GPT of ``shape`` has over ``vocabulary`` tokens."""
+    width = shape.width
+    block = 12 * width**2 + 13 * width
+    return shape.layers * block + width * (2 * vocabulary + shape.context + 2)
+
+
+def least_bytes(config: TrainConfig, num_ranks: int, vocabulary: int = NUM_BYTES) -> LeastBytes:
+    """Return what each of ``num_ranks`` ranks takes at least; of a model of the user's own the logits alone are known."""
+    num_sequences = config.batch // (data_ranks(config, num_ranks) * config.accumulate)
+    around = config.model.context * (2 * _INT64 + 2 * _FP32 * vocabulary)  # tokens, targets, logits, their log-softmax
+    if config.model_from is not None:
+        return LeastBytes(0, 0, around, num_sequences)
+    state_shards, gradient_shards = _shards(config, num_ranks)
+    each = _FP32 * count_gpt_parameters(config.model, vocabulary)
+    parameters = each // state_shards if config.shard in ENGINE_SHARDS else each
+    gradients = each // gradient_shards
+    averages = (_KINDS_OF_STATE - 2) * each // state_shards
+    sequence = around + config.model.context * _kept_of_token(config)
+    return LeastBytes(parameters + gradients + averages, gradients, sequence, num_sequences)
+
+
+def _shards(config: TrainConfig, num_ranks: int) -> tuple[int, int]:
+    """Return over how many ranks optimizer state (and an engine's parameters) and gradients are divided, at most."""
+    if config.shard in ("full", "hybrid"):
+        shards = num_ranks // (config.replicas if config.shard == "hybrid" else 1)
+        return shards, shards
+    if config.shard == "replicate":
+        return config.tp, config.tp
+    return (1 if config.shard == "none" else num_ranks), (num_ranks if config.shard == "gradients" else 1)
+
+
+def _kept_of_token(config: TrainConfig) -> int:
+    """Return the bytes that autograd keeps of a token in all blocks.
+
+    Of a block: inputs of both norms, of qkv and of the MLP's first layer (four times the width, whole on every rank); query,
+    key, value, the result of attention and the MLP between its layers, before and after GELU (twelve times, divided by --tp).
+    """
+    width, layers = config.model.width, config.model.layers
+    block = 4 * width + 12 * width // config.tp
+    kept = (layers - 1) * width + block if config.recompute else layers * block
+    return (2 if config.dtype == "bf16" else _FP32) * (kept + 2 * width)
+
+
+def check_room(config: TrainConfig, num_ranks: int, room: MemoryLimit, vocabulary: int = NUM_BYTES) -> None:
+    """Refuse sizes that cannot fit into the memory of a rank.  Raises: ConfigError that names the option to change."""
+    least = least_bytes(config, num_ranks, vocabulary)
+    host_bytes = room.host_bytes if config.offload else None
+    if least.state > (room.num_bytes if host_bytes is None else host_bytes):
+        raise ConfigError(
+            f"{_sizes(config.model)}: {count_gpt_parameters(config.model, vocabulary):,} parameters with their gradients and "
+            f"AdamW's state take at least {format_bytes(least.state)} on each of {num_ranks} rank(s) with --shard "
+            f"{config.shard}, and {room.place}. Use a smaller one of these, more ranks with --shard full, or more memory."
+        )
+    state = least.state - least.gradients if host_bytes is None else 0
+    needed = state + least.num_sequences * least.per_sequence
+    if needed <= room.num_bytes:
+        return
+    found = (
+        f"--batch {config.batch}: a microbatch of {least.num_sequences:,} sequence(s) on each of {num_ranks} rank(s) takes at "
+        f"least {format_bytes(needed)}, and {room.place}."
+    )
+    most = max(0, room.num_bytes - state) // least.per_sequence
+    if not most:
+        less = "a smaller --context or --width" + ("" if config.recompute else ", or --recompute")
+        raise ConfigError(f"{found} Not even one fits. Use {less}.")
+    parts = data_ranks(config, num_ranks)
+    fitting = most * parts * config.accumulate
+    accumulate = _fitting_accumulate(config.batch // parts, most)
+    raise ConfigError(f"{found} Use --batch {fitting} or less, or {accumulate}.")
+
+
+def _fitting_accumulate(num_sequences: int, most: int) -> str:
+    """Return the smallest --accumulate that cuts a rank's part of the batch into equal microbatches of ``most`` or fewer."""
+    least = math.ceil(num_sequences / most)
+    found = next((number for number in range(least, least + _TRIES) if num_sequences % number == 0), None)
+    return f"a larger --accumulate, {least} at least" if found is None else f"--accumulate {found}"
+
+
+def _sizes(shape: ModelShape) -> str:
+    return f"--layers {shape.layers} --width {shape.width} --context {shape.context}"

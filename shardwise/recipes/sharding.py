@@ -1,0 +1,484 @@
+"""The values of ``--shard``: one entry each, saying how to wrap the model, build its optimizer, reduce, clip and sync.
+
+A new door is a new entry in ``DOORS``; the trainer, the checkpoints and the command line read the table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, DTensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from shardwise import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ZeroRedundancyOptimizer,
+    clip_grad_norm_,
+    policy,
+    replicate,
+    shard_model,
+)
+from shardwise.checkpoint import CheckpointError, load
+from shardwise.collectives.routes import check_transport
+from shardwise.consistency.failure_report import naming_lost_peers
+from shardwise.errors import ConfigError
+from shardwise.fsdp.shard_model import families_of
+from shardwise.plan.grouping import repeated_blocks
+from shardwise.recipes.config import TrainConfig
+from shardwise.recipes.gpt import GPT, GPTBlock, logits_of
+from shardwise.recipes.run_folder import look_here
+
+# ---- The few exchanges between ranks that a training loop needs beside its gradients.
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RunRanks:
+    """Where this process stands: its rank, how many there are, and its device.  The default process group is theirs.
+
+    ``tp`` neighbours at a time form a tensor-parallel group: they work on the same part of the batch, ``data_rank`` of
+    ``num_data_ranks``.
+    """
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    tp: int = 1
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.num_ranks // self.tp
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def wait_for_all(self) -> None:
+        """Return when every rank has come here."""
+        self._named(dist.barrier)
+
+    def mean(self, values: Sequence[torch.Tensor]) -> list[float]:
+        """Return each value's mean over ranks, summed in rank order so that it never depends on the transport."""
+        return [total / self.num_ranks for total in self.total(values)]
+
+    def total(self, values: Sequence[torch.Tensor]) -> list[float]:
+        """Return each value's sum over ranks, added in rank order in fp64.  Shape: every value is ()."""
+        mine = torch.stack([value.detach().double().cpu() for value in values])
+        return torch.stack(self._each(mine, len(mine))).cumsum(0)[-1].tolist()
+
+    def highest(self, values: Sequence[int]) -> list[int]:
+        """Return the highest of each value over ranks."""
+        if self.num_ranks == 1:
+            return list(values)
+        found = torch.tensor(values)
+        self._named(lambda: dist.all_reduce(found, dist.ReduceOp.MAX))
+        return found.tolist()
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, in rank order, on every rank.  JSON must hold it: no rank runs what another sends."""
+        mine = json.dumps(value).encode()
+        sizes = [int(size) for size in self._each(torch.tensor([len(mine)]), 1)]
+        row = torch.zeros(max(sizes), dtype=torch.uint8)
+        row[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        rows = self._each(row, len(row))
+        return [json.loads(bytes(part[:size].tolist())) for part, size in zip(rows, sizes, strict=True)]
+
+    def from_first(self, value: T | None) -> T:
+        """Return rank 0's value on every rank; the others pass None.  JSON must hold it."""
+        found = self.gather(value)[0]
+        assert found is not None
+        return found
+
+    def _each(self, mine: torch.Tensor, numel: int) -> list[torch.Tensor]:
+        parts = [torch.empty(numel, dtype=mine.dtype) for _ in range(self.num_ranks)]
+        self._named(lambda: dist.all_gather(parts, mine))
+        return parts
+
+    def _named(self, act: Callable[[], object]) -> None:
+        naming_lost_peers(act, "ranks cannot tell each other where they are", range(self.num_ranks), self.rank)
+
+
+# ---- ``--model-from module:function``: a model of the user's own, built alike on every rank; ``--init``: weights to
+# begin with.
+
+
+def check_module(model_from: str) -> None:
+    """Refuse a module that Python does not find; nothing of it runs, but for the packages around it.  Raises: ConfigError."""
+    name = model_from.partition(":")[0]
+    look_here()
+    try:
+        is_there = importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        is_there = False
+    if not is_there:
+        raise ConfigError(
+            f"--model-from {model_from}: there is no module {name!r} in this folder, nor installed. Start from the folder "
+            f"that has {name.replace('.', '/')}.py."
+        )
+
+
+def build_own(model_from: str, seed: int, vocabulary: int, context: int) -> nn.Module:
+    """Return the model that the user's function builds, with torch's generator seeded.
+
+    The function gets those of ``vocabulary`` and ``context`` that it has parameters of that name for.
+    Raises: ConfigError if it is not there, cannot be called like this, or returns no module; what it raises itself.
+    """
+    name, _, attribute = model_from.partition(":")
+    check_module(model_from)
+    function = getattr(importlib.import_module(name), attribute, None)
+    if not callable(function):
+        found = "has no such name" if function is None else f"has a {type(function).__name__} there"
+        raise ConfigError(
+            f"--model-from {model_from}: the module {found}, expected a function that returns a torch.nn.Module."
+        )
+    parameters = inspect.signature(function).parameters
+    given = {key: value for key, value in (("vocabulary", vocabulary), ("context", context)) if key in parameters}
+    missing = [
+        each.name
+        for each in parameters.values()
+        if each.default is each.empty
+        and each.name not in given
+        and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if missing:
+        raise ConfigError(
+            f"--model-from {model_from}: the function needs {', '.join(missing)}, and is given vocabulary and context alone. "
+            "Give the others defaults, or name a function that fills them in."
+        )
+    torch.manual_seed(seed)
+    model = function(**given)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"--model-from {model_from} returned a {type(model).__name__}, expected a torch.nn.Module.")
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ConfigError(f"--model-from {model_from} returned a model without parameters that require gradients.")
+    return model
+
+
+def try_own(model: nn.Module, model_from: str, vocabulary: int, window: Tensor) -> None:
+    """Refuse a model that does not map tokens to logits over all of ``vocabulary``, before it is sharded.
+
+    Shape: ``window`` (1, context) int64, on the model's device; one forward, without gradients.
+    Raises: ConfigError.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            output = model(window.fill_(vocabulary - 1))
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(
+            f"--model-from {model_from}: the model failed on int64 tokens of shape {tuple(window.shape)}, all "
+            f"{vocabulary - 1}, the highest of this text ({type(error).__name__}: {reason}). "
+            f"Build it for vocabulary={vocabulary}."
+        ) from error
+    finally:
+        model.train(was_training)
+    size = logits_of(output, window).shape[2]
+    if size < vocabulary:
+        raise ConfigError(
+            f"--model-from {model_from}: the model has logits for {size} tokens, the text has {vocabulary}."
+        )
+
+
+def check_alike(model: nn.Module, ranks: RunRanks, model_from: str) -> None:
+    """Refuse ranks that built models of other weights: each would train its own shards of another model.  Collective.
+
+    Raises: ConfigError on every rank.
+    """
+    found = ranks.gather(_fingerprint(model))
+    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"--model-from {model_from}: rank {other} built other parameters than rank 0. Draw them from torch's generator, "
+            "which is seeded with --seed, or load them from a file."
+        )
+
+
+def _fingerprint(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            facts = (name, str(tensor.dtype), tuple(tensor.shape))
+            digest.update(repr((*facts, tensor.double().sum().item(), tensor.double().abs().sum().item())).encode())
+    return digest.hexdigest()
+
+
+def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
+    """Return the blocks of a model that are sharded and compiled one by one; none if it has no repeated ones."""
+    if isinstance(model, GPT):
+        return list(model.blocks)
+    children = (child for family in families_of(model, frozenset()) for child in repeated_blocks(family))
+    return [model.get_submodule(child.path) for child in children]
+
+
+def load_init(path: str, plain: nn.Module) -> None:
+    """Load safetensors weights, a file or a folder with ``model.safetensors`` or its index.  Collective.
+
+    Raises: ConfigError on every rank, nothing changed, if names or shapes are others than the model's; it lists them.
+    """
+    try:
+        load(Path(path), {"model": plain})
+    except CheckpointError as error:
+        raise ConfigError(f"--init {path} does not fit the model: {' '.join(str(error).split())}") from error
+
+
+# ---- What is done to the GPT before a door shards it: heads split over ranks (--tp), blocks compiled (--compile).
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """The axes of all ranks.
+
+    ``data``: ("dp",), or ("replicate", "shard") for --shard hybrid.  ``tensor``: ("tp",), the innermost axis; None
+    without tensor parallelism.
+    """
+
+    data: DeviceMesh
+    tensor: DeviceMesh | None
+
+
+def build_meshes(config: TrainConfig, ranks: RunRanks) -> Meshes:
+    """Lay the ranks out as the options ask; ``check_ranks`` has made sure that they fit.  Collective."""
+    num_data = ranks.num_ranks // config.tp
+    if config.shard == "hybrid":
+        names, sizes = ("replicate", "shard"), (config.replicas, num_data // config.replicas)
+    else:
+        names, sizes = ("dp",), (num_data,)
+    if config.tp == 1:
+        return Meshes(init_device_mesh(ranks.device.type, sizes, mesh_dim_names=names), None)
+    mesh = init_device_mesh(ranks.device.type, (*sizes, config.tp), mesh_dim_names=(*names, "tp"))
+    return Meshes(mesh[names if len(names) > 1 else names[0]], mesh["tp"])
+
+
+HEADS: Mapping[str, ParallelStyle] = MappingProxyType(
+    {
+        "attention.qkv": ColwiseParallel(),
+        "attention.out": RowwiseParallel(),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(),
+    }
+)
+LLAMA_HEADS: Mapping[str, ParallelStyle] = MappingProxyType(
+    {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+    | {"attention.out": RowwiseParallel()}
+    | {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+)
+
+
+def split_heads(model: GPT, mesh: DeviceMesh) -> None:
+    """Give each rank of ``mesh`` its heads of every attention and its columns of every MLP (tensor parallelism).
+
+    Source: Megatron-LM, arXiv 1909.08053: one all-reduce after attention and one after the MLP, in forward and backward.
+    """
+    for block in model.blocks:
+        parallelize_module(block, mesh, dict(HEADS))
+
+
+def compile_blocks(model: nn.Module, backend: str) -> None:
+    """Compile the attention and the MLP of every block: inside its unit, so that gathering stays outside the graphs.
+
+    Of a model of the user's own, the parts of its repeated blocks.
+    """
+    for block in blocks_of(model):
+        for part in (block.attention, block.mlp) if isinstance(block, GPTBlock) else block.children():
+            part.compile(backend=backend)
+
+
+def why_not_compiled(backend: str, ranks: RunRanks) -> str | None:
+    """Return None if every rank can compile with ``backend``, else on every rank a sentence that says which cannot.
+
+    Tries a small function, since a missing compiler shows only when code is generated.  Collective.
+    """
+    reason: str | None = None
+    try:
+        compiled = cast("Callable[[Tensor], Tensor]", torch.compile(_probe, backend=backend))
+        compiled(torch.ones(4, device=ranks.device))
+    except Exception as error:  # backends raise whatever their compilers raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    for rank, found in enumerate(ranks.gather(reason or "")):
+        if found:
+            return f"--compile: rank {rank} cannot compile with {backend!r} ({found}); blocks run uncompiled"
+    return None
+
+
+def _probe(x: Tensor) -> Tensor:
+    return nn.functional.gelu(x * 2) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """How a model is trained under one value of ``--shard``.
+
+    ``wrap`` gets the model on its device (heads split, parts compiled) and the data-parallel mesh; ``sync(model, on)``
+    says whether this microbatch's backward reduces gradients; ``reduce`` is called after the last backward of a step;
+    ``clip`` returns the norm before; ``precision`` is entered around forward; ``plain`` gives the module itself.
+    """
+
+    summary: str
+    wrap: Callable[[nn.Module, TrainConfig, DeviceMesh], nn.Module]
+    build_optimizer: Callable[[nn.Module, TrainConfig], Optimizer]
+    sync: Callable[[nn.Module, bool], AbstractContextManager[None]]
+    reduce: Callable[[Optimizer], None]
+    clip: Callable[[nn.Module, Optimizer, float], Tensor]
+    precision: Callable[[TrainConfig, torch.device], AbstractContextManager[object]]
+    plain: Callable[[nn.Module], nn.Module]
+
+
+def param_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
+    """Return groups with weight decay on matrices only, one per mesh: a fused update takes tensors of one mesh."""
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    for param in model.parameters():
+        if not param.requires_grad:
+            continue
+        mesh = param.device_mesh if isinstance(param, DTensor) else None
+        groups.setdefault((param.dim() >= 2, mesh), []).append(param)
+    return [
+        {"params": params, "weight_decay": config.weight_decay if is_matrix else 0.0}
+        for (is_matrix, _), params in groups.items()
+    ]
+
+
+def build_adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """Return AdamW with one fused update per group."""
+    return AdamW(param_groups(model, config), lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+def build_zero_adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """Return AdamW of which every rank keeps and updates the same number of elements."""
+    return ZeroRedundancyOptimizer(
+        param_groups(model, config), AdamW, partition="even", lr=config.lr, betas=(0.9, 0.95), fused=True
+    )
+
+
+def clip_gradients(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
+    """Scale gradients to a total norm of at most ``max_norm``; return the norm before, the same on all ranks."""
+    del optimizer
+    return clip_grad_norm_(model.parameters(), max_norm)
+
+
+def clip_owned_gradients(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
+    """The same where each gradient is only with its owner.  Collective."""
+    del model
+    return cast(ZeroRedundancyOptimizer, optimizer).clip_grad_norm_(max_norm)
+
+
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that holds this rank's state."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def _engine_options(config: TrainConfig) -> tuple[MixedPrecisionPolicy, OffloadPolicy]:
+    precision = MixedPrecisionPolicy()
+    if config.dtype == "bf16":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return precision, CPUOffloadPolicy() if config.offload else OffloadPolicy()
+
+
+def _shard_fully(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
+    precision, offload = _engine_options(config)
+    sharded: nn.Module = shard_model(
+        model, min_unit_bytes=config.min_unit_bytes, mesh=mesh, mp_policy=precision, offload_policy=offload
+    )
+    assert isinstance(sharded, FSDPModule)
+    sharded.set_transport(check_transport(config.transport))
+    return sharded
+
+
+def _replicate(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
+    precision, offload = _engine_options(config)
+    for block in blocks_of(model):
+        replicate(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    replicated = replicate(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    replicated.set_transport(check_transport(config.transport))
+    return model
+
+
+def _engine_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
+    return policy(model, sync=on)
+
+
+def _wrap_ddp(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
+    del config, mesh
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)  # else gradients are held twice
+
+
+def _ddp_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
+    return nullcontext() if on else cast(DistributedDataParallel, model).no_sync()
+
+
+def _autocast(config: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
+    return torch.autocast(device.type, torch.bfloat16) if config.dtype == "bf16" else nullcontext()
+
+
+def _reduce_to_owners(optimizer: Optimizer) -> None:
+    cast(ZeroRedundancyOptimizer, optimizer).reduce_gradients()
+
+
+_FULL = Door(
+    summary="fully_shard: parameters, gradients and optimizer state sharded over all ranks",
+    wrap=_shard_fully,
+    build_optimizer=build_adamw,
+    sync=_engine_sync,
+    reduce=lambda optimizer: None,
+    clip=clip_gradients,
+    precision=lambda config, device: nullcontext(),
+    plain=lambda model: model,
+)
+_NONE = Door(
+    summary="plain DistributedDataParallel: everything on every rank, for comparison",
+    wrap=_wrap_ddp,
+    build_optimizer=build_adamw,
+    sync=_ddp_sync,
+    reduce=lambda optimizer: None,
+    clip=clip_gradients,
+    precision=_autocast,
+    plain=lambda model: cast(DistributedDataParallel, model).module,
+)
+_GRADIENTS = Door(
+    summary="ZeRO-2: gradients (after backward) and optimizer state sharded, parameters whole",
+    wrap=lambda model, config, mesh: model,
+    build_optimizer=build_zero_adamw,
+    sync=lambda model, on: nullcontext(),
+    reduce=_reduce_to_owners,
+    clip=clip_owned_gradients,
+    precision=_autocast,
+    plain=lambda model: model,
+)
+DOORS: Mapping[str, Door] = MappingProxyType(
+    {
+        "full": _FULL,
+        "hybrid": replace(
+            _FULL, summary="fully_shard within --replicas groups of ranks, whole copies between them (HSDP)"
+        ),
+        "replicate": replace(_FULL, summary="our engine with everything on every rank", wrap=_replicate),
+        "gradients": _GRADIENTS,
+        "optimizer": replace(
+            _NONE, summary="ZeRO-1: DDP with only the optimizer state sharded", build_optimizer=build_zero_adamw
+        ),
+        "none": _NONE,
+    }
+)

@@ -1,0 +1,332 @@
+"""An optimizer as it was before its step: parameters, state that was there, options.  Copied when its step begins."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.optim import Optimizer
+
+from shardwise import torch_private
+from shardwise.errors import ConfigError
+from shardwise.fsdp.clip import OwnedGradient
+from shardwise.optim.pieces import copied
+
+# ---- Copies of tensors as they were, put back in place: whoever holds a tensor sees the old values again.
+
+
+class Copies:
+    """Copies of some tensors, in memory that is used again for tensors of the same shapes, as those of the next step are."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Copy ``tensors``, in place of those of last time; return the bytes.  DTensors: what this rank holds of them."""
+        found = torch_private.locals_of(tensors)
+        with torch.no_grad():
+            if _are_alike(found, self._copies) and _are_plain(found):
+                torch_private.copy_all(self._copies, found)
+            else:
+                self._copies = [copied(tensor.detach()) for tensor in found]
+        self._tensors = found
+        return sum(tensor.numel() * tensor.element_size() for tensor in found)
+
+    def put_back(self) -> None:
+        """Write the copies to the tensors they were taken of."""
+        with torch.no_grad():
+            for tensor, copy in zip(self._tensors, self._copies, strict=True):
+                tensor.detach().copy_(copy)
+
+    def let_go(self) -> None:
+        """Hold the tensors no longer; keep the memory of the copies."""
+        self._tensors = []
+
+
+def _are_alike(found: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> bool:
+    return len(found) == len(copies) and all(
+        tensor.shape == copy.shape and tensor.dtype is copy.dtype and tensor.device == copy.device
+        for tensor, copy in zip(found, copies, strict=True)
+    )
+
+
+def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided for tensor in tensors)
+
+
+def holders_of(param: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of this rank that hold ``param`` and its gradient: itself, or the shards of a ShardedTensor."""
+    return [shard.tensor for shard in param.local_shards()] if isinstance(param, ShardedTensor) else [param]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gradient:
+    """``.grad`` of ``holder`` as it was: the object, and what lies in it."""
+
+    holder: torch.Tensor
+    gradient: torch.Tensor
+    local: torch.Tensor
+    fresh: torch.Tensor | None
+
+
+class KeptGradients:
+    """The gradients that parameters have when a step begins: of earlier microbatches, where these are accumulated."""
+
+    def __init__(self) -> None:
+        self._holders: list[torch.Tensor] = []
+        self._found: list[_Gradient] = []
+        self._copies = Copies()
+
+    def keep(self, holders: Sequence[torch.Tensor]) -> int:
+        """Copy the gradients of ``holders``; return the bytes: 0 where all are None."""
+        self._holders = list(holders)
+        self._found = [_as_it_is(each, each.grad) for each in holders if each.grad is not None]
+        return self._copies.take([part for each in self._found for part in _parts(each)]) if self._found else 0
+
+    def let_go(self) -> None:
+        """Hold no gradient any longer."""
+        self._holders, self._found = [], []
+        self._copies.let_go()
+
+    def put_back(self) -> None:
+        """Set every gradient to what it was."""
+        kept = {id(each.holder): each for each in self._found}
+        for holder in self._holders:
+            was = kept.get(id(holder))
+            if was is None:
+                if holder.grad is not None:
+                    holder.grad = None
+                continue
+            if isinstance(was.gradient, OwnedGradient):
+                was.gradient.fresh = was.fresh
+            elif torch_private.local_of(was.gradient) is not was.local:
+                torch_private.set_local(was.gradient, was.local)
+            if holder.grad is not was.gradient:
+                holder.grad = was.gradient
+        if self._found:
+            self._copies.put_back()
+
+
+def _as_it_is(holder: torch.Tensor, gradient: Any) -> _Gradient:
+    fresh = gradient.fresh if isinstance(gradient, OwnedGradient) else None
+    return _Gradient(holder, gradient, torch_private.local_of(gradient), fresh)
+
+
+def _parts(was: _Gradient) -> list[torch.Tensor]:
+    return list(was.gradient.parts) if isinstance(was.gradient, OwnedGradient) else [was.local]
+
+
+class KeptBuffers:
+    """The buffers of ``model``: running statistics, which a forward changes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [torch_private.buffers_of(module) for module in model.modules()]
+        self._found: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
+        self._copies = Copies()
+
+    def keep(self) -> int:
+        """Copy them; return the bytes."""
+        self._found = [(place, name, buffer) for place in self._places for name, buffer in place.items()]
+        buffers = {id(buffer): buffer for _, _, buffer in self._found if buffer is not None}
+        return self._copies.take(list(buffers.values())) if buffers else 0
+
+    def put_back(self) -> None:
+        """Set every buffer to what it was."""
+        for place, name, buffer in self._found:
+            place[name] = buffer
+        if any(buffer is not None for _, _, buffer in self._found):
+            self._copies.put_back()
+
+
+# ---- What else users want back: a gradient scaler, a schedule, anything with a state dict, random numbers.
+
+Undo = Callable[[], None]
+
+
+def check_others(others: Sequence[Any]) -> None:
+    """Raises: ConfigError for an object that cannot be kept."""
+    for each in others:
+        if not is_rng(each) and not (
+            callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))
+        ):
+            raise ConfigError(
+                "also= takes objects with state_dict() and load_state_dict(): a GradScaler, a schedule, a data loader; and "
+                f"'rng' for random numbers; found {each!r}"
+            )
+
+
+def is_rng(each: object) -> bool:
+    """Return True for the word that stands for random numbers."""
+    return isinstance(each, str) and each == "rng"
+
+
+def keep_others(others: Sequence[Any]) -> list[Undo]:
+    """Remember ``others``, all generators of random numbers for "rng"; return what puts them back."""
+    return [_keep_random_numbers() if is_rng(each) else _keep(each) for each in others]
+
+
+def _keep(each: Any) -> Undo:
+    if isinstance(each, torch.amp.GradScaler):
+        # Its state dict leaves out which optimizers it has unscaled in the step that is undone.
+        was = copy.deepcopy(vars(each))
+        return lambda: vars(each).update(was)
+    state = copy.deepcopy(each.state_dict())
+    return lambda: each.load_state_dict(state)
+
+
+def _keep_random_numbers() -> Undo:
+    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    device: Any = torch.get_device_module() if torch.accelerator.is_available() else None
+    of_device: torch.Tensor | None = None if device is None else device.get_rng_state()
+
+    def put_back() -> None:
+        torch.random.set_rng_state(of_torch)
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
+        if device is not None and of_device is not None:
+            device.set_rng_state(of_device)
+
+    return put_back
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Optimized:
+    """An optimizer that users step, as a transaction sees it.
+
+    Attributes:
+        outer: what users hold.  inner: what keeps the state; the same for a plain optimizer.
+        mark: remembers what neither is a tensor nor an option, and returns what puts it back.
+        renew: what follows on every rank when a step is undone, whether this rank has come to it or not.
+    """
+
+    outer: Optimizer
+    inner: Optimizer
+    mark: Callable[[], Undo]
+    renew: Callable[[], None]
+
+
+class KeptOptimizer:
+    """Keeps one optimizer: options when a transaction begins, parameters and state when its first step in it does."""
+
+    def __init__(self, optimized: Optimized) -> None:
+        self.optimized = optimized
+        self._params, self._values = Copies(), Copies()
+        self._options: list[_Options] = []
+        self._state: list[_State] | None = None  # None: it has not stepped
+        self._undo_mark: Undo | None = None
+
+    def begin(self) -> None:
+        """Remember the options."""
+        found = self.optimized
+        optimizers = [found.outer] if found.inner is found.outer else [found.outer, found.inner]
+        self._options = [_options_of(group) for each in optimizers for group in each.param_groups]
+        self._state = self._undo_mark = None
+
+    def before_step(self) -> int:
+        """Copy parameters and state, unless that was done in this transaction; return the bytes."""
+        if self._state is not None:
+            return 0
+        found = self.optimized
+        params = [
+            holder for group in found.outer.param_groups for param in group["params"] for holder in holders_of(param)
+        ]
+        num_bytes = self._params.take(params)
+        self._state = [_state_of(key, entry) for key, entry in found.inner.state.items()]
+        self._undo_mark = found.mark()
+        return num_bytes + self._values.take([value for each in self._state for value in each.tensors()])
+
+    def let_go(self) -> None:
+        """Hold nothing of the optimizer's any longer."""
+        self._params.let_go()
+        self._values.let_go()
+        self._options = []
+        self._state = self._undo_mark = None
+
+    def put_back(self) -> None:
+        """Undo its step, if it has begun one, and the options."""
+        state = self.optimized.inner.state
+        if self._state is not None:
+            self._params.put_back()
+            self._values.put_back()
+            state.clear()
+            for was in self._state:
+                was.entry.clear()
+                was.entry.update(was.values)
+                state[was.key] = was.entry
+        if self._undo_mark is not None:
+            self._undo_mark()
+        for options in self._options:
+            options.put_back()
+        self._state = self._undo_mark = None
+        self.optimized.renew()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _State:
+    """The state of one tensor: ``entry`` is the optimizer's dict, ``values`` what was in it (others than tensors as copies)."""
+
+    key: torch.Tensor
+    entry: dict[str, Any]
+    values: dict[str, Any]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [value for value in self.values.values() if isinstance(value, torch.Tensor)]
+
+
+def _state_of(key: torch.Tensor, entry: dict[str, Any]) -> _State:
+    return _State(key, entry, {name: _kept(value) for name, value in entry.items()})
+
+
+def _kept(value: Any) -> Any:
+    return value if isinstance(value, (torch.Tensor, int, float, str, bool, type(None))) else copy.deepcopy(value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Options:
+    """A param group: the dict, its options, the list of parameters and what was in it."""
+
+    group: dict[str, Any]
+    options: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    params: list[Any]
+
+    def put_back(self) -> None:
+        for name in [name for name in self.group if name != "params" and name not in self.options]:
+            del self.group[name]
+        self.group.update(self.options)
+        for name, was in self.tensors.items():
+            self.group[name].detach().copy_(was)
+        cast(list[Any], self.group["params"])[:] = self.params
+
+
+def _options_of(group: dict[str, Any]) -> _Options:
+    options = {name: value for name, value in group.items() if name != "params"}
+    tensors = {name: value.detach().clone() for name, value in options.items() if isinstance(value, torch.Tensor)}
+    return _Options(group, options, tensors, list(group["params"]))
+
+
+def watch(optimizer: Optimizer, before: Callable[[Optimizer], None]) -> Callable[[], None]:
+    """Let ``before`` be called when ``optimizer`` is about to step; return what ends that."""
+    return optimizer.register_step_pre_hook(lambda each, *_: before(each)).remove
+
+
+def optimized_as_it_is(optimizer: Optimizer) -> Optimized:
+    """Return how a transaction sees an optimizer of ``torch.optim``."""
+    return Optimized(optimizer, optimizer, lambda: _nothing, _nothing)
+
+
+def _nothing() -> None:
+    return None
+
+
+def distinct(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return each once."""
+    return list({id(each): each for each in optimizers}.values())

@@ -1,0 +1,698 @@
+"""A door around a step: it happens on all ranks, or on none."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shardwise import torch_private
+from shardwise.collectives.host import send_recv
+from shardwise.collectives.host.local_peers import HEADER_BYTES, TransportOffer, meet
+from shardwise.collectives.routes import default_transport
+from shardwise.consistency import store
+from shardwise.consistency.agreement import begin_era
+from shardwise.consistency.failure_report import cited, naming_lost_peers
+from shardwise.consistency.liveness import Liveness
+from shardwise.consistency.process_groups import all_have_come, break_off_all, groups_within, mend
+from shardwise.errors import ConfigError, DesyncError, RejectedStep, StateError, StepError, TransportError
+from shardwise.fsdp.renewal import KeptUnits
+from shardwise.observe import EVERYBODY, Track, note
+from shardwise.optim.sharded_optimizer import ShardedOptimizer, stepper_of
+from shardwise.transaction.kept import (
+    KeptBuffers,
+    KeptGradients,
+    KeptOptimizer,
+    Optimized,
+    Undo,
+    check_others,
+    distinct,
+    holders_of,
+    keep_others,
+    optimized_as_it_is,
+    watch,
+)
+from shardwise.zero.optimizer import ZeroRedundancyOptimizer, share_stepper
+
+# ---- What a rank says of the exception that ended its step, and which of several was the first cause.
+
+Choice = Literal["retry", "skip", "raise", "end"]
+_PACKAGE = str(Path(__file__).parent.parent)
+_INSIDE = (_PACKAGE, str(Path(torch.__file__).parent))
+_LIMIT = 400  # characters of a text that is quoted
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One rank's exception.
+
+    Attributes:
+        rank: global.  order: how many ranks had reported before, and this one.
+        follows: it may be what another rank's exception has led to.
+        kind, text, place: name of the class, first line, and where in user code it was raised.
+        choice: what this rank's user wants done about it; "end": it cannot be undone.
+    """
+
+    rank: int
+    order: int
+    follows: bool
+    kind: str
+    text: str
+    place: str
+    choice: Choice
+
+    def to_text(self) -> str:
+        """Return it as one JSON object."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Report:
+        """Return what :meth:`to_text` wrote."""
+        return cls(**json.loads(text))
+
+
+def make_report(error: BaseException, rank: int, order: int, choice: Choice) -> Report:
+    """Return the report of ``error`` on ``rank``."""
+    text = (str(error).splitlines() or [""])[0][:_LIMIT]
+    return Report(rank, order, _follows(error, order), type(error).__name__, text, place_of(error), choice)
+
+
+def first_cause(reports: Iterable[Report]) -> Report:
+    """Return the one that no other rank's exception has led to, as far as can be seen; of several the first that came."""
+    return min(reports, key=lambda report: (report.follows, report.order))
+
+
+def place_of(error: BaseException) -> str:
+    """Return where ``error`` was raised: the innermost line outside of torch and this package, if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if not frame.filename.startswith(_INSIDE)]
+    if not frames:
+        return "no line of Python"
+    frame = (outside or frames)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+
+
+def _follows(error: BaseException, order: int) -> bool:
+    if isinstance(error, (StepError, TransportError, DesyncError)):
+        return True
+    # Of connections that were closed because of the first report, backends raise errors of no class of their own.
+    words = ("gloo", "Connection", "connection")
+    return order > 1 and isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+# ---- How ranks learn that all of them have come to the end of a step, or that one will not.
+# Without a fault: one word written and the others' read where all ranks share a host, one all-reduce of one number elsewhere.
+# With one: reports through the store, and connections that are closed, so that who waits in a collective hears it at once.
+
+# Words of a segment: the last step that this rank has come to the end of; the one it has failed in; 1 if it failed for good.
+_ARRIVED, _FAILED, _ENDED = 0, 1, 2
+_YIELDS, _FIRST_SLEEP_S, _LONGEST_SLEEP_S, _LIVENESS_S = 200, 20e-6, 1e-3, 0.2
+_LOOK_S = 0.1  # between two questions to the store
+
+
+class Agreement:
+    """The ranks of ``group``, which make the same steps; one step after another, by number.  Making one is collective.
+
+    Attributes:
+        members: global ranks.  rank: this one's.
+        num_messages: collectives made so far, for agreeing alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.members = tuple(dist.get_process_group_ranks(group))
+        self.rank = dist.get_rank()
+        self.num_messages = 0
+        meeting = meet(group, TransportOffer(default_transport(), HEADER_BYTES, "transaction"))
+        self._posts = meeting.posts
+        shares = len(meeting.mates) == len(self.members)  # some of the ranks alone could not agree for all
+        self._segments = meeting.segments if shares else ()
+        self._words = tuple(segment.words for segment in self._segments)
+        self._mine = self._posts.rank
+        self._alive = {peer: Liveness(meeting.pids[peer]) for peer in self._posts.peers()} if self._words else {}
+        self._track = Track(self._posts.prefix)
+        self._looked = 0.0
+
+    # ---- without a fault ----
+
+    def arrive(self, number: int) -> None:
+        """Return once all ranks have come to the end of step ``number``.
+
+        Raises: StepError if one has failed in it, TransportError if one is gone or does not come in time; any RuntimeError
+        of the backend.
+        """
+        self._track.note("agreement", "step")
+        if not self._words:
+            self.num_messages += 1
+            all_have_come(self.group)
+            return
+        self._words[self._mine][_ARRIVED] = number
+        for peer in self._posts.peers():
+            if self._words[peer][_ARRIVED] < number:
+                self._wait_for(peer, number)
+
+    def _wait_for(self, peer: int, number: int) -> None:
+        words = self._words[peer]
+        for _ in range(_YIELDS):
+            if words[_ARRIVED] >= number:
+                return
+            os.sched_yield()
+        note(EVERYBODY, "the end of a step")
+        start = time.monotonic()
+        sleep_s, look_s = _FIRST_SLEEP_S, _LIVENESS_S
+        while words[_ARRIVED] < number:
+            self._check_words(number)
+            waited_s = time.monotonic() - start
+            if waited_s > look_s:
+                look_s = waited_s + _LIVENESS_S
+                if not self._alive[peer].is_alive() and words[_ARRIVED] < number:
+                    raise TransportError(
+                        f"rank {self.members[peer]} is gone; rank {self.rank} waited for it to end its step"
+                    )
+                if waited_s > self._posts.timeout_s:
+                    raise TransportError(
+                        f"rank {self.rank} waited {waited_s:.0f} s for rank {self.members[peer]} at the end of a step; every "
+                        "rank must make the same transactions in the same order"
+                    )
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+
+    # ---- with one ----
+
+    def check(self, number: int) -> None:
+        """Raise StepError if a rank has failed in step ``number``, or for good; asks the store once in a while."""
+        if self._words:
+            self._check_words(number)
+            return
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_S:
+            self._looked = now
+            if self._posts.store.check([self._key(number, "order")]) or self.ended() is not None:
+                raise StepError(f"another rank has failed; rank {self.rank} stops its step")
+
+    def _check_words(self, number: int) -> None:
+        for peer in self._posts.peers():
+            if self._words[peer][_FAILED] == number or self._words[peer][_ENDED]:
+                raise StepError(f"rank {self.members[peer]} has failed; rank {self.rank} stops its step")
+
+    def end(self, report: Report) -> None:
+        """Say that no step can be undone any more, because of ``report``, and leave the others' collectives."""
+        if self.ended() is None:
+            self._posts.store.set(f"{self._posts.prefix}/ended", report.to_text())
+        if self._words:
+            self._words[self._mine][_ENDED] = 1
+        self._leave_collectives()
+
+    def ended(self) -> Report | None:
+        """Return why no step can be undone any more; None if all is well."""
+        text = self._posts.store.peek(f"{self._posts.prefix}/ended")
+        return None if text is None else Report.from_text(text)
+
+    def _leave_collectives(self) -> None:
+        break_off_all(self.members)
+
+    def claim(self, number: int) -> int:
+        """Say that this rank has failed in step ``number``; return how many have said so by now."""
+        if self._words:
+            self._words[self._mine][_FAILED] = number
+        self._posts.post(f"{number - 1}/committed", "")
+        return self._posts.store.add(self._key(number, "order"), 1)
+
+    def was_committed(self, number: int) -> bool:
+        """Return True if some rank has gone on from step ``number``: then all had come to its end."""
+        return any(
+            self._posts.store.check([f"{self._posts.prefix}/{number}/committed/{r}"]) for r in self._posts.peers()
+        )
+
+    def hear(self, number: int, mine: Report) -> Report | None:
+        """Report ``mine``, and return the first cause once all ranks have reported; None if the step was committed, after all.
+
+        Closes this rank's connections, so that nobody waits for it in a collective.
+        Raises: TransportError on every rank if one is gone, or does not report in time.
+        """
+        posts = self._posts
+        posts.post(f"{number}/report", mine.to_text())
+        self._leave_collectives()
+
+        def is_enough(_: Mapping[int, str]) -> bool:
+            return (mine.follows and self.was_committed(number)) or self.ended() is not None
+
+        found = posts.collect(f"{number}/report", range(posts.size), is_enough=is_enough)
+        if len(found) < posts.size:
+            ended = self.ended()
+            if ended is not None:
+                return ended
+            if mine.follows and self.was_committed(number):
+                return None
+            absent = [rank for rank in range(posts.size) if rank not in found]
+            late = (
+                f"{posts.named(absent)} did not finish its step within {posts.timeout_s:g} s of rank "
+                f"{mine.rank}, which failed: {mine.kind}: {mine.text}"
+            )
+            raise self._named(absent, late)
+        return first_cause(Report.from_text(text) for text in found.values())
+
+    def meet_again(self, number: int, problem: str) -> None:
+        """Wait until all ranks are where they were before step ``number``.
+
+        ``problem``: what kept this rank from it.  Raises: TransportError on every rank if one has a problem or is gone.
+        """
+        posts = self._posts
+        posts.post(f"{number}/back", problem)
+        found = posts.collect(f"{number}/back", range(posts.size))
+        absent = [rank for rank in range(posts.size) if rank not in found]
+        if absent:
+            late = f"{posts.named(absent)} did not undo its step within {posts.timeout_s:g} s"
+            raise self._named(absent, late)
+        wrong = {posts.members[rank]: text for rank, text in found.items() if text}
+        if wrong:
+            what = "; ".join(f"rank {rank}: {text}" for rank, text in wrong.items())
+            raise TransportError(f"the step could not be undone on all ranks; start again from a checkpoint. {what}")
+
+    def _named(self, absent: Sequence[int], late: str) -> TransportError:
+        gone = self._posts.gone(absent)
+        if not gone:
+            return TransportError(self._posts.absence(absent, late))
+        names = [self._posts.members[rank] for rank in gone]
+        return TransportError(
+            f"rank {names[0]} is gone in a transaction{cited(self._posts.notes, names)}; what the others hold of the step is "
+            "not undone. Start again from a checkpoint (shardwise train --max-restarts does)"
+        )
+
+    def _key(self, number: int, what: str) -> str:
+        return f"{self._posts.prefix}/{number}/{what}"
+
+
+# ---- What the transactions over one model share: the ranks, the number of the running one, and the state before it.
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What users want of the transactions over a model.
+
+    Attributes:
+        also: objects with state dicts, and "rng" for random numbers, to be put back, too.
+        undoes_optimizer: a fault in the optimizer's step can be undone, for copies of what it changes.  Else ranks agree before
+            it, and nothing is copied.
+    """
+
+    also: tuple[Any, ...]
+    undoes_optimizer: bool
+
+
+class Ledger:
+    """Keeps the state before each step of ``model`` and ``optimized``; all ranks of the job take part.
+
+    Making one is collective.  Raises: ConfigError for groups whose collectives cannot be ended from outside.
+
+    Attributes:
+        agreement: how the ranks agree; None without other ranks.
+        number: of transactions begun.  is_open: one runs.  is_agreed: all ranks have come to the optimizer's step of it, which
+            cannot be undone.
+        num_bytes: copied in the last one.
+    """
+
+    def __init__(self, model: nn.Module, optimized: Sequence[Optimized], wanted: Wanted) -> None:
+        check_others(wanted.also)
+        self.agreement = _agreement()
+        self.number = self.num_bytes = 0
+        self.is_open = self.is_agreed = False
+        self._wanted = wanted
+        self._model = weakref.ref(model)
+        self._ddps = [weakref.ref(each) for each in model.modules() if isinstance(each, DistributedDataParallel)]
+        self._units, self._buffers, self._gradients = KeptUnits(model), KeptBuffers(model), KeptGradients()
+        self._optimizers = {id(each.outer): KeptOptimizer(each) for each in optimized}
+        self._undo_others: list[Undo] = []
+        this: weakref.ref[Ledger] = weakref.ref(self)
+        for each in optimized:
+            end = watch(each.outer, lambda optimizer: _before_step(this, optimizer))
+            weakref.finalize(self, end).atexit = False
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that users step."""
+        return [each.optimized.outer for each in self._optimizers.values()]
+
+    def is_for(self, optimizers: Sequence[Optimizer], wanted: Wanted) -> bool:
+        """Return True if this one keeps just these, over the ranks that there are now."""
+        mine = self._wanted
+        same = list(self._optimizers) == [id(each) for each in optimizers]
+        same = same and [id(each) for each in mine.also] == [id(each) for each in wanted.also]
+        same = same and mine.undoes_optimizer == wanted.undoes_optimizer
+        return same and (self.agreement.group if self.agreement is not None else None) is _several_ranks()
+
+    # ---- one transaction ----
+
+    def begin(self) -> None:
+        """Keep the state of now.  Raises: StateError inside another transaction, or with gradients on their way."""
+        if self.is_open:
+            raise StateError("a transaction over this model runs already; leave it first")
+        note("transaction")
+        for ddp in self._living_ddps():
+            members = self.agreement.members if self.agreement is not None else (0,)
+            mine = self.agreement.rank if self.agreement is not None else 0
+            naming_lost_peers(
+                lambda ddp=ddp: torch_private.settle_buckets(ddp), "a transaction cannot begin", members, mine
+            )
+        self.num_bytes = self._units.keep() + self._buffers.keep() + self._gradients.keep(list(self._holders()))
+        for each in self._optimizers.values():
+            each.begin()
+        self._undo_others = keep_others(self._wanted.also)
+        self.number += 1
+        self.is_open = True
+        agreement, number = self.agreement, self.number
+        if agreement is not None:
+            store.listen(lambda: agreement.check(number))
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Keep the parameters and the state of ``optimizer``, which is about to change them, or agree that it may.
+
+        Raises: like :meth:`Agreement.arrive`.
+        """
+        if self.is_open and not self._wanted.undoes_optimizer:
+            if self.agreement is not None and not self.is_agreed:
+                self.agreement.arrive(self.number)
+            self.is_agreed = True
+        elif self.is_open:
+            self.num_bytes += self._optimizers[id(optimizer)].before_step()
+
+    def close(self) -> None:
+        """End it, one way or the other."""
+        self.is_open = self.is_agreed = False
+        store.leave()
+        self._undo_others = []
+        self._gradients.let_go()
+        for each in self._optimizers.values():
+            each.let_go()
+
+    def undo(self) -> None:
+        """Bring this rank back to the state before; waits for nobody."""
+        self._units.put_back()
+        for ddp in self._living_ddps():
+            torch_private.reset_reducer(ddp)
+        for each in self._optimizers.values():
+            each.put_back()
+        self._gradients.put_back()
+        self._buffers.put_back()
+        for undo in self._undo_others:
+            undo()
+
+    def reconnect(self) -> None:
+        """Make the groups anew, and number what ranks post from one again.  Collective."""
+        if self.agreement is not None:
+            for group in groups_within(self.agreement.members):
+                mend(group)
+                send_recv.drop(group)
+            begin_era(self.agreement.members)
+
+    def _living_ddps(self) -> list[DistributedDataParallel]:
+        return [ddp for ref in self._ddps if (ddp := ref()) is not None]
+
+    def _holders(self) -> Iterator[torch.Tensor]:
+        model = self._model()
+        params = list(model.parameters()) if model is not None else []
+        params += [param for each in self.optimizers for group in each.param_groups for param in group["params"]]
+        for param in {id(param): param for param in params}.values():
+            yield from holders_of(param)
+
+
+def _before_step(ledger_ref: weakref.ref[Ledger], optimizer: Optimizer) -> None:
+    ledger = ledger_ref()
+    if ledger is not None:
+        ledger.before_step(optimizer)
+
+
+def _several_ranks() -> dist.ProcessGroup | None:
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return world if world is not None and world.size() > 1 and dist.get_backend(world) != "fake" else None
+
+
+def _agreement() -> Agreement | None:
+    world = _several_ranks()
+    if world is None:
+        return None
+    for group in torch_private.all_groups():
+        if group.size() > 1 and not torch_private.is_only_gloo(group):
+            raise ConfigError(
+                f"a transaction needs groups whose collectives end when a rank leaves; group {group.group_name} talks "
+                f"{dist.get_backend(group)}, which waits in kernels that nobody can take back. Use gloo, or restart from a "
+                "checkpoint (shardwise train --max-restarts)"
+            )
+    return Agreement(world)
+
+
+# ---- One step in a transaction: the object that users hold in ``with``.
+
+Types = tuple[type[BaseException], ...]
+Outcome = Literal["running", "committed", "again", "skipped", "undone", "lost"]
+
+
+class Transaction:
+    """A step that happens on all ranks or on none.
+
+    Attributes:
+        outcome: "committed": it was made, on all ranks.  On none: "again": it is to be made once more; "skipped"; "undone":
+            its exception was raised.  "lost": it ended within an optimizer's step that was not to be undone.
+        cause: what ended it, if an exception did: its rank, class, text and place, as the error on other ranks says it.
+        num_bytes: copied to keep the state before it.
+    """
+
+    def __init__(self, ledger: Ledger, retry: Types, skip: Types) -> None:
+        self._ledger, self._retry, self._skip = ledger, retry, skip
+        self.outcome: Outcome = "running"
+        self.cause: StepError | None = None
+
+    @property
+    def again(self) -> bool:
+        """True if an exception of a type in ``retry`` has undone it: all ranks are to make it once more."""
+        return self.outcome == "again"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes copied to keep the state before the last transaction."""
+        return self._ledger.num_bytes
+
+    def reject(self, reason: str) -> NoReturn:
+        """Give this step up, on all ranks.  Raises: RejectedStep."""
+        raise RejectedStep(reason)
+
+    def __enter__(self) -> Transaction:
+        self._ledger.begin()
+        self.outcome, self.cause = "running", None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        ledger = self._ledger
+        try:
+            if error is None:
+                error = self._arrive()
+            if error is None:
+                self.outcome = "committed"
+                return False
+            return self._fail(error, is_own=kind is not None)
+        finally:
+            ledger.close()
+            del error, trace  # they refer to this frame
+
+    def _arrive(self) -> BaseException | None:
+        agreement = self._ledger.agreement
+        try:
+            if agreement is not None and not self._ledger.is_agreed:
+                agreement.arrive(self._ledger.number)
+        except BaseException as error:
+            return error
+        return None
+
+    def _fail(self, error: BaseException, is_own: bool) -> bool:
+        """Undo the step with all ranks; return True if nobody is to hear of it."""
+        ledger, agreement = self._ledger, self._ledger.agreement
+        store.leave()  # from here on all ranks meet
+        if ledger.is_agreed:
+            self._end(error)
+        cause = self._report(error)
+        mine = cause.order
+        if agreement is not None:
+            found = agreement.hear(ledger.number, cause)
+            if found is None:
+                self.outcome = "committed"
+                if not isinstance(error, Exception):
+                    raise error
+                return False
+            mine, cause = cause.order, found
+        if cause.choice == "end":
+            self._raise_end(cause, error)
+        is_hidden = cause.choice != "raise"
+        if is_hidden:
+            traceback.clear_frames(error.__traceback__)  # they hold activations
+        self._go_back()
+        self.cause = StepError(_text_of(cause), cause.rank, cause.kind, cause.text, cause.place)
+        self.outcome = "undone" if not is_hidden else "skipped" if cause.choice == "skip" else "again"
+        if is_hidden or (is_own and mine == cause.order):
+            return is_hidden  # raised again as it is, if it is
+        raise self.cause from error
+
+    def _end(self, error: BaseException) -> NoReturn:
+        """Raise that a step has ended that cannot be undone, on this rank and on all that hear of it."""
+        agreement = self._ledger.agreement
+        known = None if agreement is None else agreement.ended()
+        if known is not None:
+            self._raise_end(known, error)
+        rank = 0 if agreement is None else agreement.rank
+        cause = make_report(error, rank, 1, "end")
+        if agreement is not None:
+            agreement.end(cause)
+        self._raise_end(cause, error)
+
+    def _raise_end(self, cause: Report, error: BaseException) -> NoReturn:
+        self.outcome = "lost"
+        text = (
+            f"rank {cause.rank} raised {cause.kind} at {cause.place}: {cause.text}\nAll ranks had agreed on the optimizer's "
+            "step, which undoes_optimizer=False does not undo: parameters may differ between ranks. Start again from a "
+            "checkpoint, or use undoes_optimizer=True"
+        )
+        self.cause = StepError(text, cause.rank, cause.kind, cause.text, cause.place)
+        raise self.cause from error
+
+    def _report(self, error: BaseException) -> Report:
+        ledger, agreement = self._ledger, self._ledger.agreement
+        order = 1 if agreement is None else agreement.claim(ledger.number)
+        rank = 0 if agreement is None else agreement.rank
+        return make_report(error, rank, order, self._choice(error))
+
+    def _choice(self, error: BaseException) -> Choice:
+        if isinstance(error, self._retry):
+            return "retry"
+        return "skip" if isinstance(error, self._skip) else "raise"
+
+    def _go_back(self) -> None:
+        ledger, agreement = self._ledger, self._ledger.agreement
+        problem: Exception | None = None
+        try:
+            ledger.undo()
+        except Exception as found:
+            problem = found
+        try:
+            if agreement is not None:
+                agreement.meet_again(ledger.number, "" if problem is None else f"{type(problem).__name__}: {problem}")
+            elif problem is not None:
+                raise problem
+        finally:
+            del problem
+        ledger.reconnect()
+
+
+def _text_of(cause: Report) -> str:
+    return (
+        f"rank {cause.rank} raised {cause.kind} at {cause.place}: {cause.text}\nAll ranks have undone the step: parameters, "
+        "gradients, buffers and optimizer state are those before it. To go on without a word, name the exception in retry= or "
+        "skip= of shardwise.transaction"
+    )
+
+
+# By model: who writes ``with shardwise.transaction(...)`` around every step meets the other ranks once, not in each.
+_ledgers: weakref.WeakKeyDictionary[nn.Module, Ledger] = weakref.WeakKeyDictionary()
+
+
+def transaction(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    retry: Types | type[BaseException] = (),
+    skip: Types | type[BaseException] = (),
+    also: Sequence[Any] = (),
+    undoes_optimizer: bool = True,
+) -> Transaction:
+    """Return a context for one step (data, forward, backward, optimizer) that happens on all ranks, or on none.
+
+    If a rank raises inside, all ranks hear of it within about a second, wherever they wait, and go back to the state before:
+    parameters, gradients that had been accumulated, buffers, state and options of the optimizer.  Then they go on together,
+    or raise together: the exception itself where it was raised, :class:`shardwise.StepError` (rank, class, text, place) on
+    the others.  A rank whose process has ended is not undone: :class:`shardwise.TransportError` names it on all.
+
+    Args:
+        model: with any of the doors of this package, in torch's DistributedDataParallel, or plain on one rank.
+        optimizer: what steps inside the block, one or several.
+        retry: exceptions after which all ranks go on, and ``step.again`` says that the step is to be made once more.
+        skip: exceptions after which all ranks go on without the step.
+        also: what else is put back: a ``GradScaler``, schedules, anything with ``state_dict`` and ``load_state_dict``;
+            "rng" for random numbers, of torch (CPU and accelerator), ``random`` and numpy.
+        undoes_optimizer: False: nothing is copied for the optimizer's step.  Ranks agree right before it that all have come so
+            far, and whoever raises within it, or after it, ends the job: :class:`shardwise.StepError` on all ranks.
+
+    All ranks of the job make the same transactions.  Parameters are changed by the optimizer alone.
+    Cost: one agreement per step; copies of buffers at its begin, and of gradients that are there then (call ``zero_grad``
+    before the block); of this rank's parameters and optimizer state when the optimizer steps (``step.num_bytes``).  The
+    memory of the copies is kept from step to step.
+    Raises: ConfigError for groups of other backends than gloo, and for an optimizer that steps inside backward; StateError in
+    a transaction over the same model.
+
+    Example:
+        >>> import torch
+        >>> from shardwise import RejectedStep
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> for batch in torch.ones(2, 3, 2), torch.full((3, 2), float("nan")):
+        ...     with transaction(model, optimizer, skip=RejectedStep) as step:
+        ...         optimizer.zero_grad()
+        ...         loss = model(batch).sum()
+        ...         if loss.isnan():
+        ...             step.reject("the loss is NaN")
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...     print(step.outcome)
+        committed
+        skipped
+    """
+    optimizers = distinct([optimizer] if isinstance(optimizer, Optimizer) else list(optimizer))
+    wanted = Wanted(tuple(also), undoes_optimizer)
+    ledger = _ledgers.get(model)
+    if ledger is None or not ledger.is_for(optimizers, wanted):
+        ledger = _ledgers[model] = Ledger(model, [_optimized(each) for each in optimizers], wanted)
+    return Transaction(ledger, _types(retry, "retry"), _types(skip, "skip"))
+
+
+def _types(given: Any, name: str) -> Types:
+    found = (given,) if isinstance(given, type) else tuple(given)
+    wrong = [each for each in found if not (isinstance(each, type) and issubclass(each, BaseException))]
+    if wrong:
+        raise ConfigError(f"{name}= takes classes of exceptions; found {wrong[0]!r}")
+    return found
+
+
+def _optimized(optimizer: Optimizer) -> Optimized:
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        if optimizer.overlap_with_ddp:
+            raise ConfigError(
+                "an optimizer made with overlap_with_ddp=True steps inside backward, bucket by bucket: there is no moment "
+                "before its step at which all is as it was; make it without overlap to use transactions"
+            )
+        if optimizer.overlap_grad_reduce or optimizer.overlap_param_gather:
+            raise ConfigError(
+                "an optimizer made with overlap_grad_reduce=True or overlap_param_gather=True has gradients and parameters on "
+                "their way beyond backward and step(), which cannot be put back; make it without them to use transactions"
+            )
+        shares = share_stepper(optimizer)
+        return Optimized(optimizer, optimizer.optim, shares.mark, shares.renew)
+    if isinstance(optimizer, ShardedOptimizer):
+        stepper = stepper_of(optimizer)
+        return Optimized(optimizer, stepper.optimizer, stepper.mark, _nothing)
+    return optimized_as_it_is(optimizer)
+
+
+def _nothing() -> None:
+    return None

@@ -1,1 +1,0 @@
-"""What a step moves: units, their parameters, shards, gradients and memory."""

@@ -1,0 +1,637 @@
+"""Which rank updates which elements, where parameters lie in memory, and the broadcasts that follow from both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, TypeGuard
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise import torch_private
+from shardwise.collectives.buffer_pool import are_neighbours, carve, is_own
+from shardwise.collectives.owned import Broadcast, BufferOffset, Owned, plan_broadcasts
+from shardwise.consistency.agreement import Board
+from shardwise.errors import ArgumentTypeError, ConfigError, LayoutError
+from shardwise.layout import OwnedSlice, add_loads, even_pieces, runs_of, whole_pieces
+from shardwise.optim.pieces import MakeOptimizer, Members, is_sharded, is_sharded_tensor
+from shardwise.optim.state_dict import copy_options, options_of, step_in_sync
+from shardwise.optim.sums import why_not_cut
+
+# ---- What ZeroRedundancyOptimizer accepts: checks of its arguments, with the errors of torch's class of that name.
+
+Partition = Literal["whole", "even"]
+FUNCTIONAL_MODULES = "torch.distributed.optim.functional_"
+
+
+def checked_params(params: object) -> list[torch.Tensor] | list[dict[str, Any]]:
+    """Return ``params`` as a list that can be read twice.
+
+    Raises: TypeError for a tensor, something not iterable or mixed element types; ConfigError (a ValueError) for no
+    parameters or a group without "params".
+    """
+    if isinstance(params, torch.Tensor):
+        raise ArgumentTypeError(f"`params` argument should be an iterable of Tensors, but got {torch.typename(params)}")
+    if not isinstance(params, Iterable):
+        raise ArgumentTypeError(
+            f"`params` argument should be an iterable of Tensors or dicts, but got {torch.typename(params)}"
+        )
+    found = list(params)
+    if not found:
+        raise ConfigError("ZeroRedundancyOptimizer got an empty parameter list")
+    if _all_tensors(found):
+        return found
+    if _all_dicts(found):
+        for group in found:
+            if "params" not in group:
+                raise ConfigError(
+                    "Each parameter group passed-in via `params` must have a 'params' key mapping to the parameters "
+                    f"in the group; found the keys {sorted(group)}"
+                )
+        return [{**group, "params": _as_tensors(group["params"])} for group in found]
+    kinds = sorted({torch.typename(item) for item in found})
+    raise ArgumentTypeError(
+        f"`params` argument should be an iterable of Tensors or dicts, but got {' and '.join(kinds)}"
+    )
+
+
+def flatten_groups(params: Sequence[torch.Tensor] | Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+    """Return all tensors of :func:`checked_params`'s result in order."""
+    found: list[torch.Tensor] = []
+    for item in params:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        else:
+            found.extend(item["params"])
+    return found
+
+
+def check_dense(tensors: Sequence[torch.Tensor], mixed_dtypes: bool) -> None:
+    """Raises: ConfigError for sharded and sparse tensors, and for several dense types unless ``mixed_dtypes``."""
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor) or is_sharded_tensor(tensor):
+            raise ConfigError(_not_plain(index, tensor))
+        if tensor.layout != torch.strided:
+            raise ConfigError(
+                "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got "
+                f"{torch.typename(tensor)} (layout {tensor.layout})"
+            )
+    names = list(dict.fromkeys(f"{torch.typename(tensor)}" for tensor in tensors))
+    if len(names) > 1 and not mixed_dtypes:
+        raise ConfigError(
+            "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got both "
+            f"{names[0]} and {names[1]}; pass mixed_dtypes=True to shard them together"
+        )
+
+
+def check_overlap(overlap_with_ddp: bool, overlap_grad_reduce: bool) -> None:
+    """Raises: ConfigError where two would reduce the same gradients."""
+    if overlap_with_ddp and overlap_grad_reduce:
+        raise ConfigError(
+            "overlap_grad_reduce=True is for loops without DDP, and with overlap_with_ddp=True DDP's buckets reduce the "
+            "gradients: pass one of them. hook_with_zero_step(..., reduce='owner') sends gradients to their owners in DDP"
+        )
+
+
+def _not_plain(index: int, tensor: torch.Tensor) -> str:
+    kind = f"a DTensor with placements {tensor.placements}" if isinstance(tensor, DTensor) else "a ShardedTensor"
+    cause = (
+        "the optimizer state is sharded already, like the parameters that it belongs to"
+        if is_sharded(tensor)
+        else "every rank holds it whole, but as a DTensor (replicate() makes them), and owners take plain tensors"
+    )
+    return (
+        f"parameter {index} of shape {tuple(tensor.shape)} is {kind}: {cause}. Use the plain optimizer on it, or "
+        "shardwise.ShardedOptimizer(dict(model.named_parameters()), ...); ZeroRedundancyOptimizer is for models whose "
+        "parameters are plain tensors, under DistributedDataParallel or with reduce_gradients()"
+    )
+
+
+def checked_optimizer_class(optimizer_class: type[Any], overlap_with_ddp: bool) -> type[Optimizer]:
+    """Return the optimizer class to build; torch's functional twins (only with overlap) become the class they mirror.
+
+    Raises: ConfigError for a functional optimizer without overlap or one without a plain twin.
+    """
+    if not optimizer_class.__module__.startswith(FUNCTIONAL_MODULES):
+        return optimizer_class
+    if not overlap_with_ddp:
+        raise ConfigError(f"Passing in a functional optimizer {optimizer_class} when `overlap_with_ddp=False`")
+    plain = getattr(torch.optim, optimizer_class.__name__.removeprefix("_Functional"), None)
+    if plain is None:
+        raise ConfigError(f"{optimizer_class} has no plain twin in torch.optim; pass a torch.optim class")
+    return plain
+
+
+def check_partition(
+    partition: object,
+    optimizer_class: type[Optimizer],
+    params: Sequence[torch.Tensor] | Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+) -> None:
+    """Try the optimizer on small tensors, whole and cut in two: ``partition="even"`` needs the same result.
+
+    ``params``: those of :func:`checked_params`; the options of the first group are tried.
+    Raises: ConfigError if the results differ, the optimizer refuses pieces, or there is no such partition.
+    """
+    if partition not in ("whole", "even"):
+        raise ConfigError(f"partition is {partition!r}, expected 'whole' or 'even'")
+    if partition == "whole":
+        return
+    options = {**defaults, **(options_of(params[0]) if isinstance(params[0], Mapping) else {})}
+    name = optimizer_class.__name__
+    advice = f"{name} does not treat every element alone; use partition='whole'"
+    try:
+        device = flatten_groups(params)[0].device
+        reason = why_not_cut(lambda groups: optimizer_class(groups, **options), {}, device)
+    except Exception as error:
+        raise ConfigError(f"partition='even' cannot be used: {advice} ({error})") from error
+    if reason is not None:
+        raise ConfigError(f"partition='even' would change the result: {name} {reason}; {advice}")
+
+
+def agree_on(board: Board, what: str, facts: Callable[[], list[str]]) -> None:
+    """Return once ``facts``, which may do more, has returned the same on every rank.  Collective.
+
+    Raises: what ``facts`` raises on this rank; DesyncError if it raised or returned something else on another.
+    """
+    found: list[str] = []
+    error: Exception | None = None
+    try:
+        found = facts()
+    except Exception as raised:
+        error = raised
+    try:
+        board.agree(what, found, error)
+    finally:
+        del error  # an error and the frame it was raised in would keep each other, and the group, alive
+
+
+def describe_params(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the facts about parameter groups that must be equal on all ranks, one line each."""
+    total = sum(len(group["params"]) for group in groups)
+    lines = [f"{len(groups)} parameter group(s) with {total} parameters"]
+    for index, group in enumerate(groups):
+        for place, tensor in enumerate(group["params"]):
+            frozen = "" if tensor.requires_grad else ", frozen"
+            lines.append(f"group {index} parameter {place} of shape {tuple(tensor.shape)}, {tensor.dtype}{frozen}")
+    return lines
+
+
+def _all_tensors(items: list[Any]) -> TypeGuard[list[torch.Tensor]]:
+    return all(isinstance(item, torch.Tensor) for item in items)
+
+
+def _all_dicts(items: list[Any]) -> TypeGuard[list[dict[str, Any]]]:
+    return all(isinstance(item, dict) for item in items)
+
+
+def _as_tensors(params: object) -> list[torch.Tensor]:
+    if isinstance(params, torch.Tensor):
+        return [params]
+    if isinstance(params, Iterable) and not isinstance(params, set | frozenset):
+        found = list(params)
+        if _all_tensors(found):
+            return found
+    raise ArgumentTypeError(
+        f"'params' of a group should be a Tensor or an ordered iterable of them, but got {type(params)}"
+    )
+
+
+# ---- The pieces a rank updates: views of parameters in memory order, their gradients, and flat buffers under them.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalPiece:
+    """A piece that this rank updates.
+
+    ``tensor`` is what the local optimizer holds: the parameter itself when the piece is all of it and the partition is
+    "whole", else a 1-D leaf view of its memory (0-D for a 0-D parameter).
+    """
+
+    piece: OwnedSlice
+    param: torch.Tensor
+    tensor: torch.Tensor
+
+    @property
+    def is_param(self) -> bool:
+        """True if the local optimizer holds the parameter itself."""
+        return self.tensor is self.param
+
+
+def partition_groups(
+    groups: Sequence[Mapping[str, Any]], kind: Partition, num_ranks: int
+) -> tuple[tuple[OwnedSlice, ...], ...]:
+    """Return the pieces of each group; ``OwnedSlice.tensor`` counts over all groups.
+
+    Groups are dealt one after the other onto the loads of those before, so a group added later moves nothing.  What is
+    cut evenly is cut run by run: all ranks have some of what travels at once, so that all of them send at all times.
+    """
+    loads: tuple[int, ...] = (0,) * num_ranks
+    offset = 0
+    found: list[tuple[OwnedSlice, ...]] = []
+    for group in groups:
+        numels = [tensor.numel() for tensor in group["params"]]
+        of_group: list[OwnedSlice] = []
+        for run in [range(len(numels))] if kind == "whole" else runs_of(numels, num_ranks):
+            own = [numels[index] for index in run]
+            pieces = (whole_pieces if kind == "whole" else even_pieces)(own, num_ranks, loads)
+            loads = add_loads(loads, pieces)
+            first = offset + run.start
+            of_group += [OwnedSlice(p.tensor + first, p.owner, p.start, p.stop) for p in pieces]
+        found.append(tuple(of_group))
+        offset += len(numels)
+    return tuple(found)
+
+
+def runs_of_groups(groups: Sequence[Mapping[str, Any]], num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the parameters that travel together, by number, in the order of the groups; no run is of two groups."""
+    runs: list[tuple[int, ...]] = []
+    offset = 0
+    for group in groups:
+        numels = [tensor.numel() for tensor in group["params"]]
+        runs += [tuple(offset + index for index in run) for run in runs_of(numels, num_ranks) if len(run)]
+        offset += len(numels)
+    return tuple(runs)
+
+
+def make_local(piece: OwnedSlice, param: torch.Tensor, kind: Partition) -> LocalPiece:
+    """Return the piece with the tensor that the local optimizer updates."""
+    if kind == "whole":
+        return LocalPiece(piece, param, param)
+    view = view_of(piece, param)
+    torch_private.give_attributes(torch_private.attributes_of(param), view)
+    return LocalPiece(piece, param, view)
+
+
+def view_of(piece: OwnedSlice, param: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``piece`` as a tensor on ``param``'s memory, 1-D (0-D for a 0-D parameter)."""
+    if param.dim() == 0:
+        return param.detach()
+    return flat_view(param.detach())[piece.start : piece.stop].detach()  # without the base that a view keeps for ever
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` as a 1-D view in memory order (channels-last and transposed included).
+
+    Raises: LayoutError if it has gaps or overlaps in memory.
+    """
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    ordered = tensor.permute(memory_order(tensor))
+    if not ordered.is_contiguous():
+        raise LayoutError(
+            f"a tensor of shape {tuple(tensor.shape)} has strides {tensor.stride()}, which leave gaps or overlap; "
+            "pass parameters made with .contiguous()"
+        )
+    return ordered.view(-1)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return True if ``tensor`` has neither gaps nor overlaps in memory, in whatever order its elements lie."""
+    return tensor.is_contiguous() or tensor.permute(memory_order(tensor)).is_contiguous()
+
+
+def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` (shape of ``param``) as 1-D in the memory order of ``param``; a copy only if strides differ."""
+    if param.is_contiguous():
+        return tensor.reshape(-1)
+    return tensor.permute(memory_order(param)).reshape(-1)
+
+
+def elements_of(piece: OwnedSlice, param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``tensor`` (shape of ``param``) that belong to ``piece``, 1-D in the order of ``param``."""
+    return flat_like(tensor, param)[piece.start : piece.stop]
+
+
+def gradient_for(local: LocalPiece, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the part of the parameter's ``gradient`` that belongs to the piece, shaped like its tensor."""
+    if local.is_param or local.param.dim() == 0:
+        return gradient
+    return elements_of(local.piece, local.param, gradient)
+
+
+def owned_views(
+    pieces: Iterable[OwnedSlice],
+    params: Sequence[torch.Tensor],
+    places: Mapping[int, BufferOffset] | None = None,
+    moving: Sequence[bool] | None = None,
+) -> list[Owned]:
+    """Return 1-D views of the moving pieces (default: those that train), neighbours of one owner next to each other.
+
+    ``places``: where :func:`pack_params` meant the parameters to lie; None: they lie alike on all ranks.
+    """
+    moving = [param.requires_grad for param in params] if moving is None else moving
+    found = [
+        Owned(piece.owner, view_of(piece, params[piece.tensor]).view(-1), _place(piece, places))
+        for piece in pieces
+        if moving[piece.tensor]
+    ]
+    return sorted(found, key=lambda item: (item.owner, str(item.tensor.dtype), str(item.tensor.device)))
+
+
+def _place(piece: OwnedSlice, places: Mapping[int, BufferOffset] | None) -> BufferOffset | None:
+    if places is None:
+        return None
+    place = places.get(piece.tensor, BufferOffset(-1 - piece.tensor, 0))  # not packed: next to nothing
+    return BufferOffset(place.buffer, place.offset + piece.start)
+
+
+def pack_params(
+    pieces_of_groups: Sequence[Sequence[OwnedSlice]],
+    params: Sequence[torch.Tensor],
+    kind: Partition,
+    moving: Sequence[bool] | None = None,
+    packed: Container[int] = (),
+) -> dict[int, BufferOffset]:
+    """Lay parameters one after the other, so that a rank's pieces are neighbours; return where each is to lie.
+
+    One buffer per owner (whole) or group (even), dtype and device.  A parameter whose memory somebody else may hold
+    (an alias, a state dict, another process) stays where it is: the places are the same on every rank all the same.
+    ``moving``: which parameters to lay out (default: those that train).  ``packed``: those that lie in buffers of an
+    earlier call; of them the others get memory of their own, so that no earlier buffer lives on for their sake.
+    """
+    moving = [param.requires_grad for param in params] if moving is None else moving
+    buffers: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+    for number, pieces in enumerate(pieces_of_groups):
+        for piece in pieces:
+            param = params[piece.tensor]
+            if not moving[piece.tensor]:
+                if piece.tensor in packed and not is_held(param):
+                    param.data = param.detach().clone()
+                continue
+            key = (piece.owner if kind == "whole" else number, param.dtype, param.device)
+            members = buffers.setdefault(key, [])
+            if piece.tensor not in members[-1:]:  # the pieces of one tensor come one after the other
+                members.append(piece.tensor)
+    places: dict[int, BufferOffset] = {}
+    for number, members in enumerate(buffers.values()):
+        offset = 0
+        for index in members:
+            places[index] = BufferOffset(number, offset)
+            offset += params[index].numel()
+        _pack([params[index] for index in members])
+    return places
+
+
+def is_held(param: torch.Tensor) -> bool:
+    """Return True if others than ``param`` may read or write its memory, and would lose sight of it if it moved."""
+    storage = param.untyped_storage()
+    return torch_private.storage_use_count(storage) > 1 or (param.device.type == "cpu" and storage.is_shared())
+
+
+def _pack(members: Sequence[torch.Tensor]) -> None:
+    for param in members:
+        flat_view(param.detach())  # refuses memory with gaps before anything is moved
+    movable = [param for param in members if not is_held(param)]
+    if are_neighbours([flat_view(param.detach()) for param in movable]) and all(is_own(param) for param in movable):
+        return
+    buffer = movable[0].new_empty(sum(param.numel() for param in movable), requires_grad=False)
+    offset = 0
+    for param in movable:
+        place = carve(buffer, offset, param.shape, param.stride())
+        place.copy_(param.detach())
+        param.data = place
+        offset += param.numel()
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """Return the dims of ``tensor`` from the one that moves furthest in memory to the one that moves least."""
+    return sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """The parameters of all ranks in pieces, and the pieces that are this rank's.
+
+    Attributes:
+        params: in the order of the groups; ``OwnedSlice.tensor`` is an index into them.
+        by_param: the pieces of each parameter.
+        runs: the numbers of the parameters that travel together, in their order.
+    """
+
+    params: tuple[torch.Tensor, ...]
+    partition: Partition
+    num_ranks: int
+    rank: int
+    pieces_of_groups: tuple[tuple[OwnedSlice, ...], ...]
+    local_pieces: tuple[LocalPiece, ...]
+    by_param: tuple[tuple[OwnedSlice, ...], ...]
+    local_by_param: tuple[tuple[LocalPiece, ...], ...]
+    runs: tuple[tuple[int, ...], ...]
+
+    @property
+    def pieces(self) -> list[OwnedSlice]:
+        """All ranks' pieces, in the order of the groups."""
+        return [piece for pieces in self.pieces_of_groups for piece in pieces]
+
+    def pieces_of(self, indices: Iterable[int]) -> list[OwnedSlice]:
+        """Return all ranks' pieces of these parameters, in the order of :attr:`params`."""
+        return [piece for index in sorted(indices) for piece in self.by_param[index]]
+
+    def local_pieces_of(self, indices: Iterable[int]) -> list[LocalPiece]:
+        """Return this rank's pieces of these parameters, in the same order."""
+        return [local for index in sorted(indices) for local in self.local_by_param[index]]
+
+    def tensors_of_group(self, number: int) -> list[torch.Tensor]:
+        """Return what the local optimizer updates of a group, in the order of :attr:`local_pieces`."""
+        members = set(self.pieces_of_groups[number])
+        return [local.tensor for local in self.local_pieces if local.piece in members]
+
+
+def make_share(
+    groups: Sequence[Mapping[str, Any]], partition: Partition, num_ranks: int, rank: int, former: Share | None = None
+) -> Share:
+    """Return the share of ``rank``; pieces that it had in ``former`` keep their tensors, which have state."""
+    params = flatten_groups(groups)
+    pieces_of_groups = partition_groups(groups, partition, num_ranks)
+    known = {local.piece: local for local in former.local_pieces} if former is not None else {}
+    by_param: list[list[OwnedSlice]] = [[] for _ in params]
+    local_by_param: list[list[LocalPiece]] = [[] for _ in params]
+    local_pieces: list[LocalPiece] = []
+    for piece in (piece for pieces in pieces_of_groups for piece in pieces):
+        by_param[piece.tensor].append(piece)
+        if piece.owner == rank:
+            local = known.get(piece) or make_local(piece, params[piece.tensor], partition)
+            local_pieces.append(local)
+            local_by_param[piece.tensor].append(local)
+    return Share(
+        tuple(params),
+        partition,
+        num_ranks,
+        rank,
+        pieces_of_groups,
+        tuple(local_pieces),
+        tuple(map(tuple, by_param)),
+        tuple(map(tuple, local_by_param)),
+        runs_of_groups(groups, num_ranks),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Where the parameters of a share lay, and which of them were to be sent, when it was made.
+
+    Attributes:
+        trainable: which parameters required gradients.
+        moving: which a step may change: those that train, and frozen ones that still have a gradient.
+        packed: those that lie in buffers of ours.
+        broadcasts: of all of them; the same calls on every rank, wherever a rank's parameters lie.
+    """
+
+    share: Share
+    trainable: tuple[bool, ...]
+    moving: tuple[bool, ...]
+    addresses: tuple[int, ...]
+    places: Mapping[int, Any]
+    packed: frozenset[int]
+    broadcasts: tuple[Broadcast, ...]
+    by_indices: dict[tuple[int, ...], tuple[Broadcast, ...]] = field(default_factory=dict)
+
+    def broadcasts_of(self, indices: Sequence[int]) -> tuple[Broadcast, ...]:
+        """Return the broadcasts of these parameters; planned once."""
+        key = tuple(indices)
+        if key not in self.by_indices:
+            self.by_indices[key] = _plan(self.share, self.share.pieces_of(key), self.moving, self.places)
+        return self.by_indices[key]
+
+
+def trainable_of(params: Iterable[torch.Tensor]) -> tuple[bool, ...]:
+    """Return which parameters require gradients."""
+    return tuple(param.requires_grad for param in params)
+
+
+def moving_of(params: Iterable[torch.Tensor]) -> tuple[bool, ...]:
+    """Return which parameters a step may change: a plain optimizer updates frozen ones too that have a gradient."""
+    return tuple(param.requires_grad or param.grad is not None for param in params)
+
+
+def addresses_of(params: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Return where the parameters start in memory."""
+    return tuple(param.data_ptr() for param in params)
+
+
+def make_layout(share: Share, packs: bool, packed: frozenset[int] = frozenset()) -> Layout:
+    """Plan the broadcasts, and put memory and views in order, for the parameters as they are now.
+
+    ``packs``: keep them in buffers, so that a rank's pieces are neighbours.  ``packed``: those that an earlier layout has
+    moved; that layout must be gone, since its views would count as somebody who holds the memory.
+    """
+    params = share.params
+    moving = moving_of(params)
+    places: Mapping[int, Any] = {}
+    if packs:
+        for local in share.local_pieces:
+            if not local.is_param:
+                local.tensor.data = local.param.new_empty(local.tensor.shape)
+        places = pack_params(share.pieces_of_groups, params, share.partition, moving, packed)
+    for local in share.local_pieces:
+        if not local.is_param:
+            local.tensor.data = view_of(local.piece, local.param)
+    broadcasts = _plan(share, share.pieces, moving, places) if share.num_ranks > 1 else ()
+    trainable, addresses = trainable_of(params), addresses_of(params)
+    return Layout(share, trainable, moving, addresses, places, packed | frozenset(places), broadcasts)
+
+
+def _plan(
+    share: Share, pieces: Iterable[OwnedSlice], moving: Sequence[bool], places: Mapping[int, Any]
+) -> tuple[Broadcast, ...]:
+    return plan_broadcasts(owned_views(pieces, share.params, places, moving))
+
+
+# ---- The optimizer that a rank runs over its share, and the param groups that users see of it.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalOptimizer:
+    """A rank's share of the parameters and the optimizer that updates it.
+
+    Attributes:
+        optim: over the tensors of ``share.local_pieces``, in their order.
+        groups: the param groups that users see, of whole parameters: the live list.
+        members: what is in them.
+        make: builds another optimizer like ``optim``, to be tried out.
+    """
+
+    share: Share
+    optim: Optimizer
+    groups: list[dict[str, Any]]
+    members: Members
+    make: MakeOptimizer
+
+    def with_last_group(self) -> LocalOptimizer:
+        """Return the same with the group that was added to ``groups``; what has state keeps it."""
+        copy_options(self.groups[:-1], self.optim.param_groups)
+        share = self.share
+        share = make_share(self.groups, share.partition, share.num_ranks, share.rank, share)
+        self.optim.add_param_group(_local_group(share, self.groups, len(self.groups) - 1))
+        self.pull_options()
+        return replace(self, share=share, members=Members(self.groups))
+
+    def push_options(self) -> None:
+        """Let the optimizer follow the options that users have set.
+
+        Raises: StateError if they have changed which parameters are in the groups.
+        """
+        self.members.check(self.groups)
+        copy_options(self.groups, self.optim.param_groups)
+
+    def pull_options(self) -> None:
+        """Copy the options of the inner optimizer, after it was built or loaded, to the groups that users see."""
+        copy_options(self.optim.param_groups, self.groups)
+
+    def step(self, closure: Callable[[], float] | None, kwargs: Mapping[str, Any]) -> Any:
+        """Step the optimizer with the options that users have set, also within ``closure``."""
+        return step_in_sync(partial(self.optim.step, **kwargs), closure, self.groups, self.optim.param_groups)
+
+    def state_of(self, local: LocalPiece) -> Mapping[str, Any]:
+        """Return the state of a piece; empty if it has none."""
+        return self.optim.state.get(local.tensor, {})
+
+    def states(self) -> dict[torch.Tensor, Mapping[str, Any]]:
+        """Return the state that this rank holds of each parameter; empty where others own it."""
+        return {
+            param: self.state_of(local[0]) if local else {}
+            for param, local in zip(self.share.params, self.share.local_by_param, strict=True)
+        }
+
+    def step_pieces(self, gradients: Sequence[tuple[LocalPiece, torch.Tensor]]) -> None:
+        """Update these pieces only, with these gradients."""
+        chosen = {id(local.tensor) for local, _ in gradients}
+        before = [(local.tensor, local.tensor.grad) for local, _ in gradients]
+        try:
+            for local, gradient in gradients:
+                local.tensor.grad = gradient
+            with _narrowed(self.optim.param_groups, chosen):
+                self.step(None, {})
+        finally:
+            for tensor, gradient in before:
+                tensor.grad = gradient
+
+
+def make_local_optimizer(share: Share, groups: list[dict[str, Any]], make: MakeOptimizer) -> LocalOptimizer:
+    """Return the optimizer of ``share``, with the options of ``groups``."""
+    optim = make([_local_group(share, groups, i) for i in range(len(groups))])
+    local = LocalOptimizer(share, optim, groups, Members(groups), make)
+    local.pull_options()
+    return local
+
+
+def _local_group(share: Share, groups: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
+    return {**groups[number], "params": share.tensors_of_group(number)}
+
+
+@contextmanager
+def _narrowed(groups: Sequence[dict[str, Any]], chosen: set[int]) -> Generator[None, None, None]:
+    """Leave only the tensors with these ids in ``groups`` for a while; the dicts stay the same objects."""
+    full = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            group["params"] = [tensor for tensor in group["params"] if id(tensor) in chosen]
+        yield
+    finally:
+        for group, tensors in zip(groups, full, strict=True):
+            group["params"] = tensors

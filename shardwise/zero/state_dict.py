@@ -1,0 +1,333 @@
+"""A rank's share of a ZeroRedundancyOptimizer's state as ``torch.distributed.checkpoint`` (DCP) reads and writes it.
+
+Pieces are stored as rectangular boxes of the parameter's shape, so a checkpoint does not depend on the number of ranks
+or the partition, and a plain optimizer's ``state_dict()`` loads it and is loaded from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from shardwise.collectives.owned import gather_objects, receive_tensor, send_tensor
+from shardwise.consistency.agreement import Board
+from shardwise.errors import ConfigError, LayoutError, StateError
+from shardwise.layout import Box, OwnedSlice, boxes
+from shardwise.optim.pieces import copied
+from shardwise.optim.state_dict import Checkpoint, in_form, is_flat, load_indexed, only_saved, options_of, unflattened
+from shardwise.optim.sums import states_after_zeros
+from shardwise.zero.partition import LocalOptimizer, LocalPiece, Partition, Share, elements_of, flat_view, memory_order
+
+# ---- The state of a ZeroRedundancyOptimizer as one plain dict: streamed to one rank, and loaded from one.
+
+StateOfParam = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Consolidated:
+    """The state as of the last consolidation to rank ``to``; ``state`` is None on the other ranks."""
+
+    to: int
+    state: dict[int, StateOfParam] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A state tensor that will be sent on its own: what the receiver must allocate."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PieceState:
+    """State of one piece: per name a description of a tensor to come, or the value itself (scalars, objects)."""
+
+    piece: OwnedSlice
+    values: dict[str, Any]
+
+
+def consolidate(local: LocalOptimizer, board: Board, to: int) -> Consolidated:
+    """Stream all state to group rank ``to``.  Collective; every rank sends in the order of its pieces.
+
+    Tensors are sent from where they lie and received in place: the extra memory is the state itself on ``to`` and, on
+    senders, nothing (a copy of one tensor if it has gaps in memory).
+    """
+    what = f"consolidate_state_dict(to={to})"
+    share = local.share
+    mine = sorted(share.local_pieces, key=lambda own: (own.piece.tensor, own.piece.start))
+    described = [PieceState(own.piece, _describe(own.piece, local.state_of(own), share.partition)) for own in mine]
+    gathered = gather_objects(described, to, board, what)
+    if gathered is None:
+        for own in mine:
+            for value in local.state_of(own).values():
+                if _is_streamed(value, own.piece, share.partition):
+                    send_tensor(_flat(value), to, board, what)
+        return Consolidated(to, None)
+    states = {own.piece: local.state_of(own) for own in mine}
+    whole: dict[int, StateOfParam] = {}
+    merged = [item for items in gathered for item in items if item.values]
+    for item in sorted(merged, key=lambda item: (item.piece.tensor, item.piece.start)):
+        values = whole.setdefault(item.piece.tensor, {})
+        for name, value in item.values.items():
+            if not isinstance(value, Described):
+                values.setdefault(name, value)
+                continue
+            target = _target(values, name, value, item.piece, share)
+            if item.piece in states:
+                target.copy_(_flat(states[item.piece][name]))
+            else:
+                receive_tensor(target, item.piece.owner, board, what)
+    return Consolidated(to, whole)
+
+
+def whole_state_dict(state: Mapping[int, StateOfParam], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return consolidated ``state`` as the plain optimizer's state dict."""
+    indices = iter(range(sum(len(group["params"]) for group in groups)))
+    numbered = [{**group, "params": [next(indices) for _ in group["params"]]} for group in groups]
+    return {"state": {index: dict(values) for index, values in state.items()}, "param_groups": numbered}
+
+
+def load_whole(local: LocalOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Give the local optimizer its share of a whole ``state_dict``, as copies; options come from the dict.
+
+    Raises: ConfigError if the groups do not match, LayoutError if a state tensor does not fit its parameter.
+    """
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    load_share(local, state_dict, keys, _share_of)
+
+
+def load_share(
+    local: LocalOptimizer,
+    state_dict: Mapping[str, Any],
+    keys: Sequence[Any],
+    take: Callable[[LocalPiece, str, Any], Any],
+) -> None:
+    """Let the local optimizer load state and options of ``state_dict``.
+
+    ``keys``: of each parameter in its "state".  ``take``: returns a piece's part of a value, given its name.
+    Raises: ConfigError if the groups do not match.
+    """
+    groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
+    _check_groups([len(group["params"]) for group in groups], local.groups)
+    states: list[StateOfParam | None] = []
+    for own in local.share.local_pieces:
+        values = state_dict["state"].get(keys[own.piece.tensor])
+        states.append({name: take(own, name, value) for name, value in values.items()} if values else None)
+    load_indexed(local.optim, states, groups)
+    local.pull_options()
+
+
+def _check_groups(sizes: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
+    expected = [len(group["params"]) for group in groups]
+    if len(sizes) != len(expected):
+        raise ConfigError(
+            f"loaded state dict has a different number of parameter groups: {len(sizes)}, expected {len(expected)}"
+        )
+    if list(sizes) != expected:
+        raise ConfigError(
+            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: found "
+            f"{list(sizes)} parameters, expected {expected}"
+        )
+
+
+def _is_streamed(value: object, piece: OwnedSlice, kind: Partition) -> TypeGuard[torch.Tensor]:
+    if type(value) is not torch.Tensor or value.dim() == 0:  # what has a form of its own travels as an object
+        return False
+    return kind == "whole" or tuple(value.shape) == (piece.numel,)
+
+
+def _describe(piece: OwnedSlice, state: Mapping[str, Any], kind: Partition) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if _is_streamed(value, piece, kind):
+            strides = value.stride() if _flat(value).data_ptr() == value.data_ptr() else _dense_strides(value.shape)
+            found[name] = Described(tuple(value.shape), strides, value.dtype, value.device.type == "cpu")
+        else:
+            found[name] = copied(value.cpu() if type(value) is torch.Tensor else value)
+    return found
+
+
+def _flat(value: torch.Tensor) -> torch.Tensor:
+    try:
+        return flat_view(value.detach())
+    except LayoutError:
+        return value.detach().contiguous().view(-1)
+
+
+def _dense_strides(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _share_of(local: LocalPiece, name: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if local.is_param or value.dim() == 0:
+        return copied(value)
+    if value.shape != local.param.shape:
+        raise LayoutError(
+            f"state {name!r} of parameter {local.piece.tensor} has shape {tuple(value.shape)}, expected "
+            f"{tuple(local.param.shape)}: partition='even' needs element-wise state; use partition='whole'"
+        )
+    return elements_of(local.piece, local.param, value.detach()).clone()
+
+
+def _target(values: StateOfParam, name: str, value: Described, piece: OwnedSlice, share: Share) -> torch.Tensor:
+    param = share.params[piece.tensor]
+    device = torch.device("cpu") if value.on_cpu else param.device
+    if share.partition == "whole":
+        values[name] = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+        return flat_view(values[name])
+    if name not in values:
+        values[name] = torch.empty_like(param, dtype=value.dtype, device=device, requires_grad=False)
+    return flat_view(values[name])[piece.start : piece.stop]
+
+
+class StateSlice(torch.Tensor):
+    """Elements ``start:stop`` of a state tensor: has the size of the whole, the memory of the slice.
+
+    DCP asks for the parts it can store through the dunder methods (its ``_Checkpointable`` protocol).  Do not compute
+    with it: only ``local`` holds values.
+    """
+
+    local: torch.Tensor
+    parts: tuple[Box, ...]  # in memory order: dim ``i`` of a box is dim ``order[i]`` of the tensor
+    order: tuple[int, ...]
+    start: int
+
+    @staticmethod
+    def make(local: torch.Tensor, param: torch.Tensor, start: int) -> StateSlice:
+        """Return the slice of a tensor that lies as ``param`` does and holds ``local`` (1-D) from ``start`` on."""
+        slice_ = torch.empty(1, dtype=local.dtype, device=local.device).expand(param.shape).as_subclass(StateSlice)
+        order = range(param.dim()) if param.is_contiguous() else memory_order(param)
+        slice_.local, slice_.start, slice_.order = local, start, tuple(order)
+        slice_.parts = boxes([param.size(dim) for dim in order], start, start + local.numel())
+        return slice_
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateSlice:
+        found = self.as_subclass(StateSlice)
+        found.local, found.parts, found.order, found.start = self.local.clone(), self.parts, self.order, self.start
+        memo[id(self)] = found
+        return found
+
+    def _by_dim(self, values: Sequence[int]) -> torch.Size:
+        found = [0] * len(values)
+        for dim, value in zip(self.order, values, strict=True):
+            found[dim] = value
+        return torch.Size(found)
+
+    def __create_write_items__(self, fqn: str, _tensor: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(chunk.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(self.local), self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(self._by_dim(box.offsets), self._by_dim(box.sizes)) for box in self.parts]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for box in self.parts:
+            if index.offset == self._by_dim(box.offsets):
+                begin = box.start - self.start
+                dims = self._by_dim(range(len(self.order)))  # where each dim of the tensor is among those of the box
+                return self.local[begin : begin + box.numel].view(box.sizes).permute(dims)
+        raise StateError(f"{index.fqn}: no part of this rank's slice starts at {index.offset}")
+
+
+class ShardedState:
+    """A rank's share of the state as a DCP ``Stateful``; made by ``zero.sharded()``.
+
+    Keys are those of a plain optimizer's state dict, or with ``names`` (e.g. ``dict(model.named_parameters())``) the
+    names of the parameters, or with ``flat`` too those of torch's ``flatten_optimizer_state_dict``. To load into an
+    optimizer that has not stepped pass ``loading=path``, the checkpoint's folder or ``StorageReader``: DCP fills tensors
+    that exist, so the optimizer is tried out on zeros to learn what its state looks like. ``loading=True`` does it for
+    all parameters; DCP raises "Missing key" then if some had no state, since no loss had used them.
+
+    Example:
+        >>> dcp.save({"optimizer": zero.sharded()}, checkpoint_id=path)  # doctest: +SKIP
+        >>> dcp.load({"optimizer": zero.sharded(loading=path)}, checkpoint_id=path)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        local: LocalOptimizer,
+        loaded: Callable[[], None],
+        names: Mapping[str, torch.Tensor] | None = None,
+        loading: bool | Checkpoint = False,
+        flat: bool = False,
+    ) -> None:
+        if flat and names is None:
+            raise ConfigError("flat keys are made of names: pass names=dict(model.named_parameters())")
+        self._local = local
+        self._loaded = loaded  # called after a load
+        self._loading = loading
+        self._flat = flat
+        by_id = {id(param): name for name, param in names.items()} if names is not None else None
+        self._keys: list[int | str] = []
+        for index, param in enumerate(local.share.params):
+            if by_id is not None and id(param) not in by_id:
+                raise ConfigError(f"names lacks parameter {index} of shape {tuple(param.shape)}")
+            self._keys.append(index if by_id is None else by_id[id(param)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return {"state": {key: {name: tensor or slice}}, "param_groups": [...]} of this rank's pieces, or it flat."""
+        state: dict[int | str, StateOfParam] = {}
+        made = {} if self._loading is False else _blank_state(self._local)
+        for own in self._local.share.local_pieces:
+            values = self._local.state_of(own) or made.get(own.piece)
+            if values:
+                state[self._keys[own.piece.tensor]] = {k: _outward(v, own) for k, v in values.items()}
+        if not isinstance(self._loading, bool):
+            state = only_saved(state, self._loading, self._keys)
+        keys = iter(self._keys)
+        groups = [{**options_of(g), "params": [next(keys) for _ in g["params"]]} for g in self._local.groups]
+        return in_form("flat" if self._flat else "named", state, groups)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Adopt what DCP has filled in; options come from the checkpoint."""
+        if is_flat(state_dict):
+            keys = iter(map(str, self._keys))
+            state_dict = unflattened(
+                state_dict, [[next(keys) for _ in group["params"]] for group in self._local.groups]
+            )
+        load_share(self._local, state_dict, self._keys, _inward)
+        self._loaded()
+
+
+def _outward(value: Any, local: LocalPiece) -> Any:
+    if local.is_param or not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    return StateSlice.make(value, local.param, local.piece.start)
+
+
+def _inward(local: LocalPiece, _name: str, value: Any) -> Any:
+    if isinstance(value, StateSlice):
+        return value.local
+    if isinstance(value, torch.Tensor) and value.dim() > 0 and not local.is_param:
+        return elements_of(local.piece, local.param, value).clone()
+    return value
+
+
+def _blank_state(local: LocalOptimizer) -> dict[OwnedSlice, StateOfParam]:
+    """Return state of the right names, shapes and dtypes for trainable pieces without any."""
+    local.push_options()
+    lacking = {
+        id(own.tensor): own for own in local.share.local_pieces if own.param.requires_grad and not local.state_of(own)
+    }
+    groups = [
+        {**group, "params": [tensor for tensor in group["params"] if id(tensor) in lacking]}
+        for group in local.optim.param_groups
+    ]
+    states = states_after_zeros(local.make, groups)
+    return {own.piece: state for own, state in zip(lacking.values(), states, strict=True)}
