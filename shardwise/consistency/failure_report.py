@@ -340,9 +340,13 @@ def status_at(rank: int, frames: Sequence[str], last: Entry | None, raised: str 
     if call and last is not None and last[4].startswith(WAITS):
         waits_for = last[4][len(WAITS) :]
     line = frames[place].rsplit(" ", 1)[0].removeprefix(f"{os.getcwd()}/") if place is not None else ""
-    tracks = [
-        track for track in list(live_tracks) if track.num_forwards and groups_of([track.name])
-    ]  # those of several ranks
+    recent = [
+        *dict.fromkeys(entry[2] for entry in reversed(entries()))
+    ]  # a process may have other models, and old ones
+    tracks = sorted(
+        [track for track in list(live_tracks) if track.num_forwards and groups_of([track.name])],  # of several ranks
+        key=lambda track: recent.index(track.name) if track.name in recent else len(recent),
+    )
     return RankStatus(
         rank,
         line,
@@ -359,7 +363,7 @@ def statuses_in_words(statuses: Sequence[RankStatus]) -> str:
 
     Example:
         >>> first = RankStatus(0, "a.py:3", "f()", "rank 1", {"e": {"forward": 4}}, {"e": "forward"}, 30.0)
-        >>> in_words([first, RankStatus(1, "a.py:9", "save()", "", {"e": {"forward": 3}}, {}, 29.0)])
+        >>> statuses_in_words([first, RankStatus(1, "a.py:9", "save()", "", {"e": {"forward": 3}}, {}, 29.0)])
         'rank 0 is in its 4th forward (a.py:3, waits for rank 1, for 30 s); rank 1 is in save() after its 3rd forward (a.py:9, \
 for 29 s): they ran different numbers of forwards'
     """

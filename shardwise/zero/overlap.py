@@ -4,8 +4,6 @@ All collectives start on the thread that runs backward, in the order of DDP's bu
 broadcasts from callbacks of the backend's threads, in an order that differs between ranks, and hangs on gloo.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field

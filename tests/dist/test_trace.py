@@ -166,7 +166,7 @@ def test_nothing_is_said_while_nobody_listens() -> None:
     step(model)
     with shardwise.trace(model):
         pass
-    places = ("units.unit", "engine.reductions", "engine.journal")
+    places = ("fsdp.unit", "fsdp.reductions", "fsdp.execution_order")
     with mock.patch.object(observe, "begin", side_effect=AssertionError):
         for place in places:
             module = __import__(f"shardwise.{place}", fromlist=["begin"])

@@ -36,7 +36,7 @@ print(grown - start, kept - start, libc.sbrk(0) - start)
 """
 HOLES = """
 import ctypes, torch
-from shardwise.comm import heap_top
+from shardwise.collectives import buffer_pool as heap_top
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
