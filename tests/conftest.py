@@ -12,6 +12,9 @@ import pytest
 hypothesis.settings.register_profile("any machine", deadline=None)  # how long an example takes is not what is tested
 hypothesis.settings.load_profile("any machine")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault(
+    "TORCH_CPP_LOG_LEVEL", "ERROR"
+)  # read when torch is imported: by the server of forked commands, too
 
 
 @pytest.fixture(scope="session")

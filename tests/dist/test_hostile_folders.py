@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers.commands import COMMAND, Ended, clean_environment, options, run
+from helpers.commands import COMMAND, Ended, clean_environment, options
+from helpers.forked_commands import run_forked
 from helpers.runs import write_text
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
@@ -36,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps that may go on."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     text = write_text(tmp_path_factory.mktemp("text"))
-    ended = run([*COMMAND, *options(data=text, out=folder, nproc=1, steps=4, save_every=2)])
+    ended = run_forked([*COMMAND, *options(data=text, out=folder, nproc=1, steps=4, save_every=2)])
     assert ended.code == 0, ended.err
     return folder
 
@@ -48,7 +49,7 @@ def folder(trained: Path, tmp_path: Path) -> Path:
 
 
 def _resume(folder: Path, *words: str) -> Ended:
-    return run([*COMMAND, "--resume", str(folder), "--steps", "6", "--nproc", "1", *words])
+    return run_forked([*COMMAND, "--resume", str(folder), "--steps", "6", "--nproc", "1", *words])
 
 
 # ---- writing ----

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.commands import COMMAND, children, clean_environment, options, start, wait_for_training
+from helpers.commands import COMMAND, children, clean_environment, options, wait_for_training
+from helpers.forked_commands import start_forked
 from helpers.ranks import on_ranks
 from helpers.runs import metrics_of, write_text
 
@@ -79,7 +80,7 @@ def _state_of(pid: int) -> str:
 def test_a_stopped_rank_leaves_with_the_others_and_signals_to_the_command_reach_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = options(data=write_text(tmp_path), out=run, nproc=2, steps=1_000_000, save_every=5)
-    with start([*COMMAND, *words]) as process:
+    with start_forked([*COMMAND, *words]) as process:
         wait_for_training(process, run)
         process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + 60

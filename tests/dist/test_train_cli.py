@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.commands import COMMAND, Ended, is_alive, options, start, wait_for_training
 from helpers.commands import run as run_command
+from helpers.forked_commands import run_forked, start_forked
 from helpers.runs import copy_cut_back, metrics_of, write_text
 
 from shardwise.checkpoint.files import DiskFiles, verify
@@ -78,12 +78,8 @@ def test_a_checkpoint_that_cannot_be_written_ends_every_rank_and_spares_the_othe
 ) -> None:
     run = copy_cut_back(trained[0], tmp_path / "full", 15)
     kept = _checkpoints(run)
-    limit = 60_000  # bytes a file may have; this stands for a full disk: OSError from write, on both ranks
-
-    def forbid_large_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    ended = run_command([*COMMAND, "--resume", str(run), "--nproc", "2"], forbid_large_files)
+    # A limit on the size of files stands for a full disk: OSError from write, on both ranks.
+    ended = run_forked([*COMMAND, "--resume", str(run), "--nproc", "2"], largest_file=60_000)
     assert ended.code == 1
     assert "Traceback" not in ended.err
     assert ended.err.count("shardwise: error:") == 1
@@ -97,7 +93,7 @@ def test_a_run_without_a_whole_checkpoint_says_so(trained: tuple[Path, Ended], t
     for part in (run / "checkpoints").glob("step-*/part-00001.safetensors"):
         whole = part.read_bytes()
         part.write_bytes(whole[:-7] + bytes([whole[-7] ^ 1]) + whole[-6:])
-    ended = run_command([*COMMAND, "--resume", str(run), "--nproc", "1"])
+    ended = run_forked([*COMMAND, "--resume", str(run), "--nproc", "1"])
     assert ended.code == 2, ended.err
     assert len(ended.err.strip().splitlines()) == 1, ended.err
     assert "no checkpoint of the run is whole" in ended.err
@@ -121,7 +117,7 @@ def test_no_rank_outlives_the_others(
     command = [*COMMAND, *options(data=text, out=run, nproc=2, steps=1_000_000, eval_every=1_000_000, save_every=5)]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    with start(command, {"TMPDIR": str(temporary)}) as process:
+    with start_forked(command, {"TMPDIR": str(temporary)}) as process:
         ranks = wait_for_training(process, run)
         assert len(ranks) >= 2
         os.kill(process.pid if target == "command" else ranks[-1], how)

@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 COMMAND = [sys.executable, "-m", "shardwise.cli.main", "train", "--device", "cpu"]
 SMALL = {
@@ -26,8 +27,11 @@ class Ended:
     err: str
 
 
+OF_TESTS = ("TORCH_CPP_LOG_LEVEL",)  # the command chooses it itself
+
+
 def clean_environment() -> dict[str, str]:
-    outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SHARDWISE_LAUNCHER_PID")
+    outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SHARDWISE_LAUNCHER_PID", *OF_TESTS)
     return {name: value for name, value in os.environ.items() if name not in outer}
 
 
@@ -37,14 +41,13 @@ def options(**changes: object) -> list[str]:
     return [word for name, value in (SMALL | changed).items() for word in (f"--{name}", str(value))]
 
 
-def run(words: Sequence[str], limit: Callable[[], None] | None = None, **more: str) -> Ended:
+def run(words: Sequence[str], **more: str) -> Ended:
     done = subprocess.run(
         words,
         env=clean_environment() | more,
         capture_output=True,
         text=True,
         timeout=120,
-        preexec_fn=limit,
         check=False,
     )
     return Ended(done.returncode, done.stdout, done.stderr)
@@ -82,11 +85,20 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_for_training(process: subprocess.Popen[str], run: Path) -> list[int]:
+class Process(Protocol):
+    """What a started command tells."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+
+def wait_for_training(process: Process, run: Path) -> list[int]:
     """Wait for the first checkpoint; return the processes of the job below ``process``."""
     deadline = time.monotonic() + 150
     while not list(run.glob("checkpoints/step-*")):
-        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert process.poll() is None, "the command has ended"
         assert time.monotonic() < deadline
         time.sleep(0.1)
     return children(process.pid)

@@ -13,49 +13,25 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from helpers.forked_commands import Forked
+from helpers.jobs import PRELOAD
 from shardwise.cli import local_ranks
 from shardwise.cli.exits import LAUNCHER_VARIABLE
 
-PRELOAD = [
-    "torch",
-    "shardwise.cli.train",
-    "shardwise.recipes.train",
-    "shardwise.recipes.report",
-    "shardwise.cli.main",
-    "shardwise.testing.frozen",
-]
 
-
-class ForkedRank:
-    """Does what the launcher asks of a ``subprocess.Popen``."""
+class ForkedRank(Forked):
+    """A rank of a launcher in this process, noted in ``started``."""
 
     started: list[ForkedRank] = []
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], network: tuple[int, ...] = ()) -> None:
         context: Any = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self._process = context.Process(target=_run, args=(list(words), dict(environment)))
-        self._process.start()
-        self.pid: int = self._process.pid
+        context.set_forkserver_preload(list(PRELOAD))
+        process = context.Process(target=_run, args=(list(words), dict(environment)))
+        process.start()
+        super().__init__(process)
         self.rank = int(environment["RANK"])
         ForkedRank.started.append(self)
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def wait(self) -> int:
-        self._process.join()
-        return self._process.exitcode
 
 
 def _run(words: list[str], environment: dict[str, str]) -> None:

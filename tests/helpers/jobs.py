@@ -22,7 +22,12 @@ PRELOAD = (
     "torch",
     "torch._dynamo",
     "torch.distributed.tensor",
+    "torch.utils.tensorboard",
     "pytest",
+    "shardwise.cli.main",
+    "shardwise.cli.train",
+    "shardwise.recipes.train",
+    "shardwise.recipes.report",
     "shardwise.testing.models",
     "shardwise.testing.frozen",
 )

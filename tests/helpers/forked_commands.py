@@ -1,0 +1,155 @@
+"""``shardwise`` in processes forked from a server that has imported torch: a start takes milliseconds, not seconds of CPU.
+
+Processes, their parents, signals, exit codes, folder, environment and output are those of a new interpreter.  What differs:
+its options and encodings, and the network namespace of ranks, which stays that of the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from helpers.commands import COMMAND, Ended, clean_environment
+from helpers.jobs import PRELOAD
+from shardwise.cli import local_ranks
+
+
+class Forked:
+    """The part of ``subprocess.Popen`` that the launcher uses, for a ``multiprocessing`` process that has been started."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.pid: int = process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> int:
+        self._process.join()
+        return self._process.exitcode
+
+
+class ForkedCommand(Forked):
+    """``shardwise WORDS``, with standard output and error in files."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], largest_file: int | None = None) -> None:
+        context: Any = mp.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        self._folder = tempfile.TemporaryDirectory(prefix="shardwise-command-")
+        folder = Path(self._folder.name)
+        self._out, self._err = folder / "out", folder / "err"
+        process = context.Process(
+            target=_run_command, args=(list(words), dict(environment), os.getcwd(), folder, largest_file)
+        )
+        process.start()
+        super().__init__(process)
+
+    def output(self) -> str:
+        return self._out.read_text() if self._out.exists() else ""
+
+    def errors(self) -> str:
+        return self._err.read_text() if self._err.exists() else ""
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        self._process.join(timeout)
+        assert self.returncode is not None, f"the command has not ended within {timeout:g} s: {self.errors()}"
+        return self.output(), self.errors()
+
+    def __enter__(self) -> ForkedCommand:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is not None:
+            self.kill()
+        self.wait()
+        self._folder.cleanup()
+
+
+def start_forked(words: Sequence[str], environment: Mapping[str, str] | None = None) -> ForkedCommand:
+    """Start ``words``, which begin with :data:`helpers.commands.COMMAND`."""
+    return ForkedCommand(_own(words), clean_environment() | dict(environment or {}))
+
+
+def run_forked(words: Sequence[str], largest_file: int | None = None, **more: str) -> Ended:
+    """Do as :func:`helpers.commands.run`; ``largest_file``: the bytes that a file may have."""
+    with ForkedCommand(_own(words), clean_environment() | more, largest_file) as command:
+        out, err = command.communicate(timeout=120)
+        assert command.returncode is not None
+        return Ended(command.returncode, out, err)
+
+
+def _own(words: Sequence[str]) -> list[str]:
+    num_python = COMMAND.index("train")
+    assert list(words[:num_python]) == COMMAND[:num_python]
+    return list(words[num_python:])
+
+
+def _run_command(
+    words: list[str], environment: dict[str, str], place: str, folder: Path, largest_file: int | None
+) -> None:
+    for number, name in ((1, "out"), (2, "err")):
+        fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  of the whole process
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    os.chdir(place)
+    sys.path.insert(0, place)  # as ``python -m`` does
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    local_ranks._start = _fork_rank  # pyright: ignore
+    _run_main(words, environment)
+
+
+def _fork_rank(words: Sequence[str], environment: Mapping[str, str], _network: tuple[int, ...]) -> Forked:
+    kept = local_ranks._KEPT_FROM_RANKS  # pyright: ignore
+    signal.pthread_sigmask(signal.SIG_BLOCK, kept)
+    try:
+        process = mp.get_context("fork").Process(target=_run_rank, args=(list(words), dict(environment)))
+        process.start()
+        return Forked(process)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, kept)
+
+
+def _run_rank(words: list[str], environment: dict[str, str]) -> None:
+    with open(os.devnull) as nothing:  # ``exec`` closes descriptors, such as those of the launcher's locks
+        for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, nothing.fileno()}:
+            with contextlib.suppress(OSError):  # that of the list itself
+                if not os.get_inheritable(fd):
+                    os.dup2(nothing.fileno(), fd, inheritable=False)
+    for number in (*local_ranks.SIGNALS, signal.SIGUSR1):  # handlers end where a new interpreter begins
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _run_main(words, environment)
+
+
+def _run_main(words: list[str], environment: dict[str, str]) -> None:
+    from shardwise.cli.main import main
+
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # of another TMPDIR
+    sys.exit(main(words))
