@@ -1,6 +1,7 @@
 """Sharded data parallelism for PyTorch, as a library you call from your own training loop."""
 
 from shardwise.collectives.codec import CompressionPolicy
+from shardwise.collectives.host import register_transports as _register_transports
 from shardwise.collectives.routes import set_default_transport
 from shardwise.consistency.failure_report import set_wait_report
 from shardwise.consistency.liveness import set_host_timeout
@@ -44,6 +45,8 @@ from shardwise.transaction.transaction import transaction
 from shardwise.version import __version__ as __version__
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer
 from shardwise.zero.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+
+_register_transports()
 
 __all__ = [
     "ArgumentTypeError",

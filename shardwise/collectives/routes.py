@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
+from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import C10dCommunicator, resolve_scale
 from shardwise.collectives.protocol import GatherEnds, Pending, Scale, ScatterEnds, SumContents
 from shardwise.errors import ConfigError, DesyncError
@@ -208,6 +209,81 @@ class Link(Protocol):
     def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
         """Return the pooled bytes that the reduce-scatter of a bucket stages."""
         ...
+
+
+# ---- Where links come from: a device's transports register here, and nothing that every device needs imports them.
+
+
+class LinkedBucket(Protocol):
+    """Shards of one dtype in one section, as links see them: attributes of ``fsdp/flat_buffer.py::FlatBucket``."""
+
+    number: int | None
+    place: object | None
+    dtype: torch.dtype
+    full_dtype: torch.dtype
+    layout: Bucket
+    travels: bool
+
+    def move_to_shared_memory(self) -> None:
+        """Move the section to memory of :attr:`LinkProvider.take_shareable`; ``place`` stays None where there is none."""
+        ...
+
+
+class LinkedGroup(Protocol):
+    """A parameter group, as links see it."""
+
+    @property
+    def main_buckets(self) -> Sequence[LinkedBucket]:
+        """The sections that are all-gathered."""
+        ...
+
+    def largest_reductions(self) -> list[tuple[int, int]]:
+        """Return (elements of a section, bytes of an element) of the reduction of all parameters, per reduce dtype."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUsers:
+    """The parameter groups that use a link, in the order of the units: they gather, reduce to shards, or sum in place."""
+
+    gathers: list[LinkedGroup] = field(default_factory=list[LinkedGroup])
+    reduces: list[LinkedGroup] = field(default_factory=list[LinkedGroup])
+    sums: list[LinkedGroup] = field(default_factory=list[LinkedGroup])
+
+
+class LinkSource(Protocol):
+    """Makes the link of one process group, and makes it again when the sizes of shards have changed."""
+
+    def prepare(self) -> Link | None:
+        """Return the link for the next span, None if the ranks have none.  Collective when it makes one."""
+        ...
+
+    def is_for(self, users: LinkUsers, transport: Transport) -> bool:
+        """True if the source was made for just these."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProvider:
+    """The transports of one kind of device.
+
+    Attributes:
+        can_link: ``can_link(group, devices)`` is True if the ranks of ``group`` may find a link for tensors on ``devices``.
+        take_shareable: ``take_shareable(num_bytes)`` returns zeros that peers can read, and where they lie, if there are any.
+        make: ``make(group, users, transport, pool, timeout_s)`` returns the source of the group's links.
+    """
+
+    can_link: Callable[[dist.ProcessGroup, Collection[torch.device]], bool]
+    take_shareable: Callable[[int], tuple[torch.Tensor, object] | None]
+    make: Callable[[dist.ProcessGroup, LinkUsers, Transport, BufferPool, float], LinkSource]
+
+
+link_providers: list[LinkProvider] = []  # filled when shardwise is imported (collectives/host/__init__.py)
+
+
+def provider_of(group: dist.ProcessGroup, devices: Collection[torch.device]) -> LinkProvider | None:
+    """Return what makes links of ``group`` for tensors on ``devices``, if anything does."""
+    return next((each for each in link_providers if each.can_link(group, devices)), None)
 
 
 # ---- The communicator that units talk to: in a span, the group's link where it serves; the backend's collectives

@@ -15,9 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool, Lease, carve, carve_all, is_own
-from shardwise.collectives.host.local_peers import ArenaPlace, take_shareable
 from shardwise.collectives.protocol import BucketEnds
-from shardwise.collectives.routes import Link, section_parts
+from shardwise.collectives.routes import Link, link_providers, section_parts
 from shardwise.collectives.streams import Device, device_of
 from shardwise.errors import LayoutError
 from shardwise.fsdp.param import FreedParameter, Slot, UnitParam, mark_freed
@@ -35,7 +34,7 @@ class Memory:
     """What a section lies in: a 1-D tensor, and where that is for other processes of this host, if it is shared."""
 
     flat: torch.Tensor
-    place: ArenaPlace | None = None
+    place: object | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +53,10 @@ class Allocator:
     def __call__(self, numel: int, dtype: torch.dtype) -> Memory:
         """Return ``numel`` zeros."""
         if self.shares and numel and self.device.type == "cpu":  # meta has no memory to share
-            found = take_shareable(numel * dtype.itemsize)
-            if found is not None:
-                return Memory(found[0].view(dtype), found[1])
+            for provider in link_providers:
+                found = provider.take_shareable(numel * dtype.itemsize)
+                if found is not None:
+                    return Memory(found[0].view(dtype), found[1])
         if self.offloads_from is not None and self.device.type == "cpu":
             return Memory(self.offloads_from.host_memory(numel, dtype, self.pins).zero_())
         return Memory(torch.zeros(numel, dtype=dtype, device=self.device))
@@ -187,12 +187,16 @@ class FlatBucket:
                     param.local
                 )
 
-    def relocate(self, allocate: Allocator | None = None) -> None:
-        """Take other memory for the section, from ``allocate`` if that is given."""
-        if allocate is not None:
-            self._allocate = allocate
+    def relocate(self) -> None:
+        """Take other memory for the section."""
         self._take_memory()
         self.move_in()
+
+    def move_to_shared_memory(self) -> None:
+        """Move the section to memory that peers can read, if there is any, with what the shards hold now."""
+        self._allocate = Allocator(torch.device("cpu"), shares=True)
+        self.relocate()
+        self.stage()
 
     @torch.inference_mode(False)
     def _come_home(self, index: int) -> bool:

@@ -19,7 +19,14 @@ from torch.distributed.tensor import DTensor
 from shardwise import torch_private
 from shardwise.collectives.c10d import C10dCommunicator
 from shardwise.collectives.compressed import CompressedCommunicator, Compression
-from shardwise.collectives.routes import RoutedCommunicator, Transport, default_transport
+from shardwise.collectives.routes import (
+    LinkProvider,
+    LinkUsers,
+    RoutedCommunicator,
+    Transport,
+    default_transport,
+    provider_of,
+)
 from shardwise.collectives.streams import Lane, watch_device
 from shardwise.consistency.agreement import Bulletin, Position, number_posts
 from shardwise.consistency.process_groups import patience_s
@@ -31,7 +38,7 @@ from shardwise.fsdp.mesh import MeshAxes
 from shardwise.fsdp.param import Slot, UnitParam
 from shardwise.fsdp.param_group import GroupComm, ShardGroup
 from shardwise.fsdp.precision import CPUOffloadPolicy
-from shardwise.fsdp.transports import CommContext, GroupLink, Users, can_link
+from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Unit
 from shardwise.plan.grouping import compress_paths
 from shardwise.plan.schedule import PrefetchBudget
@@ -231,31 +238,32 @@ def communicators(group: ShardGroup, means: CommContext) -> GroupComm:
 
 def bind_units(engine: Engine) -> None:
     """Give every group of the engine's units its communicators and its memory (again, after a setting has changed)."""
-    users: dict[dist.ProcessGroup, Users] = {}
+    users: dict[tuple[dist.ProcessGroup, LinkProvider], LinkUsers] = {}
     means = engine.means
     for group in (group for unit in engine.units for group in unit.groups):
         comm = communicators(group, means)
         group.bind(means.pool, comm)
         if (found := _linked(group, comm.shards)) is not None:
-            users.setdefault(found, Users()).gathers.append(group)
+            users.setdefault(found, LinkUsers()).gathers.append(group)
         if (found := _linked(group, comm.reduce)) is not None:
-            users.setdefault(found, Users()).reduces.append(group)
+            users.setdefault(found, LinkUsers()).reduces.append(group)
         if (found := _linked(group, comm.replicas)) is not None:
-            users.setdefault(found, Users()).sums.append(group)
-    for process_group, its in users.items():
+            users.setdefault(found, LinkUsers()).sums.append(group)
+    for (process_group, provider), its in users.items():
         name = process_group.group_name
         link = means.links.get(name)
         if link is None or not link.is_for(its, means.transport):
             timeout_s = patience_s(process_group, means.device)
-            link = means.links[name] = GroupLink(process_group, its, means.transport, means.pool, timeout_s)
+            link = means.links[name] = provider.make(process_group, its, means.transport, means.pool, timeout_s)
             means.spans.register(process_group, link.prepare)
 
 
-def _linked(group: ShardGroup, way: RoutedCommunicator | None) -> dist.ProcessGroup | None:
-    """Return the process group of ``way`` if its ranks may find a link for ``group``."""
-    if way is None or isinstance(way, CompressedCommunicator) or not can_link(group, way.packed.group):
+def _linked(group: ShardGroup, way: RoutedCommunicator | None) -> tuple[dist.ProcessGroup, LinkProvider] | None:
+    """Return the process group of ``way`` and what makes its links, if its ranks may find one for ``group``."""
+    if way is None or isinstance(way, CompressedCommunicator):
         return None
-    return way.packed.group
+    provider = provider_of(way.packed.group, (group.device, group.place.storage_device))
+    return None if provider is None else (way.packed.group, provider)
 
 
 def may_share_memory(group: ShardGroup) -> bool:
@@ -263,7 +271,8 @@ def may_share_memory(group: ShardGroup) -> bool:
     dim = group.axes.shard_mesh_dim
     if dim is None or not group.is_collective or default_transport() != "auto":
         return False
-    return group.gather_coding is None and can_link(group, group.axes.mesh.get_group(dim))
+    devices = group.device, group.place.storage_device
+    return group.gather_coding is None and provider_of(group.axes.mesh.get_group(dim), devices) is not None
 
 
 # ---- Optimizers that were made before the parameters were sharded.

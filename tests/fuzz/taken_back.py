@@ -13,6 +13,7 @@ import torch
 
 from shardwise import torch_private
 from shardwise.checkpoint.state import BufferCheck
+from shardwise.collectives.host.local_peers import take_shareable
 from shardwise.fsdp import build, flat_buffer, roots
 from shardwise.fsdp import build as copying
 from shardwise.fsdp import module as api_module
@@ -154,7 +155,7 @@ def _share_memory_of_meta() -> None:
 
     def take(self: Allocator, numel: int, dtype: torch.dtype) -> Memory:
         shares = self.shares and numel and self.device.type == "meta"
-        found = flat_buffer.take_shareable(numel * dtype.itemsize) if shares else None
+        found = take_shareable(numel * dtype.itemsize) if shares else None
         return call(self, numel, dtype) if found is None else Memory(found[0].view(dtype), found[1])
 
     cast(Any, Allocator).__call__ = take

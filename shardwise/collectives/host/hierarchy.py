@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.collectives.buffer_pool import Lease
-from shardwise.collectives.host import send_recv as unfinished
-from shardwise.collectives.host.send_recv import NUM_INBOXES, TAG_GATHER, TAG_SCATTER, Inboxes, PeerLink
+from shardwise.collectives.host.send_recv import NUM_INBOXES, TAG_GATHER, TAG_SCATTER, Inboxes, PeerLink, keep
 from shardwise.collectives.host.shared_memory import NEXT_FREE, NUM_SLOTS, HostLink
 from shardwise.collectives.protocol import GatherEnds, Pending, Scale, ScatterEnds
 from shardwise.collectives.routes import SpanKind, sum_sections
@@ -195,7 +194,7 @@ class TieredLink:
 
 def _keep(group: dist.ProcessGroup, strays: list[dist.Work], memory: Sequence[object]) -> None:
     if strays:
-        unfinished.keep(group, strays, memory)
+        keep(group, strays, memory)
 
 
 class _TierGather:
@@ -282,7 +281,7 @@ class _TierGather:
                     [{p: torch.empty(n, dtype=d, device="cpu") for p in link.between.peers} for n, d in sizes]
                 )
         link.keep_strays(self.recvs)
-        unfinished.keep(link.between.group, self._sends, self._sections)
+        keep(link.between.group, self._sends, self._sections)
         self._sends = []
 
 
@@ -382,7 +381,7 @@ class _TierScatter:
                 with contextlib.suppress(RuntimeError):  # a host that is gone need not know
                     self._send(peer, message)
         memory = [lease.lose() for lease in self._take_leases()]
-        unfinished.keep(self._link.between.group, self._works, memory)
+        keep(self._link.between.group, self._works, memory)
         self._works = []
 
     def _take_leases(self) -> list[Lease]:

@@ -1,0 +1,208 @@
+"""The link of one group of CPU ranks: which one they can use, and the shards in the memory that they share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from shardwise import torch_private
+from shardwise.collectives.buffer_pool import BufferPool
+from shardwise.collectives.host.hierarchy import TieredLink, column_of
+from shardwise.collectives.host.local_peers import (
+    HEADER_BYTES,
+    ArenaPlace,
+    HostGroup,
+    Outcome,
+    Segment,
+    SegmentAddress,
+    TransportOffer,
+    meet,
+    read_posts,
+)
+from shardwise.collectives.host.send_recv import MAX_RANKS, NUM_INBOXES, Inboxes, PeerLink, padded_bytes
+from shardwise.collectives.host.shared_memory import HostLink, outbox_bytes, slot_bytes, sum_slot_bytes, sums_bytes
+from shardwise.collectives.routes import Link, LinkedBucket, LinkedGroup, LinkUsers, Transport
+from shardwise.consistency.agreement import Posts
+from shardwise.errors import TransportError
+
+
+@dataclass(frozen=True, slots=True)
+class _AgreedSizes:
+    """What must be the same on every rank.
+
+    Attributes:
+        sections: dtype and elements of each.
+        slot_bytes: of the outbox.
+        sum_slot_bytes: of a slot for sums in place.
+        gather_bytes: of the largest all-gather's section, with its padding.
+        num_ranks: of the group.
+    """
+
+    sections: tuple[tuple[str, int], ...]
+    slot_bytes: int
+    sum_slot_bytes: int
+    gather_bytes: int
+    num_ranks: int
+
+    @property
+    def inboxes_start(self) -> int:
+        return HEADER_BYTES + outbox_bytes(self.slot_bytes) + sums_bytes(self.sum_slot_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a segment, for any number of hosts; pages that are not written take no memory."""
+        return self.inboxes_start + NUM_INBOXES * self.num_ranks * self.gather_bytes
+
+    def digest(self) -> str:
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+class GroupLink:
+    """The link of one process group, for the parameter groups that use it.
+
+    Args:
+        process_group: whose ranks talk.
+        users: of the link.
+        transport: what this rank wants; the ranks agree on what all of them allow.
+        pool: memory for staging.
+        timeout_s: how long to wait for another rank.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        users: LinkUsers,
+        transport: Transport,
+        pool: BufferPool,
+        timeout_s: float,
+    ) -> None:
+        self._process_group = process_group
+        self._gathers = [weakref.ref(group) for group in users.gathers]
+        self._reduces = [weakref.ref(group) for group in users.reduces]
+        self._sums = [weakref.ref(group) for group in users.sums]
+        self._transport: Transport = transport
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._sizes: _AgreedSizes | None = None
+        self._link: Link | None = None
+        self._inside: HostLink | None = None  # what of the link shares memory
+        self._posts: Posts | None = None
+        self._said: list[ArenaPlace] = []
+        self._num_said = 0
+
+    def prepare(self) -> Link | None:
+        """Return the link for the next span, made at the first and whenever the sizes of shards have changed.
+
+        Collective when it makes one.  Raises: DesyncError if a rank does not come, or its shards have other sizes.
+        """
+        if self._sizes is not None and self._inside is None:
+            return self._link
+        gathers = _alive(self._gathers)
+        buckets = [bucket for group in gathers for bucket in group.main_buckets if bucket.travels]
+        if self._sizes is None or any(bucket.number is None for bucket in buckets):
+            users = LinkUsers(gathers, _alive(self._reduces), _alive(self._sums))
+            sizes = _sizes_of(users, self._process_group.size())
+            if sizes != self._sizes:
+                self._sizes = sizes
+                self._link = self._make(sizes)
+                self._said = []
+        if self._inside is not None:
+            self._say_where(buckets, self._inside)
+        return self._link
+
+    def _say_where(self, buckets: Sequence[LinkedBucket], link: HostLink) -> None:
+        """Tell the others where this rank's sections lie now, if that has changed."""
+        places: list[ArenaPlace] = []
+        for number, bucket in enumerate(buckets):
+            if bucket.place is None:
+                bucket.move_to_shared_memory()
+            if bucket.place is None:
+                raise TransportError(
+                    f"no shared memory is left for {bucket.layout.section_numel * bucket.dtype.itemsize} bytes of shards; "
+                    "free memory, or call set_transport('gloo') on every rank"
+                )
+            bucket.number = number
+            places.append(cast(ArenaPlace, bucket.place))  # from take_shareable, as registered
+        if places != self._said:
+            assert self._posts is not None
+            self._said = places
+            self._num_said += 1
+            addresses = [place.segment.address for place in places]
+            rows = [[a.pid, a.fd, a.num_bytes, a.token, p.offset] for a, p in zip(addresses, places, strict=True)]
+            self._posts.post(f"sections/{self._num_said}", json.dumps(rows))
+            link.say_where(self._num_said)
+
+    def _places_of(self, rank: int, number: int) -> Sequence[ArenaPlace]:
+        assert self._posts is not None
+        if rank == self._process_group.rank() or number == 0:
+            return self._said if number else []
+        found: list[ArenaPlace] = []
+        for pid, fd, num_bytes, token, offset in json.loads(read_posts(self._posts, f"sections/{number}", [rank])[0]):
+            try:
+                found.append(ArenaPlace(Segment.open(SegmentAddress(pid, fd, num_bytes, token)), offset))
+            except OSError as error:
+                mine, its = self._posts.members[self._posts.rank], self._posts.members[rank]
+                raise TransportError(f"rank {mine} cannot read the shards of rank {its}: {error}") from error
+        return found
+
+    def is_for(self, users: LinkUsers, transport: Transport) -> bool:
+        """True if this link was made for just these."""
+        mine = [[ref() for ref in refs] for refs in (self._gathers, self._reduces, self._sums)]
+        return mine == [users.gathers, users.reduces, users.sums] and self._transport == transport
+
+    def _make(self, sizes: _AgreedSizes) -> Link | None:
+        meeting = meet(self._process_group, TransportOffer(self._transport, sizes.num_bytes, sizes.digest()))
+        self._inside = None
+        if meeting.mates:
+            return self._make_shared(sizes, meeting)
+        if meeting.transport == "collective" or self._process_group.size() > MAX_RANKS:
+            return None
+        link = PeerLink(self._process_group, self._pool)
+        link.is_on_one_host = meeting.are_on_one_host
+        return link
+
+    def _make_shared(self, sizes: _AgreedSizes, meeting: Outcome) -> Link:
+        self._posts = meeting.posts
+        ref, rank, mates = weakref.ref(self), self._process_group.rank(), meeting.mates
+
+        def places_of(rank: int, number: int) -> Sequence[ArenaPlace]:
+            owner = ref()
+            assert owner is not None  # it owns the link
+            return owner._places_of(rank, number)
+
+        host = HostGroup(meeting.segments, meeting.pids, mates.index(rank), mates, meeting.posts.members, places_of)
+        self._inside = inside = HostLink(host, HEADER_BYTES, sizes.slot_bytes, self._timeout_s, sizes.sum_slot_bytes)
+        if len(mates) == sizes.num_ranks:
+            return inside
+        column = column_of(rank, len(mates), sizes.num_ranks)
+        between = PeerLink(self._process_group, self._pool, column)
+        return TieredLink(
+            inside, between, Inboxes(inside, sizes.inboxes_start, len(between.peers) * sizes.gather_bytes)
+        )
+
+
+def can_link(process_group: dist.ProcessGroup, devices: Collection[torch.device]) -> bool:
+    """True if the ranks of ``process_group`` may find a link for tensors on ``devices``: several, on CPU, over gloo."""
+    is_on_cpu = all(device.type == "cpu" for device in devices)
+    return is_on_cpu and process_group.size() > 1 and torch_private.is_gloo(process_group)
+
+
+def _alive(refs: Sequence[weakref.ref[LinkedGroup]]) -> list[LinkedGroup]:
+    return [group for ref in refs if (group := ref()) is not None]
+
+
+def _sizes_of(users: LinkUsers, num_ranks: int) -> _AgreedSizes:
+    travelling = [[bucket for bucket in group.main_buckets if bucket.travels] for group in users.gathers]
+    sections = tuple((str(each.dtype), each.layout.section_numel) for buckets in travelling for each in buckets)
+    gathered = [sum(padded_bytes(b.layout.section_numel * b.full_dtype.itemsize) for b in each) for each in travelling]
+    reduced = [numel * itemsize for group in users.reduces for numel, itemsize in group.largest_reductions()]
+    summed = sum(numel * itemsize for group in users.sums for numel, itemsize in group.largest_reductions())
+    slot = slot_bytes(max(reduced, default=0), num_ranks)
+    return _AgreedSizes(sections, slot, sum_slot_bytes(summed), max(gathered, default=0), num_ranks)
