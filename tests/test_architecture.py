@@ -15,7 +15,7 @@ import shardwise
 
 ROOT = Path(shardwise.__file__).parent
 LINES: tuple[tuple[str, ...], ...] = (
-    ("observe", "torch_private", "one_host", "version"),
+    ("observe", "torch_private", "one_host", "version", "formatting", "waiting"),
     ("errors",),
     ("arguments", "safe_files", "layout", "plan"),
     ("consistency",),

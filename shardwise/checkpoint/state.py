@@ -42,6 +42,7 @@ from shardwise.errors import (
     ShardwiseError,
     TransportError,
 )
+from shardwise.formatting import format_ranks
 from shardwise.fsdp.roots import SHARES_BUFFERS, unwritten_in
 from shardwise.optim.pieces import in_order_of
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, room_for_state, whole_state_names
@@ -79,7 +80,7 @@ def together(roll: RollCall, what: str, do: Callable[[], Any]) -> list[Any]:
     texts: dict[str, list[int]] = {}
     for rank, (kind, text, _, is_own) in failures:
         texts.setdefault(text if is_own else f"{kind}: {text}", []).append(rank)
-    causes = "; ".join(f"{_ranks(ranks)}{text}" if roll.size > 1 else text for text, ranks in texts.items())
+    causes = "; ".join(f"{format_ranks(ranks)}: {text}" if roll.size > 1 else text for text, ranks in texts.items())
     is_damage = all(damage for _, (_, _, damage, _) in failures)
     raise (DamagedCheckpointError if is_damage else CheckpointError)(f"{what}: {causes}") from error
 
@@ -96,10 +97,6 @@ def _is_damage(error: BaseException) -> bool:
 
 def _is_own(error: BaseException) -> bool:
     return isinstance(error, ShardwiseError)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}: "
 
 
 # ---- Buffers of modules: ranks compare them before a save, because a checkpoint holds one value for all ranks.

@@ -33,6 +33,7 @@ from shardwise.checkpoint.load import stream
 from shardwise.cli.exits import EXIT_FAILED
 from shardwise.cli.train import read_num_bytes
 from shardwise.errors import ConfigError, DamagedCheckpointError
+from shardwise.formatting import format_bytes
 from shardwise.recipes.plain_text import plain
 from shardwise.recipes.report import PlainConsole
 from shardwise.recipes.run_folder import is_old, read_progress
@@ -48,21 +49,6 @@ class Alone:
 
     first: Sequence[str]
     second: Sequence[str]
-
-
-def format_size(num_bytes: int) -> str:
-    """Return bytes in powers of 1024, as files are measured.
-
-    Example:
-        >>> format_size(1536)
-        '1.5 KiB'
-    """
-    size, unit = float(num_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{num_bytes} B" if unit == "B" else f"{size:.4g} {unit}"
 
 
 def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
@@ -88,7 +74,9 @@ def table_of_checkpoints(checkpoints: Sequence[tuple[Path, Manifest | str]]) -> 
             table.add_row(path.name, "", "", "", escape(f"DAMAGED: {found}"))
         else:
             size = sum(file.num_bytes for file in found.files)
-            table.add_row(path.name, str(found.num_ranks), str(len(found.tensors)), format_size(size), found.save_id)
+            table.add_row(
+                path.name, str(found.num_ranks), str(len(found.tensors)), format_bytes(size, 1024), found.save_id
+            )
     return table
 
 
@@ -103,14 +91,16 @@ def tables_of_contents(path: Path, manifest: Manifest, sums: Mapping[str, str]) 
         tied = sorted(tie for tie, first in manifest.ties.items() if first == name)
         label = name + (f" (also {', '.join(tied)})" if tied else "")
         shape = " x ".join(map(str, record.shape)) or "scalar"
-        row = [escape(label), record.dtype, shape, format_size(record.num_bytes), str(len(record.parts))]
+        row = [escape(label), record.dtype, shape, format_bytes(record.num_bytes, 1024), str(len(record.parts))]
         tensors.add_row(*row, *([sums[name]] if sums else []))
     tensors.add_section()
     numel = sum(_numel(record.shape) for record in manifest.tensors.values())
-    tensors.add_row(f"{len(manifest.tensors)} tensors", "", f"{numel:,} elements", format_size(total), "")
+    tensors.add_row(f"{len(manifest.tensors)} tensors", "", f"{numel:,} elements", format_bytes(total, 1024), "")
     files = _table("files", "file", "size", "blocks", "sum of sums", right=("size", "blocks"))
     for file in manifest.files:
-        files.add_row(file.name, format_size(file.num_bytes), str(len(file.sums)), sum_of("".join(file.sums).encode()))
+        files.add_row(
+            file.name, format_bytes(file.num_bytes, 1024), str(len(file.sums)), sum_of("".join(file.sums).encode())
+        )
     values = _table("values", "name", "value")
     for name, value in sorted(manifest.values.items()):
         values.add_row(escape(name), escape(_short(value)))
@@ -125,7 +115,7 @@ def table_of_verified(results: Sequence[tuple[Path, Manifest | str, int]]) -> Ta
         if isinstance(manifest, str):
             table.add_row(str(path), "", "", "", result)
             continue
-        size = format_size(sum(file.num_bytes for file in manifest.files))
+        size = format_bytes(sum(file.num_bytes for file in manifest.files), 1024)
         blocks = str(sum(len(file.sums) for file in manifest.files))
         table.add_row(escape(str(path)), str(len(manifest.files)), size, blocks, result)
     return table
@@ -396,7 +386,7 @@ def _export(console: Console, arguments: argparse.Namespace) -> int:
             key, most_bytes = arguments.key, arguments.file_bytes
             written = export_model(path, out, key=key, most_bytes=most_bytes, progress=seen)
     for each in written:
-        console.print(f"{each}  {format_size(each.stat().st_size)}", markup=False)
+        console.print(f"{each}  {format_bytes(each.stat().st_size, 1024)}", markup=False)
     return 0
 
 

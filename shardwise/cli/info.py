@@ -20,9 +20,9 @@ from torch.cuda.nccl import version as nccl_version
 
 from shardwise.cli.local_ranks import private_network
 from shardwise.collectives.host.local_peers import HEADER_BYTES, Segment, can_share_memory
+from shardwise.formatting import format_bytes
 from shardwise.one_host import host_memory_bytes, usable_cores
 from shardwise.recipes.bench.figures import cpu_model
-from shardwise.recipes.memory import format_bytes
 from shardwise.version import UNKNOWN, __version__, find_version
 
 # ---- What this host and this installation offer to shardwise, and why not more: looked at, never guessed.

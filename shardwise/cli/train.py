@@ -41,10 +41,11 @@ from shardwise.collectives.routes import TRANSPORTS
 from shardwise.collectives.streams import watch_device
 from shardwise.consistency.process_groups import check_peers
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError
+from shardwise.formatting import format_bytes, format_ranks
 from shardwise.one_host import host_memory_bytes, stay_on_loopback, usable_cores
 from shardwise.recipes.config import DTYPES, PRESETS, SHARDS, TrainConfig, check_config, check_ranks
 from shardwise.recipes.data import open_vocabulary
-from shardwise.recipes.memory import MemoryLimit, check_room, format_bytes
+from shardwise.recipes.memory import MemoryLimit, check_room
 from shardwise.recipes.plain_text import plain
 from shardwise.recipes.run_folder import (
     Restart,
@@ -59,12 +60,12 @@ from shardwise.recipes.run_folder import (
 )
 from shardwise.recipes.sharding import DOORS, RunRanks
 from shardwise.recipes.train import DivergedError, train
+from shardwise.waiting import wait_until
 
 # ---- A name for one start of a job's ranks, agreed through a store that may hold what earlier starts have left in
 # it.
 
 _START, _HERE, _ALL = "shardwise/start", "shardwise/start/here", "shardwise/start/all"
-_PAUSE_S = 0.01
 
 
 def name_start(store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -> str:
@@ -74,34 +75,39 @@ def name_start(store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -
     Rank 0 makes the name up; it is agreed once every rank has answered to it, and each has seen its own answer among all.
     Raises: TransportError naming the ranks that did not join in time.
     """
-    own, deadline = secrets.token_hex(8), time.monotonic() + timeout_s
+    own = secrets.token_hex(8)
     if rank == 0:
         store.set(_START, own)
-        return _gather(store, own, num_ranks, deadline)
+        return _gather(store, own, num_ranks, timeout_s)
     answered = ""
-    while time.monotonic() < deadline:
+
+    def name_of_all() -> str:
+        nonlocal answered
         name = _read(store, _START)
         if name and name != answered:
             store.set(f"{_HERE}/{rank}", json.dumps([name, own]))
             answered = name
-        found = _read(store, _ALL)
-        if found and json.loads(found)["answers"].get(str(rank)) == own:
-            return str(json.loads(found)["name"])
-        time.sleep(_PAUSE_S)
-    raise TransportError(f"rank 0 did not join within {timeout_s:g} s")
+        found = json.loads(_read(store, _ALL) or '{"answers": {}}')
+        return str(found["name"]) if found["answers"].get(str(rank)) == own else ""
+
+    if not (found := wait_until(name_of_all, timeout_s)):
+        raise TransportError(f"rank 0 did not join within {timeout_s:g} s")
+    return found
 
 
-def _gather(store: dist.Store, name: str, num_ranks: int, deadline: float) -> str:
+def _gather(store: dist.Store, name: str, num_ranks: int, timeout_s: float) -> str:
     answers: dict[str, str] = {}
-    while len(answers) < num_ranks - 1:
+
+    def have_all_answered() -> bool:
         for rank in range(1, num_ranks):
             said = json.loads(_read(store, f"{_HERE}/{rank}") or "[null, null]")
             if said[0] == name:
                 answers[str(rank)] = said[1]
-        if time.monotonic() > deadline:
-            late = [str(rank) for rank in range(1, num_ranks) if str(rank) not in answers]
-            raise TransportError(f"rank(s) {', '.join(late[:8])} did not join in time")
-        time.sleep(_PAUSE_S)
+        return len(answers) == num_ranks - 1
+
+    if not wait_until(have_all_answered, timeout_s):
+        late = [rank for rank in range(1, num_ranks) if str(rank) not in answers]
+        raise TransportError(f"{format_ranks(late)} did not join in time")
     store.set(_ALL, json.dumps({"name": name, "answers": answers}))
     return name
 
@@ -568,8 +574,7 @@ def _end_with(launcher: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(0.5)
+        wait_until(lambda: os.getppid() != launcher, pauses_s=(0.5, 0.5))
         os._exit(EXIT_FAILED)
 
     threading.Thread(target=watch, name="watch-launcher", daemon=True).start()

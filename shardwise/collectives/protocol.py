@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.consistency.liveness import ranks_in_words
+from shardwise.formatting import format_ranks
 from shardwise.layout import Bucket
 
 # ---- A mark behind what is summed: ranks that sum different things hear of it from the sum, at no message more.
@@ -62,7 +62,7 @@ class ReductionChecksum:
 def sums_something_else(label: str, number: int, mine: int, others: Sequence[int]) -> str:
     """Say that one of ``others`` sums something else than what ``label`` names, which rank ``mine`` sums.  Ranks are global."""
     return (
-        f"rank {mine} sums gradients of {label} with its replicas, {ranks_in_words(others)}, as number {number + 1}, and one "
+        f"rank {mine} sums gradients of {label} with its replicas, {format_ranks(others)}, as number {number + 1}, and one "
         "of them sums something else: it has left a sum out, or has other gradients (set_requires_all_reduce and the "
         "microbatches must be the same on all replicas)"
     )

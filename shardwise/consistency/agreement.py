@@ -36,12 +36,14 @@ from shardwise.consistency.failure_report import (
     who_left,
     words_of,
 )
-from shardwise.consistency.liveness import LOOK_S, announce, is_gone, ranks_in_words, watch_cables
+from shardwise.consistency.liveness import announce, is_gone, watch_cables
 from shardwise.consistency.process_groups import break_off, check_peers, patience_s
 from shardwise.consistency.store import JobStore
 from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
+from shardwise.formatting import format_ranks
 from shardwise.observe import EVERYBODY, WAITS, Track, note, note_group
 from shardwise.torch_private import default_store, is_gloo, process_group_store
+from shardwise.waiting import LOOK_S, wait_until
 
 # ---- What the ranks of a group post for each other in the store of the job, with one deadline and a name for who
 # does not.
@@ -52,7 +54,7 @@ from shardwise.torch_private import default_store, is_gloo, process_group_store
 GRACE_S = 3.0  # after a rank's own deadline: what others may take to reach theirs and report
 _HEED_S = 2.0  # for a rank that is late to say why
 ANSWER_S = _HEED_S + ASKING_S  # in which the rank that waits for all asks who is late for the reason
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 1e-4, 2e-2  # between two questions to the store
+_SOON_S = 0.05  # ranks that come within it are not late
 
 # How often ranks have gone back to the state before a step, by the ranks that did: what they open then is numbered from one
 # again, because some had opened more than others.  Per job.
@@ -111,38 +113,30 @@ class Posts:
         """
         if self.notes is not None:
             check_peers()  # before it waits, too: the rank that it waits for may have found another user, and stopped
-        start = looked = time.monotonic()
-        limit_s, pause_s = self.timeout_s if limit_s is None else limit_s, _LEAST_PAUSE_S
+        start, limit_s = time.monotonic(), self.timeout_s if limit_s is None else limit_s
         found: dict[int, str] = {}
         missing = list(ranks)
-        is_noted = False
-        while True:
+
+        def take() -> bool:
             while missing and (text := self._peek(what, missing[0])) is not None:
                 found[missing.pop(0)] = text
-            if missing and not is_noted:
-                is_noted = True
-                note(f"{WAITS}rank {self.members[missing[0]]}" if len(missing) == 1 else EVERYBODY, what)
-            if missing:
-                alarm.look()
-            now = time.monotonic()
-            is_over = now - start >= limit_s
-            if missing and now - looked >= LOOK_S:
-                looked = now
-                is_over = is_over or bool(self.gone([*missing, *needs]))
-            if missing and pause_s > _MOST_PAUSE_S and is_enough is not None:
-                is_over = is_over or is_enough(found)
-            if is_over or not missing:
-                if not missing and self.notes is not None:
-                    watch_cables(self.notes)  # all who are here have said where they are
-                    check_peers()
-                late = [(rank, self._peek(what, rank)) for rank in missing]  # posted before they went, or out of order
-                return found | {rank: text for rank, text in late if text is not None}
-            time.sleep(min(pause_s, max(start + limit_s - now, 0.0)))
-            pause_s = pause_s if pause_s > _MOST_PAUSE_S else 1.5 * pause_s
+            return not missing
+
+        def is_over() -> bool:
+            return take() or (is_enough is not None and time.monotonic() - start > _SOON_S and is_enough(found))
+
+        if not take():
+            note(f"{WAITS}rank {self.members[missing[0]]}" if len(missing) == 1 else EVERYBODY, what)
+            wait_until(is_over, limit_s, alarm.look, lambda: self.gone([*missing, *needs]))
+        if not missing and self.notes is not None:
+            watch_cables(self.notes)  # all who are here have said where they are
+            check_peers()
+        late = [(rank, self._peek(what, rank)) for rank in missing]  # posted out of order
+        return found | {rank: text for rank, text in late if text is not None}
 
     def named(self, ranks: Iterable[int]) -> str:
         """Return ``ranks`` in words, as the job names them."""
-        return ranks_in_words([self.members[rank] for rank in ranks])
+        return format_ranks([self.members[rank] for rank in ranks])
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
         """Return which of ``ranks`` were processes of this host that have ended, as far as it can be known."""
@@ -159,12 +153,11 @@ class Posts:
         Both with the last errors of these ranks: they may have followed another, or wait for it and give up a moment later.
         """
         names = [self.members[rank] for rank in ranks]
-        end = time.monotonic() + (_HEED_S if self.notes is not None else 0.0)
-        while not (gone := [self.members[rank] for rank in self.gone(ranks)]) and time.monotonic() < end:
-            if all(words_of(self.notes, name) for name in names):
-                break
-            alarm.look()
-            time.sleep(_MOST_PAUSE_S)
+        if self.notes is not None:
+            wait_until(
+                lambda: self.gone(ranks) or all(words_of(self.notes, name) for name in names), _HEED_S, alarm.look
+            )
+        gone = [self.members[rank] for rank in self.gone(ranks)]
         if not gone:
             status = status_in_words(self.members)
             return late + cited(self.notes, names) + (f"; {status}" if status else "")
@@ -663,8 +656,8 @@ class Board:
 
     def _names(self, ranks: Sequence[int]) -> str:
         members = self.posts.members
-        whole = self.size if members == tuple(range(self.size)) else f"the group of {ranks_in_words(members)}"
-        return f"rank(s) {', '.join(str(members[rank]) for rank in ranks)} of {whole}"
+        whole = self.size if members == tuple(range(self.size)) else f"the group of {format_ranks(members)}"
+        return f"{self.posts.named(ranks)} of {whole}"
 
     def _compare(
         self, what: str, facts: Sequence[str], error: BaseException | None, said: str | None = None
@@ -801,8 +794,4 @@ def _by_value(values: dict[int, str]) -> dict[str, list[int]]:
 
 
 def _listing(groups: dict[str, list[int]]) -> str:
-    def names(ranks: list[int]) -> str:
-        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-    return "; ".join(f"{names(ranks)}: {_short(value)}" for value, ranks in groups.items())
+    return "; ".join(f"{format_ranks(ranks)}: {_short(value)}" for value, ranks in groups.items())

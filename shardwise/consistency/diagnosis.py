@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from shardwise.consistency.recorder import Event, Reason, Record, Stack, own_line
+from shardwise.formatting import format_ranks
 from shardwise.observe import ERROR, WAITS, Op
 
 _GAP_S = 30.0  # between reasons to write: what was before is another trouble, which has passed
@@ -460,7 +461,7 @@ def in_words(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield the lines of a report."""
     yield f"{_count(len(diagnosis.ranks), 'record')} of {_count(diagnosis.num_ranks, 'rank')}"
     if diagnosis.cut:
-        yield f"  cut off, read as far as they go: {_ranks(diagnosis.cut)}"
+        yield f"  cut off, read as far as they go: {format_ranks(diagnosis.cut)}"
     yield ""
     yield "what happened"
     yield from (f"  {line}" for line in _happened(diagnosis))
@@ -479,7 +480,7 @@ def in_words(diagnosis: Diagnosis) -> Iterator[str]:
 def _happened(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.missing:
         yield (
-            f"{_ranks(diagnosis.missing)} left no record: killed (SIGKILL leaves none: often out of memory), stopped, on "
+            f"{format_ranks(diagnosis.missing)} left no record: killed (SIGKILL leaves none: often out of memory), stopped, on "
             "another disk, or never started"
         )
     for parting in diagnosis.partings[:2]:
@@ -495,14 +496,14 @@ def _happened(diagnosis: Diagnosis) -> Iterator[str]:
 def _parting(parting: Parting) -> Iterator[str]:
     yield f"ranks part at event {parting.count} of {parting.track}, {_clock(parting.time_s)}, after {parting.before}:"
     for text, ranks in _by_text(parting.found).items():
-        yield f"    {_ranks(ranks)}: {text}"
+        yield f"    {format_ranks(ranks)}: {text}"
 
 
 def _describe_behind(behind: Behind) -> str:
     verb = "is" if len(behind.ranks) == 1 else "are"
     following = f", where the others went on to {behind.next}" if behind.next else ""
     return (
-        f"{_ranks(behind.ranks)} {verb} behind in {behind.track}: event {behind.count} of {behind.most}, "
+        f"{format_ranks(behind.ranks)} {verb} behind in {behind.track}: event {behind.count} of {behind.most}, "
         f"{behind.last}, {_clock(behind.time_s)}{following}"
     )
 
@@ -521,7 +522,7 @@ def _places(diagnosis: Diagnosis, rank: int) -> str:
 
 
 def _wait(waiting: Waiting) -> str:
-    whom = _ranks(waiting.whom) if waiting.whom else "all ranks"
+    whom = format_ranks(waiting.whom) if waiting.whom else "all ranks"
     where = re.sub(r"^shardwise/\S+", "its word in the store", waiting.where)
     return f"rank {waiting.rank} waited for {whom} for {waiting.since_s:.1f} s at {where or 'a collective'}"
 
@@ -529,7 +530,7 @@ def _wait(waiting: Waiting) -> str:
 def advice(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield what to look at next, the most likely cause first."""
     if diagnosis.missing:
-        who = _ranks(diagnosis.missing)
+        who = format_ranks(diagnosis.missing)
         yield f"why {who} ended: the kernel's log (dmesg) for 'out of memory', the launcher's output, the host itself"
     raised = [each for each in diagnosis.failures if not each.text.startswith(("DesyncError", "TransportError"))]
     for parting in diagnosis.partings[:1]:
@@ -537,8 +538,8 @@ def advice(diagnosis: Diagnosis) -> Iterator[str]:
         if raised and raised[0].rank in odd:  # it parted from the others because it was leaving
             break
         yield (
-            f"what {_ranks(odd)} did otherwise before event {parting.count} of {parting.track}: code that depends on the rank "
-            "or its data, another number of microbatches, a layer that is skipped or frozen, another version or config"
+            f"what {format_ranks(odd)} did otherwise before event {parting.count} of {parting.track}: code that depends on "
+            "the rank or its data, another number of microbatches, a layer that is skipped or frozen, another version or config"
         )
     if raised:
         yield f"the error of rank {raised[0].rank}: {raised[0].text.split(chr(10))[0][:160]}"
@@ -547,7 +548,7 @@ def advice(diagnosis: Diagnosis) -> Iterator[str]:
             if rank in diagnosis.stacks:
                 yield f"rank {rank}, which others waited for: it was at {own_line(diagnosis.stacks[rank].frames)}"
     if not (diagnosis.missing or diagnosis.partings or raised or diagnosis.blamed):
-        behind = [_ranks(each.ranks) for each in diagnosis.behind[:1]]
+        behind = [format_ranks(each.ranks) for each in diagnosis.behind[:1]]
         yield f"the stacks of {behind[0]}" if behind else "nothing: these ranks were well when they wrote"
 
 
@@ -561,11 +562,6 @@ def _by_text(found: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
     for rank, text in sorted(found.items()):
         groups[text] = (*groups.get(text, ()), rank)
     return groups
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST_LISTED])) + (", ..." if len(ranks) > _MOST_LISTED else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def _clock(time_s: float) -> str:

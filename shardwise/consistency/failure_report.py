@@ -27,11 +27,9 @@ import torch.distributed as dist
 
 from shardwise.consistency import store as alarm
 from shardwise.consistency.liveness import (
-    LOOK_S,
     host_timeout_s,
     is_elsewhere,
     is_gone,
-    ranks_in_words,
     say_left,
     tells_of_lost_host,
 )
@@ -39,8 +37,10 @@ from shardwise.consistency.process_groups import break_off_all
 from shardwise.consistency.recorder import DefaultRecorder, innermost, lines_of, lines_of_trace, place_of_records
 from shardwise.consistency.store import BRIEF_S, SILENCE, JobStore, keeps_store
 from shardwise.errors import ConfigError, ShardwiseError, TransportError
+from shardwise.formatting import format_ranks
 from shardwise.observe import ERROR, WAITS, Entry, entries, explainers, groups_of, live_tracks, witnesses
 from shardwise.torch_private import are_threads, default_store, timeout_s_of
+from shardwise.waiting import LOOK_S, wait_until
 
 # ---- The last error that each rank has made: whoever finds a rank gone, or waits for it in vain, can cite the first
 # cause.
@@ -105,14 +105,16 @@ def words_of(store: dist.Store | None, rank: int, patience_s: float = 0.0) -> st
 
     ``patience_s``: for one that is asking the others for the reason, because it will know more.
     """
-    end = time.monotonic() + patience_s
+    text = ""
+
+    def has_asked() -> bool:
+        nonlocal text
+        text = JobStore(store, BRIEF_S).peek(_report_key(rank)) or "" if store is not None else ""
+        return not text.endswith(ASKS)
+
     with suppress(TransportError):  # the store may itself be the reason
-        while store is not None:
-            text = JobStore(store, BRIEF_S).peek(_report_key(rank)) or ""
-            if not text.endswith(ASKS) or time.monotonic() >= end:
-                return text.removesuffix(ASKS)
-            time.sleep(0.05)
-    return ""
+        wait_until(has_asked, patience_s)
+    return text.removesuffix(ASKS)
 
 
 def has_said_all(store: dist.Store, rank: int) -> bool:
@@ -150,7 +152,7 @@ def cited_texts(found: Mapping[int, str]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, reason in (reasons | quoted | reasons).items():  # a rank knows its own reason best
         ranks_of.setdefault(reason, []).append(rank)
-    return "".join(f"; the last error of {ranks_in_words(ranks)}: {reason}" for reason, ranks in ranks_of.items())
+    return "".join(f"; the last error of {format_ranks(ranks)}: {reason}" for reason, ranks in ranks_of.items())
 
 
 def _own_reason(text: str) -> str:
@@ -185,7 +187,7 @@ def out_of_reach_in_words(ranks: Sequence[int]) -> str:
     """Say of ``ranks`` that their host does not answer."""
     after = f" for {host_timeout_s():g} s" if host_timeout_s() else ""
     return (
-        f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} on another host, from which no answer has come{after}: "
+        f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} on another host, from which no answer has come{after}: "
         "it is switched off or stands still, or the cable to it is cut. Look at that host and at the network between; "
         "shardwise.set_host_timeout says how long is waited"
     )
@@ -198,7 +200,7 @@ def gone_in_words(store: dist.Store | None, ranks: Sequence[int]) -> str:
         >>> gone_in_words(None, [3])
         'rank 3 is gone (it reported no exception: killed, or its program ended)'
     """
-    text = f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} gone"
+    text = f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} gone"
     found = cited(store, ranks, patience_s=0.0)  # they will say no more
     return text + (found or f" ({UNTOLD})")
 
@@ -216,7 +218,7 @@ def name_partners(error: RuntimeError, group: dist.ProcessGroup) -> None:
         return
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) < dist.get_world_size():
-        others = ranks_in_words([rank for rank in ranks if rank != dist.get_rank()])
+        others = format_ranks([rank for rank in ranks if rank != dist.get_rank()])
         raise RuntimeError(f"{in_short(error)} (in a group with {others})") from error
 
 
@@ -274,14 +276,12 @@ def leave_job() -> None:
 
 
 def _stay_for(others: list[int], store: dist.Store) -> None:
-    start, left = time.monotonic(), others
-    while left and (waited_s := time.monotonic() - start) < _STAY_S:
-        left = [
-            rank
-            for rank in left
-            if not is_gone(store, rank) and not (waited_s > _LINGER_S and has_said_all(store, rank))
-        ]
-        time.sleep(0.05)
+    start = time.monotonic()
+
+    def may_leave(rank: int) -> bool:
+        return is_gone(store, rank) or (time.monotonic() - start > _LINGER_S and has_said_all(store, rank))
+
+    wait_until(lambda: all(may_leave(rank) for rank in others), _STAY_S)
 
 
 # ---- Where a rank is, and a sentence about several ranks: who waits for whom, at which line of user code.  Pure.
@@ -374,7 +374,7 @@ for 29 s): they ran different numbers of forwards'
     parts: list[str] = []
     for same in alike.values():
         longest = replace(same[0], still_s=max(each.still_s for each in same))
-        parts.append(f"{_ranks([each.rank for each in same])} {_what(longest, track, kind, len(same) > 1)}")
+        parts.append(f"{format_ranks([each.rank for each in same])} {_what(longest, track, kind, len(same) > 1)}")
     return "; ".join(parts) + (f": they ran different numbers of {kind}s" if kind else "")
 
 
@@ -411,10 +411,6 @@ def _what(status: RankStatus, track: str, kind: str, is_many: bool = False) -> s
 
 def _ordinal(number: int) -> str:
     return f"{number}{'th' if number % 100 in (11, 12, 13) else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
 
 
 _report_s = [30.0]  # one entry, set by set_wait_report alone
@@ -650,7 +646,7 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
     except RuntimeError as error:
         others, store = tuple(rank for rank in members if rank != mine), store_of_job()
         if store is None:
-            who = f"{ranks_in_words(others)} did not all make this call, or raised an exception: see their errors"
+            who = f"{format_ranks(others)} did not all make this call, or raised an exception: see their errors"
         else:
             leave(f"{what} on rank {mine}: {in_short(error)}{ASKS}")
             break_off_all(members)  # nobody may wait for this rank while it asks
@@ -698,8 +694,8 @@ def found_among(others: Sequence[int], store: dist.Store, error: str = "") -> st
     ``error``: why this rank asks; a host that does not answer is not waited for.
     """
     others, begin = others[:_MOST_ASKED], time.monotonic()
-    while True:
-        alarm.look()
+
+    def reason() -> str:
         try:
             JobStore(store, BRIEF_S).check([""])
         except TransportError as silence:
@@ -715,8 +711,10 @@ def found_among(others: Sequence[int], store: dist.Store, error: str = "") -> st
         if not silent:
             return f"all ranks have failed{cited(store, others, patience_s=0.0)}"  # each would wait for all
         if waited >= _SAY_S:
-            return f"{ranks_in_words(silent)} reported nothing: stopped, in another call, or it caught its exception"
-        time.sleep(0.05)
+            return f"{format_ranks(silent)} reported nothing: stopped, in another call, or it caught its exception"
+        return ""
+
+    return wait_until(reason, alarm=alarm.look)
 
 
 # From the first import on: errors of this process are there for the others to read, and a backend's own says who is gone.

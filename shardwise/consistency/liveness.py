@@ -14,9 +14,8 @@ import select
 import socket
 import struct
 import threading
-import time
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from shardwise.consistency.store import BRIEF_S, JobStore
 from shardwise.errors import ConfigError, StateError, TransportError
+from shardwise.waiting import wait_until
 
 # ---- Connections to other hosts: the kernel is asked to find out soon that a host is gone, or the cable to it cut.
 # TCP gives up on a silent peer after a quarter of an hour, and only while there is something to send.  Backends leave it at
@@ -172,10 +172,14 @@ def settle(limit_s: float = _MOST_S) -> None:
     ``destroy_process_group()`` joins these threads only where nobody keeps the group, as sharded models do; so two looks that
     find nobody running must do.
     """
-    end, looks = time.monotonic() + limit_s, 0
-    while looks < 2 and time.monotonic() < end:
-        time.sleep(_PAUSE_S)
+    looks = -1  # the first has no pause before it
+
+    def is_at_rest() -> bool:
+        nonlocal looks
         looks = 0 if _others_run() else looks + 1
+        return looks >= 2
+
+    wait_until(is_at_rest, limit_s, pauses_s=(_PAUSE_S, _PAUSE_S))
 
 
 def _others_run() -> bool:
@@ -190,7 +194,6 @@ def _others_run() -> bool:
     return False
 
 
-LOOK_S = 0.5  # between two looks at the process of a rank that is late
 _LEFT = ["left by an error"]  # in place of where a process is
 
 # Ranks that have left their note in a store: every fully_shard comes by, one note is enough.
@@ -314,16 +317,6 @@ def is_elsewhere(store: dist.Store, rank: int) -> bool:
     except RuntimeError:
         return False
     return text is not None and json.loads(text)[0] not in (host_id(), *_LEFT)
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ``ranks`` as errors name them.
-
-    Example:
-        >>> ranks_in_words([3]), ranks_in_words(range(10))
-        ('rank 3', 'ranks 0, 1, 2, 3, 4, 5, 6, 7, ...')
-    """
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
 
 
 def _note_key(rank: int) -> str:

@@ -18,8 +18,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DeviceMesh
 
 from shardwise import torch_private
-from shardwise.consistency.liveness import ranks_in_words
 from shardwise.errors import ConfigError, StateError, TransportError
+from shardwise.formatting import format_ranks
 from shardwise.observe import EVERYBODY, note
 from shardwise.torch_private import is_gloo, set_timeout, timeout_s_of
 
@@ -237,7 +237,7 @@ def _leads_to(group: dist.ProcessGroup, rank: int) -> bool:
 
 
 def _broken(ranks: Sequence[int]) -> RuntimeError:
-    return RuntimeError(f"the connection to {ranks_in_words(ranks)} was closed in the middle of a transfer")
+    return RuntimeError(f"the connection to {format_ranks(ranks)} was closed in the middle of a transfer")
 
 
 # ---- Make the ranks of a group equal: in what they hold, and in how far they have come.

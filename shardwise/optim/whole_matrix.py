@@ -21,6 +21,7 @@ from shardwise.consistency.agreement import first_difference
 from shardwise.consistency.failure_report import in_short, leave, naming_lost_peers
 from shardwise.consistency.process_groups import break_off
 from shardwise.errors import DesyncError, StateError
+from shardwise.formatting import format_ranks
 from shardwise.layout import assign_owners
 from shardwise.optim.pieces import (
     Closure,
@@ -606,12 +607,12 @@ def _raise_if_wrong(statuses: Sequence[tuple[int, int]], cause: Exception | None
     failed = sorted({rank for rank, status in statuses if status == _FAILED})
     if failed:
         raise StateError(
-            f"the optimizer's step raised on rank(s) {failed}; no sharded parameter has changed"
+            f"the optimizer's step raised on {format_ranks(failed)}; no sharded parameter has changed"
             + (f": {cause}" if cause is not None else "; see there for the cause")
         ) from cause
     partial = sorted({rank for rank, status in statuses if status == _PARTIAL})
     if partial:
         raise StateError(
-            f"a matrix owned by rank(s) {partial} has a gradient on some of its ranks and none on others; no sharded "
+            f"a matrix owned by {format_ranks(partial)} has a gradient on some of its ranks and none on others; no sharded "
             "parameter has changed. Run the same modules on every rank, or set the missing gradients to zero"
         )

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+from shardwise.formatting import format_bytes
+
 # ---- The units of a model as a table to read.
 
 _HEADINGS = ("unit", "modules", "parameters", "bytes", "padding", "route")
@@ -55,16 +57,16 @@ class UnitTable:
         if len(self.rows) == 1:
             text.append("1 unit: no block is a unit of its own, so all parameters are gathered at once")
         else:
-            text.append(f"{len(self.rows)} units, {numel:,} parameters, {_readable(num_bytes)}")
+            text.append(f"{len(self.rows)} units, {numel:,} parameters, {format_bytes(num_bytes, 1024)}")
         if self.ahead_bytes is not None:
-            text.append(f"gathered ahead within {_readable(self.ahead_bytes)}")
+            text.append(f"gathered ahead within {format_bytes(self.ahead_bytes, 1024)}")
         return "\n".join(text)
 
 
 def _cells(row: UnitRow) -> tuple[str, ...]:
     name = row.name or "(root)"
     padding = f"{row.padding_ratio:.2f}"
-    return name, str(row.num_modules), f"{row.numel:,}", _readable(row.num_bytes), padding, row.route or "-"
+    return name, str(row.num_modules), f"{row.numel:,}", format_bytes(row.num_bytes, 1024), padding, row.route or "-"
 
 
 def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
@@ -73,15 +75,6 @@ def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
         for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
     )
     return "  ".join((name, *numbers))
-
-
-def _readable(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
 
 
 # ---- Write many module paths in few words, and read them back.

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from shardwise.collectives.codec import CompressionPolicy
 from shardwise.collectives.host.send_recv import MAX_RANKS
 from shardwise.errors import ConfigError
+from shardwise.formatting import format_bytes
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, compress_paths
 from shardwise.planner.dry_run import DryRun, Loss, TensorSplit, default_loss, dry_run
 from shardwise.planner.profile import ONE_UNIT, OPTIMIZERS, SEND_RECV, SHARED, TIERS, UNIT_DOORS, Profile, Setting
@@ -533,15 +534,13 @@ class Plan:
         if self.best is None:
             return self._why_nothing_fits()
         best, faster = self.best, [each for each in self.candidates if not each.fits]
-        words = (
-            f"Take {best.setting.label}: {_seconds(best.time.step_s)} a step, {_gb(best.peak.total)} at most on a rank"
-        )
+        peak = format_bytes(best.peak.total)
+        words = f"Take {best.setting.label}: {_seconds(best.time.step_s)} a step, {peak} at most on a rank"
         tight = [each for each in faster if each.rank_s < best.rank_s]
         if tight:
             first = min(tight, key=lambda each: each.rank_s)
-            words += (
-                f"; {first.setting.label} would take {_seconds(first.time.step_s)} but needs {_gb(first.peak.total)}"
-            )
+            seconds, needed = _seconds(first.time.step_s), format_bytes(first.peak.total)
+            words += f"; {first.setting.label} would take {seconds} but needs {needed}"
         waits = ", ".join(f"{unit} {_seconds(seconds)}" for unit, seconds in best.time.waits[:3])
         return f"{words}. " + (f"Waits that nothing hides: {waits}." if waits else "Nothing waits for other ranks.")
 
@@ -553,8 +552,8 @@ class Plan:
         first = self.changes[0]
         others = "".join(f"\n  or: {each.words} ({each.best.setting.label})" for each in self.changes[1:])
         return (
-            f"Nothing fits in {_gb(self._room)}. The smallest change that makes it fit: {first.words} "
-            f"({first.best.setting.label}, {_gb(first.best.peak.total)}).{others}"
+            f"Nothing fits in {format_bytes(self._room)}. The smallest change that makes it fit: {first.words} "
+            f"({first.best.setting.label}, {format_bytes(first.best.peak.total)}).{others}"
         )
 
     @property
@@ -565,7 +564,7 @@ class Plan:
         """Return the candidates as text, at most ``most``, and the reasons."""
         head = (
             f"{self.model}: {self.num_parameters:,} parameters on {self.ranks:,} ranks, batch {self.batch} on each; "
-            f"{self.hardware.name}; a plan may fill {_gb(self._room)}"
+            f"{self.hardware.name}; a plan may fill {format_bytes(self._room)}"
         )
         if not self.candidates:
             return "\n".join([head, *[f"left out: {each}" for each in self.found.left_out], "", self.why()])
@@ -579,19 +578,19 @@ class Plan:
 
     def _cells(self, candidate: Candidate) -> tuple[str, ...]:
         largest = sorted(zip(candidate.peak.held, KINDS, strict=True), reverse=True)[:2]
-        parts = [f"{kind} {_gb(num_bytes)}" for num_bytes, kind in largest if num_bytes]
+        parts = [f"{kind} {format_bytes(num_bytes)}" for num_bytes, kind in largest if num_bytes]
         time, setting = candidate.time, candidate.setting
         return (
             "->" if candidate is self.best else "" if candidate.fits else "no",
             setting.label,
-            _gb(candidate.peak.total),
-            ", ".join([*parts, *([f"host {_gb(candidate.host_bytes)}"] if candidate.host_bytes else [])]),
+            format_bytes(candidate.peak.total),
+            ", ".join([*parts, *([f"host {format_bytes(candidate.host_bytes)}"] if candidate.host_bytes else [])]),
             _seconds(time.step_s),
             f"{self.batch * setting.accumulate * setting.ranks / max(time.step_s, 1e-12):.3g}",
             _seconds(time.compute_s),
             _seconds(time.exposed_s),
             _seconds(time.host_s),
-            _gb(time.inside_bytes + time.between_bytes),
+            format_bytes(time.inside_bytes + time.between_bytes),
             f"{candidate.padding_ratio:.2f}",
         )
 
@@ -765,10 +764,6 @@ def _json_of(candidate: Candidate) -> dict[str, object]:
         "padding_ratio": candidate.padding_ratio,
         "units": candidate.num_units,
     }
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
 
 
 def _seconds(seconds: float) -> str:

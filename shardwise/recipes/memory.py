@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from shardwise import Trace, describe_units, torch_private, trace
 from shardwise.collectives.host.local_peers import foreign_ranges
 from shardwise.errors import ConfigError
+from shardwise.formatting import format_bytes
 from shardwise.fsdp.clip import OwnedGradient
 from shardwise.plan.schedule import Edge
 from shardwise.planner.advice import memory_over_step
@@ -225,15 +226,6 @@ def peak_rss_bytes() -> int:
     """Return the largest resident set since the process started."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def format_bytes(count: float) -> str:
-    """Write a byte count with three digits: 1.25 MB, 37.5 GB.  Units are powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 # ---- What a rank holds over one step of a run, beside what the plan says of it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import traceback
 import weakref
@@ -45,6 +44,7 @@ from shardwise.transaction.kept import (
     optimized_as_it_is,
     watch,
 )
+from shardwise.waiting import MEMORY_PAUSES_S, comes_soon, wait_until
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer, share_stepper
 
 # ---- What a rank says of the exception that ended its step, and which of several was the first cause.
@@ -119,7 +119,6 @@ def _follows(error: BaseException, order: int) -> bool:
 
 # Words of a segment: the last step that this rank has come to the end of; the one it has failed in; 1 if it failed for good.
 _ARRIVED, _FAILED, _ENDED = 0, 1, 2
-_YIELDS, _FIRST_SLEEP_S, _LONGEST_SLEEP_S, _LIVENESS_S = 200, 20e-6, 1e-3, 0.2
 _LOOK_S = 0.1  # between two questions to the store
 
 
@@ -166,29 +165,24 @@ class Agreement:
 
     def _wait_for(self, peer: int, number: int) -> None:
         words = self._words[peer]
-        for _ in range(_YIELDS):
-            if words[_ARRIVED] >= number:
-                return
-            os.sched_yield()
+        alive, limit_s = self._alive[peer], self._posts.timeout_s
+
+        def is_there() -> bool:
+            return words[_ARRIVED] >= number
+
+        if comes_soon(is_there):
+            return
         note(EVERYBODY, "the end of a step")
-        start = time.monotonic()
-        sleep_s, look_s = _FIRST_SLEEP_S, _LIVENESS_S
-        while words[_ARRIVED] < number:
-            self._check_words(number)
-            waited_s = time.monotonic() - start
-            if waited_s > look_s:
-                look_s = waited_s + _LIVENESS_S
-                if not self._alive[peer].is_alive() and words[_ARRIVED] < number:
-                    raise TransportError(
-                        f"rank {self.members[peer]} is gone; rank {self.rank} waited for it to end its step"
-                    )
-                if waited_s > self._posts.timeout_s:
-                    raise TransportError(
-                        f"rank {self.rank} waited {waited_s:.0f} s for rank {self.members[peer]} at the end of a step; every "
-                        "rank must make the same transactions in the same order"
-                    )
-            time.sleep(sleep_s)
-            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+        if wait_until(
+            is_there, limit_s, lambda: self._check_words(number), lambda: not alive.is_alive(), MEMORY_PAUSES_S
+        ):
+            return
+        if not alive.is_alive():
+            raise TransportError(f"rank {self.members[peer]} is gone; rank {self.rank} waited for it to end its step")
+        raise TransportError(
+            f"rank {self.rank} waited {limit_s:.0f} s for rank {self.members[peer]} at the end of a step; every "
+            "rank must make the same transactions in the same order"
+        )
 
     # ---- with one ----
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers.links import make_links
 
-from shardwise import TransportError
+from shardwise import TransportError, waiting
 from shardwise.collectives.host import local_peers as shm
 from shardwise.collectives.host.shared_memory import HostLink
 from shardwise.collectives.routes import SpanKind
@@ -46,7 +46,7 @@ def open_all(links: Sequence[HostLink], kind: SpanKind) -> list[bool]:
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "_YIELDS", 1)
+    monkeypatch.setattr(waiting, "_YIELDS", 1)
 
 
 # What rank 0 shows when its backward, the first span, raised as soon as all had come; then its next forward waits.

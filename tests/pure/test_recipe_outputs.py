@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from shardwise.formatting import format_bytes
 from shardwise.planner.rank_memory import UPDATE, Moment, RankMemory
 from shardwise.recipes.config import SHARDS, ModelShape, TrainConfig
 from shardwise.recipes.data import Baseline, TextFacts, Windows
@@ -24,7 +25,6 @@ from shardwise.recipes.memory import (
     HeldBytes,
     HeldMemory,
     StepMemory,
-    format_bytes,
     local_bytes,
     measure_held,
     unsharded_bytes,

@@ -32,6 +32,7 @@ from shardwise.consistency.liveness import Liveness, host_id, is_gone
 from shardwise.errors import DesyncError, TransportError
 from shardwise.layout import align
 from shardwise.observe import WAITS, note
+from shardwise.waiting import MEMORY_PAUSES_S, comes_soon, wait_until
 
 # ---- Memory that processes of one host share: nameless files, gone with the last process that maps them, even after
 # kill -9.
@@ -391,10 +392,6 @@ _live: weakref.WeakSet[Mates] = weakref.WeakSet()  # those of this process, whic
 
 _WANTS_COLLECTIVES, _IN_BACKWARD = 1, 2  # flags of _OPEN
 _CALL_BITS, _SPAN_BITS = 20, 24
-_YIELDS = 200
-_FIRST_SLEEP_S = 20e-6
-_LONGEST_SLEEP_S = 1e-3
-_LIVENESS_S = 0.2
 
 
 def _stamp(epoch: int, span: int, call: int = 0) -> int:
@@ -556,30 +553,25 @@ class Mates:
 
     def wait_for(self, place: int, is_there: Callable[[], bool], what: str) -> None:
         """Wait for the rank at ``place`` until ``is_there()``, which reads its words.  Raises: as :meth:`wait_for_all`."""
-        for _ in range(_YIELDS):
-            if is_there():
-                return
-            os.sched_yield()
+        if comes_soon(is_there):
+            return
         note(f"{WAITS}rank {self.name_of(place)}", what)
-        start = time.monotonic()
-        sleep_s, look_s = _FIRST_SLEEP_S, _LIVENESS_S
-        while not is_there():
+        start, alive = time.monotonic(), self._alive[place]
+
+        def look() -> None:
             alarm.look()
             self._check_epochs(what)
-            waited_s = time.monotonic() - start
-            if waited_s > look_s:
-                look_s = waited_s + _LIVENESS_S
-                if not self._alive[place].is_alive() and not is_there():
-                    raise self._lost(place, f"rank {self._name} waited {waited_s:.1f} s for it at {what}")
-                if waited_s > self._timeout_s:
-                    self._mine[_LATE] = self._epoch << _CALL_BITS | self._ranks[place] + 1
-                    raise self._blame(
-                        place,
-                        f"rank {self._name} waited {self._timeout_s:g} s for rank {self.name_of(place)} at {what}: "
-                        f"{self._last_sign(place)}; every rank must make the same calls in the same order",
-                    )
-            time.sleep(sleep_s)
-            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+
+        if wait_until(is_there, self._timeout_s, look, lambda: not alive.is_alive(), MEMORY_PAUSES_S):
+            return
+        if not alive.is_alive():
+            raise self._lost(place, f"rank {self._name} waited {time.monotonic() - start:.1f} s for it at {what}")
+        self._mine[_LATE] = self._epoch << _CALL_BITS | self._ranks[place] + 1
+        raise self._blame(
+            place,
+            f"rank {self._name} waited {self._timeout_s:g} s for rank {self.name_of(place)} at {what}: "
+            f"{self._last_sign(place)}; every rank must make the same calls in the same order",
+        )
 
     def _check_epochs(self, what: str) -> None:
         for place in self.others:
