@@ -12,7 +12,7 @@ import json
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
@@ -91,10 +91,39 @@ class Posts:
         """Post this rank's ``what``."""
         self.store.set(f"{self.prefix}/{what}/{self.rank}", text)
 
-    def forget(self, what: str, ranks: Iterable[int]) -> None:
-        """Take back what ``ranks`` have posted about ``what``, so that long runs do not fill the store."""
-        for rank in ranks:
-            self.store.delete(f"{self.prefix}/{what}/{rank}")
+    def decide(
+        self,
+        topic: str,
+        number: int,
+        said: str,
+        judge: Callable[[Mapping[int, str]], str],
+        is_enough: Callable[[Mapping[int, str]], bool] | None = None,
+        needs: Sequence[int] = (),
+    ) -> str | None:
+        """Return what the first rank makes of what every rank says in round ``number`` about ``topic``; None if nothing comes.
+
+        ``judge(found)`` runs on the first rank, on what has come by its deadline, and may raise.  ``is_enough``, ``needs``: as
+        for :meth:`collect`.  The round before is deleted, so that long runs do not fill the store.
+        """
+        what, last = f"{topic}/{number}", f"{topic}/{number - 1}"
+        self.post(what, said)
+        if not self.rank:
+            verdict = judge(self.collect(what, range(self.size), None, is_enough, needs))
+            self.post(f"{what}/verdict", verdict)
+            self._delete(f"{last}/verdict")  # every rank has read it before it said something in this round
+        else:
+            # The first rank knows who is missing, so the others wait longer than it does.
+            answer = self.collect(f"{what}/verdict", [0], self.timeout_s + GRACE_S, is_enough, needs)
+            if not answer and not self.gone([0]) and not (is_enough and is_enough({})) and self.collect(what, [0], 0.0):
+                # It is there: on another host, where it cannot see who is gone, or it queries late ranks for their reason.
+                answer = self.collect(f"{what}/verdict", [0], GRACE_S if self.gone(needs) else ANSWER_S, is_enough)
+            verdict = answer.get(0)
+        if verdict is not None:
+            self._delete(last)
+        return verdict
+
+    def _delete(self, what: str) -> None:
+        self.store.delete(f"{self.prefix}/{what}/{self.rank}")
 
     def collect(
         self,
@@ -137,6 +166,10 @@ class Posts:
     def named(self, ranks: Iterable[int]) -> str:
         """Return ``ranks`` in words, as the job names them."""
         return format_ranks([self.members[rank] for rank in ranks])
+
+    def absent(self, found: Container[int]) -> list[int]:
+        """Return the ranks that are not in ``found``."""
+        return [rank for rank in range(self.size) if rank not in found]
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
         """Return which of ``ranks`` were processes of this host that have ended, as far as it can be known."""
@@ -306,23 +339,18 @@ class Bulletin:
         """
         posts = self._posts
         self._counts[topic] += 1
-        place = f"{topic}/{self._counts[topic]}"
-        if posts.rank:
-            posts.post(place, json.dumps(list(mine)))
-            peers, place, limit_s = (0,), f"{place}/all", posts.timeout_s + GRACE_S
-        else:
-            peers, limit_s = posts.peers(), posts.timeout_s
-        found = posts.collect(place, peers, limit_s)
-        absent = [other for other in peers if other not in found]
-        if absent:
-            problem = posts.absence(
-                absent, f"rank {self._rank} has new {topic}, unlike {posts.named(absent)}: {_listed(mine)}"
-            )
-            self._refuse(problem, position)
-        every = {*mine}.union(*(json.loads(theirs) for theirs in found.values()))
-        if not posts.rank:
-            posts.post(f"{place}/all", json.dumps(sorted(every)))
-        return every
+
+        def refuse(absent: Sequence[int]) -> NoReturn:
+            late = f"rank {self._rank} has new {topic}, unlike {posts.named(absent)}: {_listed(mine)}"
+            self._refuse(posts.absence(absent, late), position)
+
+        def unite(found: Mapping[int, str]) -> str:
+            if len(found) < posts.size:
+                refuse(posts.absent(found))
+            return json.dumps(sorted(set[str]().union(*map(json.loads, found.values()))))
+
+        every = posts.decide(topic, self._counts[topic], json.dumps(list(mine)), unite)
+        return refuse([0]) if every is None else set(json.loads(every))
 
     def check_deviation(self, what: str, position: Position) -> None:
         """Raise DesyncError unless all ranks leave their plan here, in the way that ``what`` says.
@@ -484,28 +512,16 @@ class RollCall:
         posts = self._posts
         if posts is None:
             return [said]
-        number, self._number = self._number, self._number + 1
+        self._number += 1
         self._track.note("meeting")
-        posts.post(f"{number}", said)
-        if posts.rank:
-            # Who waits for the answer waits longer: rank 0 knows who is missing.
-            near = [rank for rank in posts.peers() if abs(rank - posts.rank) <= _NEAR]
-            answer = posts.collect(f"{number}/all", [0], posts.timeout_s + GRACE_S, needs=near)
-            gone = [] if answer else posts.gone(near)
-            if not answer and 0 not in gone and posts.collect(f"{number}", [0], 0.0):
-                # It is there: on another host, where it has not seen who is gone, or asking who is late for the reason.
-                answer = posts.collect(f"{number}/all", [0], GRACE_S if gone else ANSWER_S)
-            verdict = json.loads(answer[0]) if answer else _absence(posts, gone or [0])
-        else:
-            others = posts.peers()
-            found = posts.collect(f"{number}", others)
-            absent = [rank for rank in others if rank not in found]
-            verdict = _absence(posts, absent) if absent else [said, *found.values()]
-            posts.post(f"{number}/all", json.dumps(verdict))
-            posts.forget(f"{number}", others)
-            if number:  # whoever has called again has read the last answer
-                for what in (f"{number - 1}", f"{number - 1}/all"):
-                    posts.forget(what, [0])
+        near = [rank for rank in posts.peers() if abs(rank - posts.rank) <= _NEAR] if posts.rank else []
+
+        def judge(found: Mapping[int, str]) -> str:
+            absent = posts.absent(found)
+            return json.dumps(_absence(posts, absent) if absent else [found[rank] for rank in range(posts.size)])
+
+        answer = posts.decide("call", self._number, said, judge, needs=near)
+        verdict = json.loads(answer) if answer else _absence(posts, posts.gone(near) or [0])
         if isinstance(verdict, str):
             raise TransportError(verdict)
         return verdict
@@ -628,7 +644,7 @@ class Board:
         failure = self.failure()  # one that was reported meanwhile knows more than this rank
         if failure is not None:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
-        absent = [rank for rank in range(self.size) if rank not in found]
+        absent = self.posts.absent(found)
         elsewhere = {rank: place for rank, place in found.items() if place != what}
         cause = "; ".join(f"rank {self.posts.members[rank]} was in {place}" for rank, place in elsewhere.items())
         lost = [rank for rank in absent if rank in far]
@@ -662,42 +678,31 @@ class Board:
     def _compare(
         self, what: str, facts: Sequence[str], error: BaseException | None, said: str | None = None
     ) -> list[str]:
-        number = self.num_agreements
         self.num_agreements += 1
         self.track.note("agreement", what)
-        place = f"agree/{number}"
         text = f"{type(error).__name__}: {error}" if error is not None else ""
-        self.posts.post(place, json.dumps([what, _digest(facts), text, said]))
-        if self.rank == 0:
-            self._judge(place, what)
-        verdict = self._collect(f"{place}/verdict", self.posts.timeout_s + GRACE_S, [0]).get(0)
-        if verdict is None and self.failure() is None and self._collect(place, 0.0, [0]):
-            verdict = self._collect(f"{place}/verdict", ANSWER_S, [0]).get(0)  # it asks who is late for the reason
-        texts: list[str] = []
+        note, number = json.dumps([what, _digest(facts), text, said]), self.num_agreements - 1
+        verdict = self.posts.decide(
+            "agree", number, note, lambda notes: self._judge(what, notes), self._has_failure, range(self.size)
+        )
+        place = f"agree/{number}"
         if verdict is None:
             self._explain_absence(what, self._collect(place, 0.0))
         elif verdict.startswith("ok"):
-            texts = json.loads(verdict[2:] or "[]")
+            return json.loads(verdict[2:] or "[]")
         elif error is None:
             self._raise_disagreement(place, json.loads(verdict), facts, what)
-        if number >= 1:
-            self.posts.forget(f"agree/{number - 1}", [self.rank])
-        if number >= 2 and self.rank == 0:
-            self.posts.forget(f"agree/{number - 2}/verdict", [0])
-        return texts
+        return []
 
-    def _judge(self, place: str, what: str) -> None:
-        notes = self._collect(place, self.posts.timeout_s)
+    def _judge(self, what: str, notes: Mapping[int, str]) -> str:
         if len(notes) < self.size:
             self._explain_absence(what, notes)
         parsed = {rank: _Note(*json.loads(text)) for rank, text in notes.items()}
         same = len({(note.what, note.digest) for note in parsed.values()}) == 1
         if same and not any(note.error for note in parsed.values()):
             said = [parsed[rank].said for rank in range(self.size)]
-            self.posts.post(f"{place}/verdict", "ok" if None in said else f"ok{json.dumps(said)}")
-        else:
-            rows = [[rank, note.what, note.digest, note.error] for rank, note in sorted(parsed.items())]
-            self.posts.post(f"{place}/verdict", json.dumps(rows))
+            return "ok" if None in said else f"ok{json.dumps(said)}"
+        return json.dumps([[rank, note.what, note.digest, note.error] for rank, note in sorted(parsed.items())])
 
     def _raise_disagreement(self, place: str, rows: list[list[str]], facts: Sequence[str], what: str) -> None:
         failed = [(rank, text) for rank, _, _, text in rows if text]
@@ -720,11 +725,11 @@ class Board:
             )
         )
 
-    def _explain_absence(self, what: str, notes: dict[int, str]) -> None:
+    def _explain_absence(self, what: str, notes: Mapping[int, str]) -> NoReturn:
         failure = self.failure()
         if failure is not None:
             raise DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
-        absent = [rank for rank in range(self.size) if rank not in notes] or [0]
+        absent = self.posts.absent(notes) or [0]
         late = (
             f"{self._names(absent)} did not make this call within {self.posts.timeout_s:g} s. Every rank must make the same "
             "calls in the same order"
@@ -734,11 +739,12 @@ class Board:
         self.posts.post("stuck", what)
         raise DesyncError(text)
 
-    def _collect(self, what: str, limit_s: float, ranks: Sequence[int] | None = None) -> dict[int, str]:
+    def _has_failure(self, _: Mapping[int, str]) -> bool:
+        return self.failure() is not None
+
+    def _collect(self, what: str, limit_s: float) -> dict[int, str]:
         """Return what has come once a rank has reported a failure, too, or one of any rank is gone."""
-        everybody = range(self.size)
-        wanted = everybody if ranks is None else ranks
-        return self.posts.collect(what, wanted, limit_s, lambda _: self.failure() is not None, needs=everybody)
+        return self.posts.collect(what, range(self.size), limit_s, self._has_failure, range(self.size))
 
 
 def open_board(group: dist.ProcessGroup | None, topic: str) -> Board:

@@ -251,7 +251,7 @@ class Agreement:
                 return ended
             if mine.follows and self.was_committed(number):
                 return None
-            absent = [rank for rank in range(posts.size) if rank not in found]
+            absent = posts.absent(found)
             late = (
                 f"{posts.named(absent)} did not finish its step within {posts.timeout_s:g} s of rank "
                 f"{mine.rank}, which failed: {mine.kind}: {mine.text}"
@@ -267,7 +267,7 @@ class Agreement:
         posts = self._posts
         posts.post(f"{number}/back", problem)
         found = posts.collect(f"{number}/back", range(posts.size))
-        absent = [rank for rank in range(posts.size) if rank not in found]
+        absent = posts.absent(found)
         if absent:
             late = f"{posts.named(absent)} did not undo its step within {posts.timeout_s:g} s"
             raise self._named(absent, late)

@@ -43,13 +43,13 @@ def test_what_all_have_said_comes_in_rank_order_and_the_store_keeps_one_answer()
         answers == [[[f"{number} of {rank}" for rank in range(SIZE)] for number in range(3)] + [["0", "1", "2"]]] * SIZE
     )
     kept = [
-        f"posts/{number}/{key}"
-        for number in range(3)
-        for key in ("all/0", *range(SIZE))
-        if store.check([f"posts/{number}/{key}"])
+        f"posts/call/{number}/{key}"
+        for number in range(1, 4)
+        for key in ("verdict/0", *range(SIZE))
+        if store.check([f"posts/call/{number}/{key}"])
     ]
-    assert kept == ["posts/2/all/0", "posts/2/0"]
-    assert json.loads(store.get("posts/2/all/0")) == answers[0][2]
+    assert kept == [f"posts/call/3/{key}" for key in ("verdict/0", *range(SIZE))]
+    assert json.loads(store.get("posts/call/3/verdict/0")) == answers[0][2]
 
 
 def test_every_rank_names_the_one_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
