@@ -96,12 +96,30 @@ def test_a_wait_ends_once_what_has_come_is_enough() -> None:
     assert time.monotonic() - start < 30
 
 
-def test_what_is_forgotten_is_taken_back_and_nothing_else() -> None:
+def test_the_first_rank_decides_for_all_and_a_round_deletes_the_one_before_and_nothing_else() -> None:
+    def body(posts: Posts) -> list[str | None]:
+        posts.post("word", "said")
+        return [
+            posts.decide("round", number, str(posts.rank), lambda found: "".join(found.values())) for number in (0, 1)
+        ]
+
     posts = make_posts()
-    for each in posts:
-        each.post("word", "said")
-    posts[0].forget("word", [0, 2])
-    assert posts[1].collect("word", range(3), 0.0) == {1: "said"}
+    assert on_threads(body, posts) == [["012"] * 2] * 3
+    kept = [posts[0].collect(what, range(3), 0.0) for what in ("word", "round/0", "round/0/verdict", "round/1")]
+    assert kept == [dict.fromkeys(range(3), "said"), {}, {}, {0: "0", 1: "1", 2: "2"}]
+
+
+def test_what_the_first_rank_raises_leaves_the_others_without_a_decision() -> None:
+    def refuse(found: object) -> str:
+        raise ValueError(found)
+
+    def body(posts: Posts) -> str | None:
+        try:
+            return posts.decide("round", 0, "", refuse, lambda _: posts.rank > 0)
+        except ValueError:
+            return "raised"
+
+    assert on_threads(body, make_posts()) == ["raised", None, None]
 
 
 def test_the_nth_opening_of_a_topic_is_one_place_for_all_its_ranks_and_no_others() -> None:
