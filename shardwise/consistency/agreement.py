@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -459,9 +460,7 @@ def _describe(position: Position) -> str:
 
 
 def _first_difference(mine: Sequence[str], theirs: Sequence[str], rank: int, other: int) -> str:
-    for index in range(max(len(mine), len(theirs))):
-        left = mine[index] if index < len(mine) else "the end of the step"
-        right = theirs[index] if index < len(theirs) else "the end of the step"
+    for index, (left, right) in enumerate(zip_longest(mine, theirs, fillvalue="the end of the step")):
         if left != right:
             return f"ranks differ at collective {index} of the step: rank {rank} has {left}, rank {other} has {right}"
     return f"rank {rank} and rank {other} differ"
@@ -470,9 +469,7 @@ def _first_difference(mine: Sequence[str], theirs: Sequence[str], rank: int, oth
 def _first_fact(mine: Sequence[str], theirs: Sequence[str], rank: int, other: int) -> str:
     if mine[0] != theirs[0]:
         return f"ranks are at different places: rank {rank} compares {mine[0]}, rank {other} compares {theirs[0]}"
-    for index in range(1, max(len(mine), len(theirs))):
-        left = mine[index] if index < len(mine) else "nothing more"
-        right = theirs[index] if index < len(theirs) else "nothing more"
+    for left, right in zip_longest(mine, theirs, fillvalue="nothing more"):
         if left != right:
             return f"ranks have different {mine[0]}: rank {rank} has {left}, rank {other} has {right}"
     return f"rank {rank} and rank {other} differ"
@@ -769,10 +766,9 @@ def first_difference(facts: dict[int, list[str]]) -> str:
         >>> first_difference({0: ["2 tensors", "(3,)"], 1: ["2 tensors", "(4,)"]})
         'rank 0: (3,); rank 1: (4,)'
     """
-    for index in range(max((len(rows) for rows in facts.values()), default=0)):
-        values = {rank: rows[index] if index < len(rows) else "nothing" for rank, rows in facts.items()}
-        if len(set(values.values())) > 1:
-            return _listing(_by_value(values))
+    for values in zip_longest(*facts.values(), fillvalue="nothing"):
+        if len(set(values)) > 1:
+            return _listing(_by_value(dict(zip(facts, values, strict=True))))
     return "the facts differ but their report did not arrive from every rank"
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import cast
 
 import torch
@@ -134,8 +134,7 @@ class GroupLink:
             assert self._posts is not None
             self._said = places
             self._num_said += 1
-            addresses = [place.segment.address for place in places]
-            rows = [[a.pid, a.fd, a.num_bytes, a.token, p.offset] for a, p in zip(addresses, places, strict=True)]
+            rows = [(*astuple(place.segment.address), place.offset) for place in places]
             self._posts.post(f"sections/{self._num_said}", json.dumps(rows))
             link.say_where(self._num_said)
 
@@ -144,9 +143,9 @@ class GroupLink:
         if rank == self._process_group.rank() or number == 0:
             return self._said if number else []
         found: list[ArenaPlace] = []
-        for pid, fd, num_bytes, token, offset in json.loads(read_posts(self._posts, f"sections/{number}", [rank])[0]):
+        for *address, offset in json.loads(read_posts(self._posts, f"sections/{number}", [rank])[0]):
             try:
-                found.append(ArenaPlace(Segment.open(SegmentAddress(pid, fd, num_bytes, token)), offset))
+                found.append(ArenaPlace(Segment.open(SegmentAddress(*address)), offset))
             except OSError as error:
                 mine, its = self._posts.members[self._posts.rank], self._posts.members[rank]
                 raise TransportError(f"rank {mine} cannot read the shards of rank {its}: {error}") from error

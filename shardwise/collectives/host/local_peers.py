@@ -17,7 +17,8 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -253,8 +254,7 @@ def read_posts(posts: Posts, what: str, ranks: Sequence[int]) -> list[str]:
     Raises: DesyncError if one does not come in time, TransportError if its process is gone.
     """
     found = posts.collect(what, ranks)
-    absent = [rank for rank in ranks if rank not in found]
-    if absent:
+    if absent := [rank for rank in ranks if rank not in found]:
         late = (
             f"{posts.named(absent)} did not begin its first forward or backward within {posts.timeout_s:g} s of "
             f"rank {posts.members[posts.rank]}; every rank must run the same units in the same order"
@@ -308,13 +308,9 @@ def meet(group: dist.ProcessGroup, offer: TransportOffer) -> Outcome:
     """
     posts = open_posts(group, "link")
     rank, ranks = posts.rank, posts.members
-    own: Segment | None = None
-    problem = ""
-    if offer.transport == "auto":
-        own, problem = _create(offer.num_bytes)
-    address = own.address if own is not None else None
-    facts = [offer.transport, offer.digest, host_id(), problem, *_fields(address)]
-    posts.post("offer", json.dumps(facts))
+    own, problem = _create(offer.num_bytes) if offer.transport == "auto" else (None, "")
+    address = None if own is None else astuple(own.address)
+    posts.post("offer", json.dumps([offer.transport, offer.digest, host_id(), problem, address]))
     found = [json.loads(text) for text in read_posts(posts, "offer", range(posts.size))]
     _compare_digests([fields[1] for fields in found], ranks, rank)
     transport = max((fields[0] for fields in found), key=TRANSPORTS.index)
@@ -329,7 +325,7 @@ def meet(group: dist.ProcessGroup, offer: TransportOffer) -> Outcome:
         if rank == 0:
             _log.warning("ranks %s do not share memory (%s); they use the network", ranks, problems[0])
         return Outcome(transport, posts, are_on_one_host=on_one_host)
-    return Outcome(transport, posts, mates, segments, tuple(found[mate][4] for mate in mates), on_one_host)
+    return Outcome(transport, posts, mates, segments, tuple(found[mate][4][0] for mate in mates), on_one_host)
 
 
 def _compare_digests(digests: Sequence[str], ranks: Sequence[int], rank: int) -> None:
@@ -351,30 +347,22 @@ def _create(num_bytes: int) -> tuple[Segment | None, str]:
         return None, f"no shared memory: {error}"
 
 
-def _fields(address: SegmentAddress | None) -> list[int | str]:
-    return [0, 0, 0, ""] if address is None else [address.pid, address.fd, address.num_bytes, address.token]
-
-
 def _open_all(
-    found: Sequence[Sequence[object]], posts: Posts, own: Segment | None, mates: range
+    found: Sequence[Sequence[Any]], posts: Posts, own: Segment | None, mates: range
 ) -> tuple[tuple[Segment, ...], str]:
-    problem = next((str(fields[3]) for fields in found if fields[3]), "")
+    problem = next((fields[3] for fields in found if fields[3]), "")
     if not problem and not mates:
         problem = "they are on different hosts"
         if len({fields[2] for fields in found}) < len(found):
             problem += ", not as many on each, or not side by side"
-    if not problem and len({found[mate][4] for mate in mates}) < len(mates):
+    if not problem and len({found[mate][4][0] for mate in mates}) < len(mates):
         problem = "some are threads of one process"
     if problem or own is None:
         return (), problem or "no segment of its own"
     segments: list[Segment] = []
     for mate in mates:
-        pid, fd, num_bytes, token = found[mate][4:]
-        if mate == posts.rank:
-            segments.append(own)
-            continue
         try:
-            segments.append(Segment.open(SegmentAddress(int(str(pid)), int(str(fd)), int(str(num_bytes)), str(token))))
+            segments.append(own if mate == posts.rank else Segment.open(SegmentAddress(*found[mate][4])))
         except OSError as error:
             return (), f"rank {posts.members[posts.rank]} cannot open the memory of rank {posts.members[mate]}: {error}"
     return tuple(segments), ""
