@@ -208,15 +208,12 @@ class Agreement:
             self._posts.store.set(f"{self._posts.prefix}/ended", report.to_text())
         if self._words:
             self._words[self._mine][_ENDED] = 1
-        self._leave_collectives()
+        break_off_all(self.members)
 
     def ended(self) -> Report | None:
         """Return why no step can be undone any more; None if all is well."""
         text = self._posts.store.peek(f"{self._posts.prefix}/ended")
         return None if text is None else Report.from_text(text)
-
-    def _leave_collectives(self) -> None:
-        break_off_all(self.members)
 
     def claim(self, number: int) -> int:
         """Say that this rank has failed in step ``number``; return how many have said so by now."""
@@ -239,7 +236,7 @@ class Agreement:
         """
         posts = self._posts
         posts.post(f"{number}/report", mine.to_text())
-        self._leave_collectives()
+        break_off_all(self.members)
 
         def is_enough(_: Mapping[int, str]) -> bool:
             return (mine.follows and self.was_committed(number)) or self.ended() is not None
