@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _MOST_LISTED = 8  # ranks
 
@@ -31,3 +31,16 @@ def format_ranks(ranks: Sequence[int]) -> str:
     """
     more = ", ..." if len(ranks) > _MOST_LISTED else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_LISTED]))}{more}"
+
+
+def ranks_by_text(found: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+    """Return the ranks of each text, in the order of ``found``.
+
+    Example:
+        >>> ranks_by_text([(0, "same"), (1, "another"), (2, "same")])
+        {'same': [0, 2], 'another': [1]}
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in found:
+        ranks_of.setdefault(text, []).append(rank)
+    return ranks_of

@@ -42,7 +42,7 @@ from shardwise.errors import (
     ShardwiseError,
     TransportError,
 )
-from shardwise.formatting import format_ranks
+from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.fsdp.roots import SHARES_BUFFERS, unwritten_in
 from shardwise.optim.pieces import in_order_of
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, room_for_state, whole_state_names
@@ -77,9 +77,7 @@ def together(roll: RollCall, what: str, do: Callable[[], Any]) -> list[Any]:
         return [value for value, _ in said]
     if error is not None and not isinstance(error, Exception):
         raise error
-    texts: dict[str, list[int]] = {}
-    for rank, (kind, text, _, is_own) in failures:
-        texts.setdefault(text if is_own else f"{kind}: {text}", []).append(rank)
+    texts = ranks_by_text((rank, text if is_own else f"{kind}: {text}") for rank, (kind, text, _, is_own) in failures)
     causes = "; ".join(f"{format_ranks(ranks)}: {text}" if roll.size > 1 else text for text, ranks in texts.items())
     is_damage = all(damage for _, (_, _, damage, _) in failures)
     raise (DamagedCheckpointError if is_damage else CheckpointError)(f"{what}: {causes}") from error

@@ -41,7 +41,7 @@ from shardwise.consistency.liveness import announce, is_gone, watch_cables
 from shardwise.consistency.process_groups import break_off, check_peers, patience_s
 from shardwise.consistency.store import JobStore
 from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
-from shardwise.formatting import format_ranks
+from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.observe import EVERYBODY, WAITS, Track, note, note_group
 from shardwise.torch_private import default_store, is_gloo, process_group_store
 from shardwise.waiting import LOOK_S, wait_until
@@ -709,7 +709,7 @@ class Board:
             )
             raise DesyncError(f"{what} stopped on rank {self.name} because {causes}")
         members = self.posts.members
-        calls = _by_value({members[int(rank)]: str(call) for rank, call, _, _ in rows})
+        calls = ranks_by_text((members[int(rank)], str(call)) for rank, call, _, _ in rows)
         if len(calls) > 1:
             elsewhere = self._names([int(rank) for rank, call, _, _ in rows if call != rows[0][1]])
             raise DesyncError(f"{rows[0][1]}: {elsewhere} are in another call: {_listing(calls)}")
@@ -768,7 +768,7 @@ def first_difference(facts: dict[int, list[str]]) -> str:
     """
     for values in zip_longest(*facts.values(), fillvalue="nothing"):
         if len(set(values)) > 1:
-            return _listing(_by_value(dict(zip(facts, values, strict=True))))
+            return _listing(ranks_by_text(zip(facts, values, strict=True)))
     return "the facts differ but their report did not arrive from every rank"
 
 
@@ -786,13 +786,6 @@ def _digest(facts: Sequence[str]) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= DETAIL_LIMIT else text[:DETAIL_LIMIT] + " ..."
-
-
-def _by_value(values: dict[int, str]) -> dict[str, list[int]]:
-    groups: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        groups.setdefault(value, []).append(rank)
-    return groups
 
 
 def _listing(groups: dict[str, list[int]]) -> str:

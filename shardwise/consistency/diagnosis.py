@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from shardwise.consistency.recorder import Event, Reason, Record, Stack, own_line
-from shardwise.formatting import format_ranks
+from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.observe import ERROR, WAITS, Op
 
 _GAP_S = 30.0  # between reasons to write: what was before is another trouble, which has passed
@@ -495,7 +495,7 @@ def _happened(diagnosis: Diagnosis) -> Iterator[str]:
 
 def _parting(parting: Parting) -> Iterator[str]:
     yield f"ranks part at event {parting.count} of {parting.track}, {_clock(parting.time_s)}, after {parting.before}:"
-    for text, ranks in _by_text(parting.found).items():
+    for text, ranks in ranks_by_text(sorted(parting.found.items())).items():
         yield f"    {format_ranks(ranks)}: {text}"
 
 
@@ -554,14 +554,7 @@ def advice(diagnosis: Diagnosis) -> Iterator[str]:
 
 def _odd(found: Mapping[int, str]) -> tuple[int, ...]:
     """Return the ranks that are fewest with what they did."""
-    return min(_by_text(found).values(), key=lambda ranks: (len(ranks), -ranks[0]))
-
-
-def _by_text(found: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
-    groups: dict[str, tuple[int, ...]] = {}
-    for rank, text in sorted(found.items()):
-        groups[text] = (*groups.get(text, ()), rank)
-    return groups
+    return tuple(min(ranks_by_text(sorted(found.items())).values(), key=lambda ranks: (len(ranks), -ranks[0])))
 
 
 def _clock(time_s: float) -> str:

@@ -37,7 +37,7 @@ from shardwise.consistency.process_groups import break_off_all
 from shardwise.consistency.recorder import DefaultRecorder, innermost, lines_of, lines_of_trace, place_of_records
 from shardwise.consistency.store import BRIEF_S, SILENCE, JobStore, keeps_store
 from shardwise.errors import ConfigError, ShardwiseError, TransportError
-from shardwise.formatting import format_ranks
+from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.observe import ERROR, WAITS, Entry, entries, explainers, groups_of, live_tracks, witnesses
 from shardwise.torch_private import are_threads, default_store, timeout_s_of
 from shardwise.waiting import LOOK_S, wait_until
@@ -149,9 +149,7 @@ def cited_texts(found: Mapping[int, str]) -> str:
         for names, said in zip(rest[::2], rest[1::2], strict=True):
             for name in map(int, names.split(", ")):  # the longest: what is quoted twice may be cut
                 quoted[name] = max(quoted.get(name, ""), _own_reason(said), key=len)
-    ranks_of: dict[str, list[int]] = {}
-    for rank, reason in (reasons | quoted | reasons).items():  # a rank knows its own reason best
-        ranks_of.setdefault(reason, []).append(rank)
+    ranks_of = ranks_by_text((reasons | quoted | reasons).items())  # a rank knows its own reason best
     return "".join(f"; the last error of {format_ranks(ranks)}: {reason}" for reason, ranks in ranks_of.items())
 
 
