@@ -32,7 +32,7 @@ from test_checkpoint_format import check_header_mutation, check_mutation  # noqa
 
 from shardwise import fully_shard  # noqa: E402
 from shardwise.checkpoint import CheckpointError, finish, load, save  # noqa: E402
-from shardwise.checkpoint.files import DiskFiles, list_checkpoints  # noqa: E402
+from shardwise.checkpoint.files import Files, list_checkpoints  # noqa: E402
 from shardwise.testing import WorkerPool  # noqa: E402
 
 
@@ -97,7 +97,7 @@ def kills(pool: WorkerPool, folder: Path, number: int) -> list[str]:
             if rank != victim and f"rank {victim} is gone" not in str(answer.value)
         ]
         model, loop = Steps(), {"step": 0}
-        if list_checkpoints(DiskFiles(), place):
+        if list_checkpoints(Files(), place):
             step = load(place, {"model": model, "loop": loop}).step
             if loop != {"step": step} or any((param != step).any() for param in model.parameters()):
                 wrong.append(f"{what}: step {step} is not whole")

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.convert import compare_tensors, compare_values, names_in
-from shardwise.checkpoint.files import DiskFiles, list_checkpoints, read_manifest, verify
+from shardwise.checkpoint.files import Files, list_checkpoints, read_manifest, verify
 from shardwise.one_host import stay_on_loopback
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.run_folder import Start
@@ -264,7 +264,7 @@ def _words(config: TrainConfig) -> list[str]:
 
 def newest(run: Path) -> int:
     """Return the step of the newest checkpoint; 0 if there is none."""
-    return max((each.step for each in list_checkpoints(DiskFiles(), run / "checkpoints")), default=0)
+    return max((each.step for each in list_checkpoints(Files(), run / "checkpoints")), default=0)
 
 
 def kill_once(run: Path, life: Life, aim: Aim, chance: random.Random, number: int) -> Kill:
@@ -292,8 +292,8 @@ def kill_once(run: Path, life: Life, aim: Aim, chance: random.Random, number: in
     life.end()
     for pid in pids:
         _wait_until_gone(pid)
-    for each in list_checkpoints(DiskFiles(), run / "checkpoints"):
-        damage = verify(DiskFiles(), each.path)
+    for each in list_checkpoints(Files(), run / "checkpoints"):
+        damage = verify(Files(), each.path)
         if damage:
             raise RuntimeError(f"killed {what} after step {before}: {damage}")
     after = newest(run)
@@ -325,7 +325,7 @@ def differing(run: Path, other: Path) -> list[str]:
 
     Each process begins with generators of Python and numpy of its own, which training does not use.
     """
-    files = DiskFiles()
+    files = Files()
     places = [list_checkpoints(files, each / "checkpoints")[-1].path for each in (run, other)]
     first, second = ((place, read_manifest(files, place)) for place in places)
     found = [each.name for each in compare_tensors(files, first, second, lambda _: None)]

@@ -105,3 +105,11 @@ def _is_abandoned(folder: Path) -> bool:
     finally:
         os.close(lock)
     return True
+
+
+def read_proc(name: str) -> str:
+    """Return the text of the file ``name`` of ``/proc``; "" where the kernel does not tell, or the process has ended."""
+    try:
+        return Path("/proc", name).read_text()
+    except OSError:
+        return ""

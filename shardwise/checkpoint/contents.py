@@ -231,10 +231,6 @@ class LoadRequests:
         self._used.add(name)
         return decode(self.manifest.values[name], name, give or self.whole)
 
-    def has_value(self, name: str) -> bool:
-        """Return True if there is a value of that name."""
-        return name in self.manifest.values
-
     def entries(self) -> list[str]:
         """Return the names of the entries of the state that was saved."""
         parts = [split(name) for name in (*self.manifest.tensors, *self.manifest.values, *self.manifest.ties)]

@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from shardwise.checkpoint import files as lock
 from shardwise.checkpoint.contents import Request, decode, encode, groups_of
 from shardwise.checkpoint.dcp import TorchDcpReader
-from shardwise.checkpoint.files import DiskFiles, Files, clean, list_checkpoints, read_manifest, read_requests
+from shardwise.checkpoint.files import Files, clean, list_checkpoints, read_manifest, read_requests
 from shardwise.checkpoint.format import (
     MANIFEST,
     Manifest,
@@ -193,7 +194,7 @@ def open_source(folder: str | Path, step: int | None = None) -> CheckpointSource
 
     Raises: CheckpointError if there is none, DamagedCheckpointError if its manifest is not the one that was written.
     """
-    files, path = DiskFiles(), Path(folder).absolute()
+    files, path = Files(), Path(folder).absolute()
     if MANIFEST not in files.names(path):
         found = [each for each in list_checkpoints(files, path) if step in (None, each.step)]
         if not found:
@@ -293,7 +294,7 @@ def export_torch(
     with tempfile.TemporaryDirectory(dir=target.absolute().parent) as place:
         loaded: dict[str, torch.Tensor] = {}
         for number, (name, record) in enumerate(manifest.tensors.items()):
-            loaded[name] = _record_on_disk(Path(place) / str(number), record)
+            loaded[name] = _on_disk(Path(place) / str(number), record.shape, dtype_of(record.dtype, name))
             source.read(name, record, loaded[name])
             if progress is not None:
                 progress(record.num_bytes)
@@ -313,14 +314,6 @@ def export_torch(
         found.clear()
         loaded.clear()
     return target
-
-
-def _record_on_disk(path: Path, record: TensorRecord) -> torch.Tensor:
-    dtype = dtype_of(record.dtype, str(path))
-    if not record.num_bytes:
-        return torch.empty(record.shape, dtype=dtype, device="cpu")
-    flat = torch.from_file(str(path), shared=True, size=record.num_bytes, dtype=torch.uint8)
-    return flat.view(dtype).view(record.shape)
 
 
 def _plain_optimizer(
@@ -364,7 +357,7 @@ def convert(source: str | Path, folder: str | Path, *, step: int, more: Mapping[
     is left out.  Not collective.
     Raises: ConfigError for anything else; CheckpointError, DamagedCheckpointError for files that cannot be read.
     """
-    path, target, files = Path(source), Path(folder).absolute(), DiskFiles()
+    path, target, files = Path(source), Path(folder).absolute(), Files()
     files.make_folder(target)
     lock.take(target)
     try:
@@ -380,7 +373,7 @@ def convert(source: str | Path, folder: str | Path, *, step: int, more: Mapping[
 
 
 def _read(path: Path, place: Path) -> _FoundState:
-    files = DiskFiles()
+    files = Files()
     if (path / ".metadata").is_file():
         return _named(*_read_dcp(path, place))
     foreign = find_foreign(files, path)
@@ -453,7 +446,7 @@ def _cut(text: str, params: Iterable[str], key: str) -> tuple[str, str]:
 
 
 def _write(found: _FoundState, folder: Path, step: int) -> Path:
-    files, save = DiskFiles(), SaveId(secrets.token_hex(16), step)
+    files, save = Files(), SaveId(secrets.token_hex(16), step)
     writes: list[Write] = []
     room, number = _MOST_BYTES, 0
     for name, tensor in sorted(found.tensors.items()):
@@ -481,8 +474,7 @@ def _write(found: _FoundState, folder: Path, step: int) -> Path:
 
 def _on_disk(path: Path, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     sizes = tuple(shape)
-    empty = torch.empty(sizes, dtype=dtype, device="meta")
-    if not empty.numel():
+    if not prod(sizes):
         return torch.empty(sizes, dtype=dtype, device="cpu")
-    flat = torch.from_file(str(path), shared=True, size=empty.numel() * empty.element_size(), dtype=torch.uint8)
+    flat = torch.from_file(str(path), shared=True, size=prod(sizes) * dtype.itemsize, dtype=torch.uint8)
     return flat.view(dtype).view(sizes)

@@ -43,7 +43,7 @@ from torch.futures import Future
 
 from shardwise.checkpoint.contents import Request, decode, encode
 from shardwise.checkpoint.files import (
-    DiskFiles,
+    Files,
     clean,
     commit,
     give_back,
@@ -59,19 +59,17 @@ from shardwise.checkpoint.format import (
     FileRecord,
     Manifest,
     PartRecord,
-    TensorRecord,
     Window,
     Write,
     bytes_of,
     dtype_name,
     dtype_of,
-    make_header,
     part_file,
     step_of,
     to_bytes,
     whole,
 )
-from shardwise.checkpoint.save import SaveId, write_part
+from shardwise.checkpoint.save import SaveId, make_manifest, write_part
 from shardwise.errors import CheckpointError
 from shardwise.safe_files import MOST_BYTES, opened, read_bytes
 
@@ -241,15 +239,32 @@ class _DcpPlace:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a rank tells of one item: of a tensor the part and its place, of anything else the encoded value."""
+    """What a rank tells of one item: of a tensor the part, of anything else the encoded value."""
 
     write: Write | None
-    begin: int
     value: Any
     file: FileRecord | None
 
 
-class DcpWriter(StorageWriter):
+class _AtPath:
+    """A folder of this machine, which DCP may name later."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path).absolute()
+        self._files = Files()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """See DCP."""
+        if checkpoint_id is not None:
+            self._path = Path(checkpoint_id).absolute()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """See DCP."""
+        return "://" not in str(checkpoint_id)
+
+
+class DcpWriter(_AtPath, StorageWriter):
     """Writes what ``dcp.save`` is given as one committed, checksummed checkpoint at ``path``; nothing is pickled.
 
     Example:
@@ -257,14 +272,8 @@ class DcpWriter(StorageWriter):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path).absolute()
-        self._files = DiskFiles()
+        super().__init__(path)
         self._save_id = ""
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See DCP."""
-        if checkpoint_id is not None:
-            self._path = Path(checkpoint_id).absolute()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See DCP."""
@@ -291,7 +300,7 @@ class DcpWriter(StorageWriter):
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 value = encode(_looked_up(planner, item), item.index.fqn)
-                results.append(WriteResult(item.index, 0, _Written(None, 0, value, None)))
+                results.append(WriteResult(item.index, 0, _Written(None, value, None)))
             else:
                 tensor = cast(torch.Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
                 tensors.append((item, _write_of(item, tensor, place.number), tensor))
@@ -301,10 +310,9 @@ class DcpWriter(StorageWriter):
             writes = [write for _, write, _ in tensors]
             path = self._pending(place.save_id) / part_file(place.number)
             record = write_part(self._files, path, writes, [bytes_of(tensor) for _, _, tensor in tensors], save)
-            begins = make_header(writes, save.metadata())[1]
             results += [
-                WriteResult(item.index, write.num_bytes, _Written(write, begin, None, record if not i else None))
-                for i, ((item, write, _), begin) in enumerate(zip(tensors, begins, strict=True))
+                WriteResult(item.index, write.num_bytes, _Written(write, None, record if not i else None))
+                for i, (item, write, _) in enumerate(tensors)
             ]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -315,21 +323,13 @@ class DcpWriter(StorageWriter):
         written = [cast(_Written, result.storage_data) for rank in results for result in rank]
         names = [result.index.fqn for rank in results for result in rank]
         files = {each.write.rank: each.file for each in written if each.file is not None and each.write is not None}
-        numbers = {rank: index for index, rank in enumerate(sorted(files))}
-        parts: dict[str, tuple[Write, list[PartRecord]]] = {}
-        for each in written:
-            if (write := each.write) is not None:
-                end = each.begin + write.num_bytes
-                part = PartRecord(numbers[write.rank], write.key, write.window, each.begin, end)
-                parts.setdefault(write.name, (write, []))[1].append(part)
-        tensors = {name: TensorRecord(w.dtype, w.shape, tuple(found)) for name, (w, found) in sorted(parts.items())}
+        writes = [each.write for each in written if each.write is not None]  # of each rank in the order of its file
         values = {name: each.value for name, each in zip(names, written, strict=True) if each.write is None}
         if isinstance(metadata.planner_data, Mapping):
             values[_PLANNER] = encode(dict(cast(Mapping[str, Any], metadata.planner_data)), _PLANNER)
-        step = step_of(self._path.name) or 0
-        records = tuple(files[rank] for rank in sorted(files))
+        save = SaveId(self._save_id, step_of(self._path.name) or 0)
         pending = self._pending(self._save_id)
-        manifest = Manifest(self._save_id, step, len(results), records, tensors, {}, values)
+        manifest = make_manifest(save, writes, files, len(results), ({}, values))
         write_all(self._files, pending / MANIFEST, to_bytes(manifest))
         self._files.sync_folder(pending)
         commit(self._files, pending, self._path)
@@ -339,30 +339,16 @@ class DcpWriter(StorageWriter):
         """See DCP."""
         return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """See DCP."""
-        return "://" not in str(checkpoint_id)
-
     def _pending(self, save_id: str) -> Path:
         return self._path.parent / SaveId(save_id, 0).pending
 
 
-class DcpReader(StorageReader):
+class DcpReader(_AtPath, StorageReader):
     """Reads what :class:`DcpWriter` wrote, every block verified; a rank's tensors change when all it needs is read.
 
     Example:
         >>> dcp.load(state, storage_reader=DcpReader("run/step-00000100"))  # doctest: +SKIP
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path).absolute()
-        self._files = DiskFiles()
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See DCP."""
-        if checkpoint_id is not None:
-            self._path = Path(checkpoint_id).absolute()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return what the manifest says.  Raises: DamagedCheckpointError."""
@@ -412,11 +398,6 @@ class DcpReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """See DCP."""
-        return "://" not in str(checkpoint_id)
 
 
 class TorchDcpReader(FileSystemReader):

@@ -11,8 +11,8 @@ import uuid
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -70,7 +70,11 @@ def take(folder: Path) -> None:
             text, found = _read(path)
             if found.get("host") == mine["host"] and found.get("pid") == mine["pid"] and found == {**found, **mine}:
                 return
-            if found and not _is_stale(found):
+            pid = found.get("pid")
+            is_stale = (
+                found.get("host") == mine["host"] and isinstance(pid, int) and _start_of(pid) != found.get("started")
+            )
+            if found and not is_stale:
                 raise CheckpointError(
                     f"{folder} is being written by another job: process {found.get('pid')} on {found.get('name')}, since "
                     f"{found.get('since')}. Save into another folder, or end that job; if it has ended on another host, "
@@ -116,11 +120,6 @@ def note_of(pid: int) -> dict[str, object]:
     return {"host": host_id(), "pid": pid, "started": _start_of(pid)}
 
 
-def _is_stale(found: dict[str, object]) -> bool:
-    pid = found.get("pid")
-    return found.get("host") == host_id() and isinstance(pid, int) and _start_of(pid) != found.get("started")
-
-
 def _start_of(pid: int) -> str | None:
     """Return when a process of this host began, None if there is none or it has ended."""
     try:
@@ -134,86 +133,31 @@ _MOST_HOLLOW = 1024  # times: file systems that compress leave fewer blocks than
 Buffer = bytes | bytearray | memoryview
 
 
-class Output(Protocol):
-    """A file that is being written."""
+class Files:
+    """The files of this machine.  ``root``: a folder within which no link leads to another folder.
 
-    def write(self, data: Buffer) -> None:
-        """Append all of ``data``."""
-        ...
-
-    def sync(self) -> None:
-        """Return when what was written would outlive the machine."""
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
-
-
-class Input(Protocol):
-    """A file that is being read; ``num_bytes`` when it was opened."""
-
-    num_bytes: int
-
-    def read_into(self, begin: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes from ``begin`` on.  Raises: DamagedCheckpointError if the file ends before."""
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
-
-
-class Files(Protocol):
-    """A file system.  Errors are those of the operating system."""
-
-    def make_folder(self, path: Path) -> None:
-        """Make a folder and those above it that are missing."""
-        ...
-
-    def create(self, path: Path) -> Output:
-        """Return a new file.  Raises: FileExistsError."""
-        ...
-
-    def open(self, path: Path) -> Input:
-        """Return a regular file, not through a link.  Raises: DamagedCheckpointError if it is something else."""
-        ...
-
-    def sync_folder(self, path: Path) -> None:
-        """Return when the names in a folder would outlive the machine."""
-        ...
-
-    def rename(self, old: Path, new: Path) -> None:
-        """Give a file or folder another name; a file of that name is replaced at once."""
-        ...
-
-    def remove(self, path: Path) -> None:
-        """Remove a file, or a folder with all in it; nothing happens if it is not there."""
-        ...
-
-    def names(self, path: Path) -> list[str]:
-        """Return what is in a folder, sorted; nothing if the folder is not there."""
-        ...
-
-
-class DiskFiles:
-    """The files of this machine.  ``root``: a folder within which no link leads to another folder."""
+    Errors are those of the operating system.  Tests have one in memory with the same methods.
+    """
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root
 
     def make_folder(self, path: Path) -> None:
-        """See :class:`Files`."""
+        """Make a folder and those above it that are missing."""
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> Output:
-        """See :class:`Files`."""
-        return _DiskOutput(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        """Return a new file.  Raises: FileExistsError."""
+        return Output(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def open(self, path: Path) -> Input:
-        """See :class:`Files`."""
+        """Return a regular file, not through a link.  Raises: DamagedCheckpointError if it is something else."""
+        folder, name = path.parent, path.name
+        if self._root is not None and path.is_relative_to(self._root):
+            folder, name = self._root, str(path.relative_to(self._root))
         try:
-            fd = self._opened(path)
+            with opened(folder, name) as opened_fd:
+                fd = os.dup(opened_fd)
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{path}: the file is missing") from None
         except UnsafeFileError as error:
@@ -226,17 +170,10 @@ class DiskFiles:
             raise DamagedCheckpointError(
                 f"{path}: has {status.st_size} bytes, {512 * status.st_blocks} of them on the disk: a save leaves no holes"
             )
-        return _DiskInput(path, fd, status.st_size)
-
-    def _opened(self, path: Path) -> int:
-        folder, name = path.parent, path.name
-        if self._root is not None and path.is_relative_to(self._root):
-            folder, name = self._root, str(path.relative_to(self._root))
-        with opened(folder, name) as fd:
-            return os.dup(fd)
+        return Input(path, fd, status.st_size)
 
     def sync_folder(self, path: Path) -> None:
-        """See :class:`Files`."""
+        """Return when the names in a folder would outlive the machine."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -244,45 +181,53 @@ class DiskFiles:
             os.close(fd)
 
     def rename(self, old: Path, new: Path) -> None:
-        """See :class:`Files`."""
+        """Give a file or folder another name; a file of that name is replaced at once."""
         os.rename(old, new)
 
     def remove(self, path: Path) -> None:
-        """See :class:`Files`."""
+        """Remove a file, or a folder with all in it; nothing happens if it is not there."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
 
     def names(self, path: Path) -> list[str]:
-        """See :class:`Files`."""
+        """Return what is in a folder, sorted; nothing if the folder is not there."""
         try:
             return sorted(os.listdir(path))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
 
-class _DiskOutput:
+class Output:
+    """A file that is being written."""
+
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def write(self, data: Buffer) -> None:
+        """Append all of ``data``."""
         view = memoryview(data).cast("B")
         while len(view):
             view = view[os.write(self._fd, view[: 2**30]) :]
 
     def sync(self) -> None:
+        """Return when what was written would outlive the machine."""
         os.fsync(self._fd)
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._fd)
 
 
-class _DiskInput:
+class Input:
+    """A file that is being read; ``num_bytes`` when it was opened."""
+
     def __init__(self, path: Path, fd: int, num_bytes: int) -> None:
         self._path, self._fd, self.num_bytes = path, fd, num_bytes
 
     def read_into(self, begin: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes from ``begin`` on.  Raises: DamagedCheckpointError if the file ends before."""
         done = 0
         while done < len(buffer):
             try:
@@ -294,6 +239,7 @@ class _DiskInput:
             done += count
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._fd)
 
 
@@ -335,6 +281,15 @@ def read_manifest(files: Files, checkpoint: Path) -> Manifest:
     """Return the manifest of a checkpoint.  Raises: DamagedCheckpointError if it is not the one that was written."""
     path = checkpoint / MANIFEST
     return from_bytes(read_all(files, path), str(path))
+
+
+def read_header(read_into: Callable[[int, memoryview], object], num_bytes: int, path: Path) -> Header:
+    """Return the header of the safetensors file at ``path``, of ``num_bytes``.  Raises: DamagedCheckpointError."""
+    start = bytearray(LENGTH_BYTES)
+    read_into(0, memoryview(start))
+    data = bytearray(header_bytes(bytes(start), num_bytes, str(path)))
+    read_into(0, memoryview(data))
+    return parse_header(bytes(data), num_bytes, str(path))
 
 
 class VerifiedFile:
@@ -383,27 +338,14 @@ class VerifiedFile:
         record = self._record
         if record.num_bytes < LENGTH_BYTES:
             raise DamagedCheckpointError(f"{self._path}: {record.num_bytes} bytes are no header")
-        self._check_save(save_id)
-        start = bytearray(LENGTH_BYTES)
-        self.read_into(0, memoryview(start), "the header")
-        data = bytearray(header_bytes(bytes(start), record.num_bytes, str(self._path)))
-        self.read_into(0, memoryview(data), "the header")
-        return parse_header(bytes(data), record.num_bytes, str(self._path))
-
-    def _check_save(self, save_id: str) -> None:
-        """Name a file of another save as that: its sums would only say that it is another."""
-        start = bytearray(LENGTH_BYTES)
-        self._file.read_into(0, memoryview(start))
-        try:
-            data = bytearray(header_bytes(bytes(start), self._record.num_bytes, str(self._path)))
-            self._file.read_into(0, memoryview(data))
-            found = parse_header(bytes(data), self._record.num_bytes, str(self._path)).metadata.get(SAVE_KEY)
-        except DamagedCheckpointError:
-            return  # the sums will say where
-        if found is not None and found != save_id:
+        found = None
+        with suppress(DamagedCheckpointError):  # the sums will say where
+            found = read_header(self._file.read_into, record.num_bytes, self._path).metadata.get(SAVE_KEY)
+        if found is not None and found != save_id:  # the sums would only say that it is another file
             raise DamagedCheckpointError(
                 f"{self._path}: belongs to save {found[:40]}, expected {save_id}: files of two saves mix"
             )
+        return read_header(partial(self.read_into, what="the header"), record.num_bytes, self._path)
 
     def _hold(self, number: int, length: int, what: str) -> None:
         if self._held != number:
@@ -487,12 +429,9 @@ def _cut(tensor: torch.Tensor, window: Window, of: Window) -> torch.Tensor:
     return tensor
 
 
-def verify(
-    files: Files, checkpoint: Path, share: tuple[int, int] = (0, 1), progress: Callable[[int], None] | None = None
-) -> list[str]:
+def verify(files: Files, checkpoint: Path, progress: Callable[[int], object] = lambda num_bytes: None) -> list[str]:
     """Compare every block of every file with its sum, and the headers with the manifest; return what is wrong.
 
-    ``share``: (rank, size) to verify every size-th file alone, beginning with number rank.
     ``progress``: is told bytes as they are compared.
     """
     try:
@@ -500,8 +439,7 @@ def verify(
     except DamagedCheckpointError as error:
         return [str(error)]
     found: list[str] = []
-    for number in range(share[0], len(manifest.files), share[1]):
-        record = manifest.files[number]
+    for number, record in enumerate(manifest.files):
         try:
             file = VerifiedFile(files, checkpoint / record.name, record)
         except DamagedCheckpointError as error:
@@ -514,9 +452,7 @@ def verify(
     return found
 
 
-def _verify_file(
-    file: VerifiedFile, manifest: Manifest, number: int, progress: Callable[[int], None] | None
-) -> list[str]:
+def _verify_file(file: VerifiedFile, manifest: Manifest, number: int, progress: Callable[[int], object]) -> list[str]:
     record, found = manifest.files[number], list[str]()
     ranges = sorted((p.begin, p.end, n) for n, t in manifest.tensors.items() for p in t.parts if p.file == number)
     for block in range(len(record.sums)):
@@ -526,8 +462,7 @@ def _verify_file(
             file.check(block, ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "") or "the header")
         except DamagedCheckpointError as error:
             found.append(str(error))
-        if progress is not None:
-            progress(min(record.block_bytes, record.num_bytes - begin))
+        progress(min(record.block_bytes, record.num_bytes - begin))
     if found:
         return found
     try:
@@ -615,40 +550,31 @@ def verified_checkpoint(files: Files, folder: Path) -> Checkpoint | None:
     noted = _noted(files, folder)
     if noted is None:
         return None
-    found = next((each for each in list_checkpoints(files, folder) if each.step == noted.step), None)
-    if found is None:
-        return None
-    try:
-        return found if read_manifest(files, found.path).save_id == noted.save_id else None
-    except DamagedCheckpointError:
-        return None
+    step, save_id = noted
+    with suppress(DamagedCheckpointError):
+        for each in list_checkpoints(files, folder):
+            if each.step == step and read_manifest(files, each.path).save_id == save_id:
+                return each
+    return None
 
 
 def note_verified(files: Files, checkpoint: Path, save_id: str) -> None:
     """Remember that all of a save was as it was written; folders that cannot be written are left alone."""
     step, folder = step_of(checkpoint.name), checkpoint.parent
-    if step is None or _noted(files, folder) == _Noted(step, save_id):
+    if step is None or _noted(files, folder) == (step, save_id):
         return
     fresh = folder / f"{VERIFIED}-new"
-    try:
+    with suppress(OSError):
         files.remove(fresh)
         write_all(files, fresh, json.dumps({"step": step, "save": save_id}).encode())
         files.rename(fresh, folder / VERIFIED)
-    except OSError:
-        return
 
 
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    step: int
-    save_id: str
-
-
-def _noted(files: Files, folder: Path) -> _Noted | None:
+def _noted(files: Files, folder: Path) -> tuple[int, str] | None:
     if VERIFIED not in files.names(folder):
         return None
     try:
         found = json.loads(read_all(files, folder / VERIFIED, 4096))
-        return _Noted(int(found["step"]), str(found["save"]))
+        return int(found["step"]), str(found["save"])
     except (DamagedCheckpointError, ValueError, KeyError, TypeError):
         return None

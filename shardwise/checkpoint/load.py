@@ -17,30 +17,26 @@ from torch import nn
 from shardwise.arguments import explains_arguments
 from shardwise.checkpoint.contents import LoadRequests
 from shardwise.checkpoint.files import (
-    DiskFiles,
     Files,
     list_checkpoints,
     note_verified,
     read_all,
+    read_header,
     read_manifest,
     read_requests,
     reading,
 )
 from shardwise.checkpoint.format import (
     BLOCK_BYTES,
-    LENGTH_BYTES,
     MANIFEST,
     FileRecord,
-    Header,
     Manifest,
     PartRecord,
     TensorRecord,
     Window,
     as_table,
     as_text,
-    header_bytes,
     join,
-    parse_header,
     parse_json,
     step_of,
     whole,
@@ -96,8 +92,9 @@ def foreign_manifest(files: Files, folder: Path, names: list[str], prefix: str) 
     records: list[FileRecord] = []
     tensors: dict[str, TensorRecord] = {}
     for number, name in enumerate(names):
-        header, num_bytes = read_header(files, folder / name)
-        records.append(FileRecord(name, num_bytes, BLOCK_BYTES, ()))
+        with reading(files, folder / name) as file:
+            header = read_header(file.read_into, file.num_bytes, folder / name)
+        records.append(FileRecord(name, file.num_bytes, BLOCK_BYTES, ()))
         for key, entry in header.entries.items():
             full = join(prefix, key)
             if full in tensors:
@@ -105,16 +102,6 @@ def foreign_manifest(files: Files, folder: Path, names: list[str], prefix: str) 
             part = PartRecord(number, key, whole(entry.shape), entry.begin, entry.end)
             tensors[full] = TensorRecord(entry.dtype, entry.shape, (part,))
     return Manifest("0" * 32, 0, 1, tuple(records), tensors)
-
-
-def read_header(files: Files, path: Path) -> tuple[Header, int]:
-    """Return the header of a safetensors file and the file's size.  Raises: DamagedCheckpointError."""
-    with reading(files, path) as file:
-        start = bytearray(LENGTH_BYTES)
-        file.read_into(0, memoryview(start))
-        data = bytearray(header_bytes(bytes(start), file.num_bytes, str(path)))
-        file.read_into(0, memoryview(data))
-        return parse_header(bytes(data), file.num_bytes, str(path)), file.num_bytes
 
 
 # ---- A checkpoint read from beginning to end by one process: verified, in order, in windows of bounded memory.
@@ -247,7 +234,7 @@ def load(
         >>> step = load("run", {"model": model, "optimizer": optimizer}, fallback=True).step  # doctest: +SKIP
     """
     path = Path(folder).absolute()
-    files = DiskFiles(path)
+    files = Files(path)
     roll = open_roll_call(group, f"checkpoint-load/{str(path)!a}")
     candidates = _candidates(path, step, files, roll)
     skipped: list[str] = []
@@ -296,15 +283,10 @@ def _load_one(path: Path, state: Mapping[str, Any], strict: bool, skipped: tuple
     together(roll, what, lambda: _check_one_save(found))
     result = staged[0]
 
-    def put_into_place() -> None:
-        for apply in result.applies:
-            apply()
-
-    together(
-        roll, f"{path} was read, and putting it into place failed; the state may have changed in part", put_into_place
-    )
+    failed = f"{path} was read, and putting it into place failed; the state may have changed in part"
+    together(roll, failed, lambda: [apply() for apply in result.applies])
     if roll.rank == 0 and result.order.is_whole:
-        note_verified(DiskFiles(), path, result.manifest.save_id)
+        note_verified(Files(), path, result.manifest.save_id)
     missing = (*result.order.missing, *result.order.unlike)
     if missing or result.unexpected:
         logger.warning("%s: missing: %s; unexpected: %s", path, _listing(missing), _listing(result.unexpected))
@@ -314,7 +296,7 @@ def _load_one(path: Path, state: Mapping[str, Any], strict: bool, skipped: tuple
 
 
 def _stage(path: Path, state: Mapping[str, Any], strict: bool, roll: RollCall) -> _Staged:
-    files = DiskFiles(path.parent)
+    files = Files(path.parent)
     note("checkpoint load", str(path))
     foreign = None if MANIFEST in files.names(path) else find_foreign(files, path)
     if foreign is not None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardwise import torch_private
 from shardwise.arguments import explains_arguments
 from shardwise.checkpoint.contents import Contents, Known, merged
-from shardwise.checkpoint.files import Buffer, DiskFiles, Files, clean, commit, give_back, keep_last, take, write_all
+from shardwise.checkpoint.files import Buffer, Files, clean, commit, give_back, keep_last, take, write_all
 from shardwise.checkpoint.format import (
     BLOCK_BYTES,
     MANIFEST,
@@ -242,7 +242,7 @@ class Saver:
         self.folder = folder
         self._roll = roll
         self.rank, self.size = roll.rank, roll.size
-        self._files: Files = files or DiskFiles()
+        self._files: Files = files or Files()
         self._plan: SavePlan | None = None
         self._known: Known = {}
         self._said = _Said({}, "", "")
@@ -257,7 +257,8 @@ class Saver:
     def save(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None = None) -> Path:
         """Write from the live tensors, while the caller waits; return the checkpoint's folder."""
         job = self._agree(self._draft(collect, step, keep, buffers), self._roll)
-        copies = [_on_host(job.contents.tensor_at(write.name, write.window)) for write in job.plan.mine]
+        tensors = [job.contents.tensor_at(write.name, write.window) for write in job.plan.mine]
+        copies = [tensor.detach().cpu().contiguous() for tensor in tensors]
         return self._write(job, lambda: [bytes_of(each) for each in copies], self._roll)
 
     def start(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None = None) -> None:
@@ -338,7 +339,10 @@ class Saver:
             return [opens, draft.digest, draft.buffers.mark, draft.step]
 
         said = together(roll, what, begin)
-        _check_steps([step for *_, step in said], what)
+        steps = [step for *_, step in said]  # threads of a rank may save in another order
+        other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
+        if other is not None:
+            raise CheckpointError(f"{what}: rank 0 saves step {steps[0]}, rank {other} step {steps[other]}")
         save, digests = SaveId(said[0][0], draft.step), tuple(str(digest) for _, digest, *_ in said)
         assert draft.buffers is not None
         if len({mark for _, _, mark, _ in said}) > 1 and draft.buffers.settle(
@@ -443,17 +447,6 @@ class Saver:
         except OSError as error:  # what was to be saved is saved
             logger.warning("%s: older checkpoints could not be removed: %s", self.folder, error)
         return str(path)
-
-
-def _check_steps(steps: Sequence[int], what: str) -> None:
-    """Refuse ranks that save different steps, as threads of a rank may in another order.  Raises: CheckpointError."""
-    other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
-    if other is not None:
-        raise CheckpointError(f"{what}: rank 0 saves step {steps[0]}, rank {other} step {steps[other]}")
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -66,7 +66,8 @@ def together(roll: RollCall, what: str, do: Callable[[], Any]) -> list[Any]:
         found = do()
     except BaseException as raised:
         error = raised
-    report = [found, None if error is None else [type(error).__name__, _text(error), _is_damage(error), _is_own(error)]]
+    is_damage, is_own = (isinstance(error, kind) for kind in (DamagedCheckpointError, ShardwiseError))
+    report = [found, None if error is None else [type(error).__name__, _text(error), is_damage, is_own]]
     try:
         said = [json.loads(text) for text in roll.call(json.dumps(report))]
     except TransportError as gone:
@@ -87,14 +88,6 @@ def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error)
-
-
-def _is_damage(error: BaseException) -> bool:
-    return isinstance(error, DamagedCheckpointError)
-
-
-def _is_own(error: BaseException) -> bool:
-    return isinstance(error, ShardwiseError)
 
 
 # ---- Buffers of modules: ranks compare them before a save, because a checkpoint holds one value for all ranks.
@@ -202,20 +195,6 @@ def _refusal(unlike: Mapping[str, list[int]]) -> str:
 Apply = Callable[[], None]
 
 
-class Carrier(Protocol):
-    """One entry of the state."""
-
-    prefix: str  # of its names
-
-    def put(self, contents: Contents) -> None:
-        """Say what this rank holds; may be collective."""
-        ...
-
-    def ask(self, order: LoadRequests) -> Apply:
-        """Ask for what this rank needs; return what puts it into place, once all of it is read and verified."""
-        ...
-
-
 class PerRank:
     """Marks state that is each rank's own: ``PerRank(loader)``.  It loads at the same number of ranks alone.
 
@@ -269,7 +248,11 @@ def _seed_from(save_id: str, rank: int) -> None:
 
 
 class ObjectCarrier:
-    """Anything with ``state_dict`` and ``load_state_dict``, and dicts; equal on all ranks."""
+    """Anything with ``state_dict`` and ``load_state_dict``, and dicts; equal on all ranks.
+
+    As all carriers: ``put`` says what this rank holds, and may be collective.  ``ask`` asks for what this rank needs, and
+    returns what puts that into place once all of it is read and verified.  ``prefix``: of the names.
+    """
 
     def __init__(self, prefix: str, thing: Any) -> None:
         self.prefix, self._thing = prefix, thing
@@ -282,12 +265,12 @@ class ObjectCarrier:
             )
 
     def put(self, contents: Contents) -> None:
-        """See :class:`Carrier`."""
+        """Say what this rank holds."""
         contents.add_value(self.prefix, encode(self._state(), self.prefix, contents.add_tensor))
 
     def ask(self, order: LoadRequests) -> Apply:
-        """See :class:`Carrier`."""
-        if not order.has_value(self.prefix):
+        """Ask for what this rank needs."""
+        if self.prefix not in order.manifest.values:
             order.missing.append(self.prefix)
             return lambda: None
         own: dict[str, torch.Tensor] = {}
@@ -332,11 +315,11 @@ class PerRankCarrier:
         self._key, self._thing, self._rank, self._size, self._warn = key, thing, rank, size, warn
 
     def put(self, contents: Contents) -> None:
-        """See :class:`Carrier`."""
+        """See :class:`ObjectCarrier`."""
         ObjectCarrier(self.prefix, self._thing).put(contents)
 
     def ask(self, order: LoadRequests) -> Apply:
-        """See :class:`Carrier`."""
+        """See :class:`ObjectCarrier`."""
         saved_by, save_id = order.manifest.num_ranks, order.manifest.save_id
         if saved_by == self._size:
             return ObjectCarrier(self.prefix, self._thing).ask(order)
@@ -365,7 +348,7 @@ class OptimizerCarrier:
         self._by_name = dict(zip(self._names, self._params, strict=True))
 
     def put(self, contents: Contents) -> None:
-        """See :class:`Carrier`."""
+        """See :class:`ObjectCarrier`."""
         for name, values in self._state().items():
             place = join(self.prefix, "state", name)
             for key, value in values.items():
@@ -378,7 +361,7 @@ class OptimizerCarrier:
         contents.add_value(groups, [encode(group, f"{groups}/{i}") for i, group in enumerate(self._groups())])
 
     def ask(self, order: LoadRequests) -> Apply:
-        """See :class:`Carrier`."""
+        """See :class:`ObjectCarrier`."""
         groups = self._ask_groups(order)
         later = self._ask_all(order)
         return lambda: self._load(later, groups)
@@ -411,7 +394,7 @@ class OptimizerCarrier:
     def _ask_groups(self, order: LoadRequests) -> list[dict[str, Any]]:
         """Return the options of the own groups, from those that the checkpoint has for their parameters."""
         full = join(self.prefix, "groups")
-        if not order.has_value(full):
+        if full not in order.manifest.values:
             order.missing.append(full)
             return [options_of(group) for group in self._optimizer.param_groups]
         options: dict[str, Any] = {}
@@ -660,7 +643,7 @@ class ModuleCarrier:
                 self.names.setdefault(id(self._state[key]), name)
 
     def put(self, contents: Contents) -> None:
-        """See :class:`Carrier`."""
+        """See :class:`ObjectCarrier`."""
         shared = {id(each) for module in self._given.modules() if _shares_buffers(module) for each in module.buffers()}
         buffers = {id(each) for each in self._module.buffers()}
         for name, key in self._keys.items():
@@ -676,7 +659,7 @@ class ModuleCarrier:
                     contents.buffers.append(full)
 
     def ask(self, order: LoadRequests) -> Apply:
-        """See :class:`Carrier`."""
+        """See :class:`ObjectCarrier`."""
         live = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         others: dict[str, Any] = {}
@@ -687,7 +670,7 @@ class ModuleCarrier:
         for name, key in self._keys.items():
             value, full = self._state[key], join(self.prefix, name)
             if not isinstance(value, torch.Tensor):
-                if order.has_value(full):
+                if full in order.manifest.values:
                     others[key] = order.value(full)
                 else:
                     order.missing.append(full)
@@ -736,6 +719,8 @@ class ModuleCarrier:
         if others:
             self._module.load_state_dict(others, strict=False)
 
+
+Carrier = ModuleCarrier | OptimizerCarrier | PerRankCarrier | ObjectCarrier
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from shardwise.recipes.bench.contenders import CONTENDERS, check_fit, choose_nam
 from shardwise.recipes.bench.figures import (
     MeasuredMemory,
     describe_machine,
+    draw_chart,
     format_table,
     make_rows,
     title_of,
@@ -28,11 +30,6 @@ from shardwise.recipes.bench.timing import RankTimes, available_bytes, measure_m
 from shardwise.testing import RankFailure, WorkerPool
 
 # ---- The options of ``shardwise bench``, read into a frozen request.
-
-_COUNTS = (
-    ("batch", 2, "sequences per rank and step"),
-    ("rounds", 15, "timed rounds; each steps every contender once"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +52,12 @@ def add_bench_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPa
     )
     parser.add_argument("--shape", choices=tuple(SHAPES), default="wide", help="the model (default: %(default)s)")
     parser.add_argument("--ranks", type=int, metavar="W", help="ranks (default: every GPU, or the CPU cores up to 2)")
-    for name, default, meaning in _COUNTS:
-        parser.add_argument(
-            f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)"
-        )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, tokens and order (default: 0)")
+    for name, default, meaning in (
+        ("batch", 2, "sequences per rank and step"),
+        ("rounds", 15, "timed rounds; each steps every contender once"),
+        ("seed", 0, "of weights, tokens and order"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default: {default})")
     parser.add_argument(
         "--backend", choices=BACKENDS, default="auto", help="gloo = CPU, nccl = one GPU per rank (default: by host)"
     )
@@ -117,12 +115,15 @@ def run_bench(request: BenchRequest, words: Sequence[str]) -> int:
     if request.out is not None:
         check_extras(("matplotlib",), "bench")
         request.out.mkdir(parents=True, exist_ok=True)
+    options: dict[str, Any] = {"num_ranks": config.ranks, "backend": _BACKENDS[config.backend], "config": config}
+    options["group_timeout_s"] = COLLECTIVE_LIMIT_S
     try:
         with WorkerPool(config.ranks) as pool:
-            times = _time(pool, config)
+            _say(f"timing {len(config.names)} contenders, {config.rounds} round(s) on {config.ranks} rank(s)")
+            times = pool.run(time_steps, timeout_s=TIMING_LIMIT_S, **options)
             if times[0].wrong:
                 return _fail("contenders that do not train like the others, so nothing was timed", times[0].wrong)
-            memory = _measure_memory(pool, config) if request.with_memory else {}
+            memory = _measure_memory(pool, config, options) if request.with_memory else {}
     except RankFailure as failure:
         return _fail("a rank failed", (str(failure),))
     _report(request, words, times, memory)
@@ -135,32 +136,13 @@ def _available_bytes(config: BenchConfig) -> int | None:
     return available_bytes()
 
 
-def _time(pool: WorkerPool, config: BenchConfig) -> list[RankTimes]:
-    _say(f"timing {len(config.names)} contenders, {config.rounds} round(s) on {config.ranks} rank(s)")
-    return pool.run(
-        time_steps,
-        num_ranks=config.ranks,
-        backend=_BACKENDS[config.backend],
-        timeout_s=TIMING_LIMIT_S,
-        group_timeout_s=COLLECTIVE_LIMIT_S,
-        config=config,
-    )
-
-
-def _measure_memory(pool: WorkerPool, config: BenchConfig) -> dict[str, list[MeasuredMemory]]:
+def _measure_memory(
+    pool: WorkerPool, config: BenchConfig, options: Mapping[str, Any]
+) -> dict[str, list[MeasuredMemory]]:
     found: dict[str, list[MeasuredMemory]] = {}
     for number, name in enumerate(config.names, start=1):
         _say(f"memory of {name} ({number} of {len(config.names)})")
-        found[name] = pool.run(
-            measure_memory,
-            num_ranks=config.ranks,
-            backend=_BACKENDS[config.backend],
-            timeout_s=MEMORY_LIMIT_S,
-            group_timeout_s=COLLECTIVE_LIMIT_S,
-            fresh=True,
-            config=config,
-            name=name,
-        )
+        found[name] = pool.run(measure_memory, timeout_s=MEMORY_LIMIT_S, fresh=True, name=name, **options)
     return found
 
 
@@ -175,8 +157,6 @@ def _report(
     print(f"{title}\n\n{format_table(rows)}")
     if request.out is None:
         return
-    from shardwise.recipes.bench.figures import draw_chart
-
     stem = request.out / config.label
     machine = describe_machine(times[0].num_threads)
     write_json(stem.with_suffix(".json"), config, rows, machine, shlex.join(["shardwise", *words]), num_parameters)

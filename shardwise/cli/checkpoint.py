@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -27,11 +28,10 @@ from shardwise.checkpoint.convert import (
     export_torch,
     names_in,
 )
-from shardwise.checkpoint.files import DiskFiles, list_checkpoints, read_manifest, verify
+from shardwise.checkpoint.files import Files, list_checkpoints, read_manifest, verify
 from shardwise.checkpoint.format import MANIFEST, Manifest, bytes_of, step_of, sum_of
 from shardwise.checkpoint.load import stream
 from shardwise.cli.exits import EXIT_FAILED
-from shardwise.cli.train import read_num_bytes
 from shardwise.errors import ConfigError, DamagedCheckpointError
 from shardwise.formatting import format_bytes
 from shardwise.recipes.plain_text import plain
@@ -41,14 +41,6 @@ from shardwise.recipes.run_folder import is_old, read_progress
 # ---- The tables that ``shardwise checkpoint`` prints.
 
 _MOST_TEXT = 100
-
-
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """Names of tensors that only one of two checkpoints has."""
-
-    first: Sequence[str]
-    second: Sequence[str]
 
 
 def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
@@ -94,7 +86,7 @@ def tables_of_contents(path: Path, manifest: Manifest, sums: Mapping[str, str]) 
         row = [escape(label), record.dtype, shape, format_bytes(record.num_bytes, 1024), str(len(record.parts))]
         tensors.add_row(*row, *([sums[name]] if sums else []))
     tensors.add_section()
-    numel = sum(_numel(record.shape) for record in manifest.tensors.values())
+    numel = sum(math.prod(record.shape) for record in manifest.tensors.values())
     tensors.add_row(f"{len(manifest.tensors)} tensors", "", f"{numel:,} elements", format_bytes(total, 1024), "")
     files = _table("files", "file", "size", "blocks", "sum of sums", right=("size", "blocks"))
     for file in manifest.files:
@@ -122,13 +114,13 @@ def table_of_verified(results: Sequence[tuple[Path, Manifest | str, int]]) -> Ta
 
 
 def table_of_differences(
-    first: Path, second: Path, tensors: Sequence[TensorDifference], values: Sequence[ValueDifference], alone: Alone
+    tensors: Sequence[TensorDifference], values: Sequence[ValueDifference], alone: Sequence[tuple[Path, Sequence[str]]]
 ) -> list[Table]:
-    """Return what differs: tensors, values, and names that one of the two has."""
+    """Return what differs: tensors, values, and names that one of the two checkpoints of ``alone`` has."""
     found: list[Table] = []
     if tensors:
         heads = ("tensor", "first", "second", "elements", "largest difference", "relative")
-        table = _table(f"{first} | {second}", *heads, right=heads[3:])
+        table = _table(" | ".join(str(path) for path, _ in alone), *heads, right=heads[3:])
         for each in tensors:
             relative = each.most / each.largest if each.largest else float("inf") if each.most else 0.0
             figures = (
@@ -143,7 +135,7 @@ def table_of_differences(
         for value in values:
             table.add_row(*map(escape, (value.name, _short(value.first), _short(value.second))))
         found.append(table)
-    for path, names in ((first, alone.first), (second, alone.second)):
+    for path, names in alone:
         if names:
             table = _table(f"in {path} alone", "tensor")
             for name in names:
@@ -152,84 +144,14 @@ def table_of_differences(
     return found
 
 
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
-
-
 def _short(value: object) -> str:
     text = "-" if value is None else json.dumps(value)
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ... ({len(text)} characters)"
 
 
-# ---- The options of ``shardwise checkpoint``.
+# ---- What ``shardwise checkpoint`` does.
 
-PLACE = "a run, a folder of checkpoints, or one checkpoint"
-
-
-def add_checkpoint_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add ``checkpoint`` and what it can do."""
-    parser = commands.add_parser(
-        "checkpoint",
-        help="look into checkpoints, verify and compare them",
-        description="Look into checkpoints, verify and compare them. Nothing in a checkpoint is run or changed.",
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    show = actions.add_parser("show", help="what a checkpoint holds: tensors, dtypes, shapes, sizes, values, files")
-    _add_place(show, "path")
-    show.add_argument("--sums", action="store_true", help="read every tensor, and show a sum of its bytes")
-    verify = actions.add_parser(
-        "verify",
-        help="compare every byte with its sum",
-        description="Compare every byte of every checkpoint, or of that of --step, with the sums of its save. Exit code 1 if "
-        "one is not what was written.",
-    )
-    _add_place(verify, "path")
-    diff = actions.add_parser(
-        "diff",
-        help="which tensors and values differ, and by how much",
-        description="Compare two checkpoints by the names of tensors, whatever ranks and door saved them. Exit code 1 if they "
-        "differ.",
-    )
-    for name in ("first", "second"):
-        diff.add_argument(name, metavar=name.upper(), help=f"{PLACE} (then its newest)")
-    export = actions.add_parser(
-        "export",
-        help="write a checkpoint for other tools",
-        description="Write the model as Hugging Face has models (safetensors files and an index), or all state as one file of "
-        "torch.save. Every byte that is read is verified.",
-    )
-    _add_place(export, "path")
-    export.add_argument("out", metavar="OUT", help="a folder for safetensors files, a new file for torch.save")
-    export.add_argument(
-        "--format", choices=("safetensors", "torch"), default="safetensors", help="default: %(default)s"
-    )
-    export.add_argument(
-        "--key", default="model", metavar="NAME", help="what the model was saved as (default: %(default)s)"
-    )
-    export.add_argument(
-        "--file-bytes", type=read_num_bytes, default=5 * 10**9, metavar="SIZE", help="most in one file (default: 5 GB)"
-    )
-    convert = actions.add_parser(
-        "convert",
-        help="make a checkpoint out of what other tools wrote",
-        description="Make a checkpoint out of a DCP folder (of earlier runs, too) or safetensors files. Nothing in it is run.",
-    )
-    convert.add_argument(
-        "path", metavar="PATH", help="a DCP folder, a safetensors file, or a folder of these with an index"
-    )
-    convert.add_argument("out", metavar="OUT", help="a folder of checkpoints, maybe new")
-    convert.add_argument("--step", type=int, metavar="N", help="its step (default: by the name of PATH, else 0)")
-
-
-def _add_place(parser: argparse.ArgumentParser, name: str) -> None:
-    parser.add_argument(name, metavar=name.upper(), help=PLACE)
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint after N steps (default: the newest)")
-
-
-FILES = DiskFiles()
+FILES = Files()
 _OLD = ".metadata"  # of torch's own format
 _WIDTH = 400  # columns: names of tensors are long, and a terminal folds lines better than a table its cells
 
@@ -340,11 +262,8 @@ def _verify(console: Console, checkpoints: list[Path]) -> int:
         if isinstance(manifest, str):
             results.append((path, manifest, [manifest]))
             continue
-        problems: list[str] = []
         with _progress(sum(file.num_bytes for file in manifest.files), path.name) as bar:
-            for number, file in enumerate(manifest.files):
-                problems += verify(FILES, path, (number, len(manifest.files)))
-                _advance(bar, file.num_bytes)
+            problems = verify(FILES, path, partial(_advance, bar))
         results.append((path, manifest, problems))
     console.print(table_of_verified([(path, manifest, len(problems)) for path, manifest, problems in results]))
     damage = [each for _, _, problems in results for each in problems]
@@ -359,13 +278,14 @@ def _diff(console: Console, first: Path, second: Path) -> int:
     differences: list[TensorDifference] = []
     total = sum(mine.tensors[name].num_bytes for name in mine.tensors if name in right)
     with _progress(total, "comparing") as bar:
-        differences += compare_tensors(FILES, (first, mine), (second, theirs), lambda count: _advance(bar, count))
+        differences += compare_tensors(FILES, (first, mine), (second, theirs), partial(_advance, bar))
     values = compare_values(mine, theirs)
-    alone = Alone(sorted(left - right), sorted(right - left))
-    if not (differences or values or alone.first or alone.second):
+    if not (differences or values or left ^ right):
         console.print(f"{first} and {second} hold the same {len(left)} tensors, to the bit, and the same values")
         return 0
-    for table in table_of_differences(first, second, differences, values, alone):
+    for table in table_of_differences(
+        differences, values, [(first, sorted(left - right)), (second, sorted(right - left))]
+    ):
         console.print(table)
     console.print(f"{len(left & right) - len(differences)} tensors are the same to the bit")
     return EXIT_FAILED

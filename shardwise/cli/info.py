@@ -53,9 +53,9 @@ class HostFeature:
     detail: str = ""
     why_not: str = ""
 
-    @property
-    def is_usable(self) -> bool:
-        return not self.why_not
+    def __str__(self) -> str:
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"no{detail}: {self.why_not}" if self.why_not else f"yes{detail}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,10 @@ def look_at_host(environment: Mapping[str, str]) -> HostFacts:
     return HostFacts(
         software=_software(),
         backends={name: _backend(is_built) for name, is_built in _BACKENDS.items()},
-        devices=tuple(_gpu(index) for index in range(torch.cuda.device_count())),
+        devices=tuple(map(_gpu, range(torch.cuda.device_count()))),
         cores=_cores(),
         transports=_transports() | _protections(environment),
-        packages={name: _version_of(name) for name in PACKAGES},
+        packages={name: find_version(name).replace(UNKNOWN, "not installed") for name in PACKAGES},
         environment={name: environment[name] for name in VARIABLES if name in environment},
     )
 
@@ -157,7 +157,7 @@ def _why_no_tls(environment: Mapping[str, str]) -> str:
 
 def _why_no_gloo() -> str:
     offer = _backend(dist.is_gloo_available)
-    if not offer.is_usable:
+    if offer.why_not:
         return f"gloo: {offer.why_not}"
     try:
         with socket.socket() as probe:
@@ -186,11 +186,6 @@ def why_no_shared_memory() -> str:
     return f"another process cannot open it: {last}" if done.returncode else ""
 
 
-def _version_of(name: str) -> str:
-    found = find_version(name)
-    return "not installed" if found == UNKNOWN else found
-
-
 # ---- The options of ``shardwise info``.
 
 
@@ -215,30 +210,21 @@ def run_info(arguments: argparse.Namespace) -> int:
 def in_lines(facts: HostFacts) -> Iterator[str]:
     """Yield the facts as lines of text, a heading over each kind."""
     yield from _named(facts.software)
-    yield from _section("backends", _offers(facts.backends))
+    yield from _section("backends", facts.backends)
     devices = {f"GPU {number}": text for number, text in enumerate(facts.devices)}
     yield from _section("devices", {**facts.cores, **(devices or {"GPUs": "none that torch can use"})})
-    yield from _section("transports", _offers(facts.transports))
+    yield from _section("transports", facts.transports)
     yield from _section("packages", facts.packages)
     yield from _section("environment", facts.environment or {"(none)": "no variable is set that changes how ranks run"})
 
 
-def _section(heading: str, values: Mapping[str, str]) -> Iterator[str]:
+def _section(heading: str, values: Mapping[str, object]) -> Iterator[str]:
     yield f"\n{heading}"
     for line in _named(values):
         yield f"  {line}"
 
 
-def _named(values: Mapping[str, str]) -> Iterator[str]:
+def _named(values: Mapping[str, object]) -> Iterator[str]:
     width = max(map(len, values))
     for name, value in values.items():
         yield f"{name.ljust(width)}  {value}"
-
-
-def _offers(offers: Mapping[str, HostFeature]) -> dict[str, str]:
-    return {name: _in_words(offer) for name, offer in offers.items()}
-
-
-def _in_words(offer: HostFeature) -> str:
-    detail = f" ({offer.detail})" if offer.detail else ""
-    return f"yes{detail}" if offer.is_usable else f"no{detail}: {offer.why_not}"

@@ -13,10 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 from shardwise.cli.exits import (
     ATTEMPT_VARIABLE,
@@ -28,7 +29,7 @@ from shardwise.cli.exits import (
 )
 from shardwise.consistency.recorder import BLACK_BOX, PATTERN
 from shardwise.errors import ConfigError
-from shardwise.one_host import ScratchFolder, stay_on_loopback
+from shardwise.one_host import ScratchFolder, read_proc, stay_on_loopback
 from shardwise.recipes.config import TrainConfig, check_ranks
 from shardwise.recipes.run_folder import steps_in
 
@@ -175,17 +176,24 @@ def conclude(ended: Ended, received: Sequence[int], run: Path | None) -> int:
 
 
 @contextmanager
+def handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Generator[None, None, None]:
+    """Let ``handler`` take these signals within the body; after it they do what they did."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
 def noted_signals() -> Generator[list[int], None, None]:
     """Note signals, in the order in which they come, instead of being ended by them."""
     received: list[int] = []
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     noted = [number for number in SIGNALS if number != signal.SIGHUP or not is_nohup]
-    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in noted}
-    try:
+    with handled(noted, lambda number, _: received.append(number)):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _environment(place: Mapping[str, object], device_type: str) -> dict[str, str]:
@@ -207,38 +215,22 @@ def _start(words: Sequence[str], environment: Mapping[str, str], network: tuple[
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _KEPT_FROM_RANKS)
 
 
-@contextmanager
-def _passing_on(number: int, ranks: Sequence[subprocess.Popen[bytes]]) -> Generator[None, None, None]:
+def _passing_on(number: int, ranks: Sequence[subprocess.Popen[bytes]]) -> AbstractContextManager[None]:
     """Let ranks that have a handler for a signal get it, too: it asks them to write down what they do."""
 
     def pass_on(number: int, _frame: object) -> None:
         for rank in ranks:
-            caught = re.search(r"SigCgt:\s*([0-9a-f]+)", _read_proc(rank.pid, "status"))
+            caught = re.search(r"SigCgt:\s*([0-9a-f]+)", read_proc(f"{rank.pid}/status"))
             if caught is not None and int(caught[1], 16) >> (number - 1) & 1:
                 _send(rank, number)
 
-    before = signal.signal(number, pass_on)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
+    return handled([number], pass_on)
 
 
 def _send(rank: subprocess.Popen[bytes], number: int) -> None:
     with suppress(ProcessLookupError):
         if rank.poll() is None:
             os.kill(rank.pid, number)
-
-
-def _state_of(pid: int) -> str:
-    return _read_proc(pid, "stat").rpartition(")")[2].strip()[:1]
-
-
-def _read_proc(pid: int, name: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_text()
-    except OSError:
-        return ""
 
 
 def _watch(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> FailedRank | None:
@@ -255,7 +247,8 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) ->
                 _send(rank, signal.SIGCONT)  # one that is stopped leaves with the others
         first = first or _first_failure(ranks, is_told)
         for rank in ranks if time.monotonic() > told_s + LEAVE_S else ():
-            if _state_of(rank.pid) in ("T", "t"):  # stopped again, or by a debugger: the others wait for it in vain
+            state = read_proc(f"{rank.pid}/stat").rpartition(")")[2].strip()[:1]
+            if state in ("T", "t"):  # stopped again, or by a debugger: the others wait for it in vain
                 rank.kill()
         has_left = is_told and any(rank.returncode is not None for rank in ranks)
         wait_s = GRACE_S if first is not None else LEAVE_S if has_left else float("inf")

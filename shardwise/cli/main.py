@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from shardwise.cli.bench import add_bench_arguments, read_bench_request
-from shardwise.cli.checkpoint import add_checkpoint_arguments
+from shardwise.cli.checkpoint_options import add_checkpoint_arguments
 from shardwise.cli.diagnose import add_diagnose_arguments, run_diagnose
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, check_extras
 from shardwise.cli.info import add_info_arguments

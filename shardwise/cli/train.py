@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, LAUNCHER_V
 from shardwise.cli.local_ranks import (
     RestartPolicy,
     attempt_from,
+    handled,
     job_of,
     launch_ranks,
     launch_with_restarts,
@@ -59,7 +61,6 @@ from shardwise.recipes.run_folder import (
     with_overrides,
 )
 from shardwise.recipes.sharding import DOORS, RunRanks
-from shardwise.recipes.train import DivergedError, train
 from shardwise.waiting import wait_until
 
 # ---- A name for one start of a job's ranks, agreed through a store that may hold what earlier starts have left in
@@ -139,12 +140,8 @@ def stop_on_signals(second_ends: bool) -> Generator[Callable[[], int], None, Non
             sys.stdout.write("\x1b[?25h")  # whoever is ended by the system cannot give the cursor back
             sys.stdout.flush()
 
-    before = {number: signal.signal(number, note) for number in SIGNALS}
-    try:
+    with handled(SIGNALS, note):
         yield lambda: noted[0] if noted else 0
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # ---- The options of ``shardwise train``, read into a frozen request.
@@ -204,75 +201,6 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
 
 
-def _add_training_options(parser: argparse.ArgumentParser) -> None:
-    default = TrainConfig()
-    doors = "; ".join(f"{name} = {door.summary}" for name, door in DOORS.items())
-    group = parser.add_argument_group("training")
-    group.add_argument("--shard", choices=SHARDS, help=f"{doors} (default: {default.shard})")
-    for name, meaning in (
-        ("offload", "keep shards, gradients and optimizer state in host memory"),
-        ("recompute", "keep only the inputs of blocks for backward, and compute blocks again there"),
-        ("compile", "compile the attention and MLP of every block with torch.compile"),
-    ):
-        group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=f"{meaning} (default: off)")
-    group.add_argument(
-        "--min-unit-bytes",
-        type=read_num_bytes,
-        metavar="SIZE",
-        help="merge neighbouring blocks until a unit has this many bytes of parameters, with --shard full and hybrid; "
-        f"512k, 1.5M (powers of 1024); 0: never (default: {default.min_unit_bytes / 2**20:g}M)",
-    )
-    group.add_argument(
-        "--transport",
-        choices=TRANSPORTS,
-        help="how CPU ranks exchange tensors, with --shard full and hybrid: auto = shared memory within a host, gloo = "
-        f"messages, collective = gloo's collectives (default: {default.transport})",
-    )
-    group.add_argument("--compile-backend", metavar="NAME", help=argparse.SUPPRESS)
-    group.add_argument("--dtype", choices=DTYPES, help=f"type of the computation (default: {default.dtype})")
-    group.add_argument(
-        "--data",
-        metavar="PATH",
-        help="a text, .jsonl or .parquet file, a folder of such files, or one that datasets.save_to_disk wrote (default: "
-        "Python's standard library)",
-    )
-    group.add_argument(
-        "--text-column",
-        metavar="NAME",
-        help=f"of JSONL, Parquet and datasets: the text (default: {default.text_column})",
-    )
-    group.add_argument(
-        "--tokenizer", metavar="PATH", help="a tokenizer.json of the tokenizers package (default: bytes)"
-    )
-    group.add_argument(
-        "--init", metavar="PATH", help="begin with these safetensors weights, a file or a folder (default: random)"
-    )
-    for name, meaning in (
-        ("replicas", "whole copies of the model, with --shard hybrid"),
-        ("tp", "ranks that share the heads and columns of every block (tensor parallelism)"),
-        ("steps", "optimizer steps in all"),
-        ("batch", "sequences per step, of all ranks together"),
-        ("accumulate", "microbatches per step and rank"),
-        ("warmup", "steps of linear warm-up, before the cosine"),
-        ("seed", "of the weights, the order of the text and the sample"),
-        ("log-every", "steps between two lines of figures"),
-        ("eval-every", "steps between two validations"),
-        ("eval-windows", "windows of the validation text to measure"),
-        ("save-every", "steps between two checkpoints"),
-        ("keep", "checkpoints to keep"),
-        ("sample-bytes", "length of the sample at the end, in bytes or tokens"),
-    ):
-        value = getattr(default, name.replace("-", "_"))
-        group.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning} (default: {value})")
-    for name, meaning in (
-        ("lr", "highest learning rate"),
-        ("weight-decay", "of AdamW, on matrices"),
-        ("clip", "largest norm of the gradients; 0: clip nothing"),
-    ):
-        value = getattr(default, name.replace("-", "_"))
-        group.add_argument(f"--{name}", type=float, metavar="X", help=f"{meaning} (default: {value})")
-
-
 def read_num_bytes(text: str) -> int:
     """Read ``0``, ``4096``, ``512k``, ``1.5M`` or ``2GiB``; units are powers of 1024.  Raises: ArgumentTypeError."""
     match = _SIZE.fullmatch(text.strip())
@@ -281,6 +209,69 @@ def read_num_bytes(text: str) -> int:
             f"{text!r} is no size, expected a number of bytes such as 0, 4096, 512k or 1.5M"
         )
     return int(float(match["number"]) * 1024 ** " kmg".index(match["unit"].lower() or " "))
+
+
+_TRAINING: tuple[tuple[str, str, Mapping[str, Any]], ...] = (  # fields of TrainConfig, in the order of the help
+    ("shard", "; ".join(f"{name} = {door.summary}" for name, door in DOORS.items()), {"choices": SHARDS}),
+    ("offload", "keep shards, gradients and optimizer state in host memory", {}),
+    ("recompute", "keep only the inputs of blocks for backward, and compute blocks again there", {}),
+    ("compile", "compile the attention and MLP of every block with torch.compile", {}),
+    (
+        "min_unit_bytes",
+        "merge neighbouring blocks until a unit has this many bytes of parameters, with --shard full and hybrid; "
+        f"512k, 1.5M (powers of 1024); 0: never (default: {TrainConfig().min_unit_bytes / 2**20:g}M)",
+        {"type": read_num_bytes, "metavar": "SIZE"},
+    ),
+    (
+        "transport",
+        "how CPU ranks exchange tensors, with --shard full and hybrid: auto = shared memory within a host, gloo = "
+        "messages, collective = gloo's collectives",
+        {"choices": TRANSPORTS},
+    ),
+    ("compile_backend", argparse.SUPPRESS, {"metavar": "NAME"}),
+    ("dtype", "type of the computation", {"choices": DTYPES}),
+    (
+        "data",
+        "a text, .jsonl or .parquet file, a folder of such files, or one that datasets.save_to_disk wrote (default: "
+        "Python's standard library)",
+        {},
+    ),
+    ("text_column", "of JSONL, Parquet and datasets: the text", {"metavar": "NAME"}),
+    ("tokenizer", "a tokenizer.json of the tokenizers package (default: bytes)", {}),
+    ("init", "begin with these safetensors weights, a file or a folder (default: random)", {}),
+    ("replicas", "whole copies of the model, with --shard hybrid", {}),
+    ("tp", "ranks that share the heads and columns of every block (tensor parallelism)", {}),
+    ("steps", "optimizer steps in all", {}),
+    ("batch", "sequences per step, of all ranks together", {}),
+    ("accumulate", "microbatches per step and rank", {}),
+    ("warmup", "steps of linear warm-up, before the cosine", {}),
+    ("seed", "of the weights, the order of the text and the sample", {}),
+    ("log_every", "steps between two lines of figures", {}),
+    ("eval_every", "steps between two validations", {}),
+    ("eval_windows", "windows of the validation text to measure", {}),
+    ("save_every", "steps between two checkpoints", {}),
+    ("keep", "checkpoints to keep", {}),
+    ("sample_bytes", "length of the sample at the end, in bytes or tokens", {}),
+    ("lr", "highest learning rate", {}),
+    ("weight_decay", "of AdamW, on matrices", {}),
+    ("clip", "largest norm of the gradients; 0: clip nothing", {}),
+)
+_KINDS: Mapping[type, Mapping[str, Any]] = {  # of options, by the type of their defaults
+    bool: {"action": argparse.BooleanOptionalAction},
+    int: {"type": int, "metavar": "N"},
+    float: {"type": float, "metavar": "X"},
+    str: {},
+    type(None): {"metavar": "PATH"},
+}
+
+
+def _add_training_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    for name, meaning, more in _TRAINING:
+        value = getattr(TrainConfig(), name)
+        if meaning != argparse.SUPPRESS and "(default: " not in meaning:
+            meaning += f" (default: {'off' if value is False else value})"
+        group.add_argument(f"--{name.replace('_', '-')}", help=meaning, **{**_KINDS[type(value)], **more})
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -314,11 +305,13 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, str]) -> TrainRequest:
     """Turn parsed options into a checked request.  Raises: ConfigError."""
-    given: dict[str, object] = dict(vars(arguments))
+    given: dict[str, Any] = dict(vars(arguments))
     launched_ranks = _launched_ranks(environment)
     terms = _read_terms(given, environment)
-    start = Start(_path(given.get("out")), _path(given.get("resume")), trace_steps=_trace_steps(given.get("trace")))
-    start = _restarted(start, environment)
+    out, resume = (None if given.get(name) is None else Path(given[name]) for name in ("out", "resume"))
+    start = _restarted(Start(out, resume, trace_steps=given.get("trace", 0)), environment)
+    if given.get("trace", 1) < 1:
+        raise ConfigError(f"--trace is {given['trace']}, expected at least 1 step.")
     config = _read_config(given, start)
     sizes = [f"--{_SIZES[name]}" for name in _SIZES if name in given]
     if config.model_from is not None and sizes:
@@ -327,17 +320,15 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
         )
     check_config(config)
     nproc = given.get("nproc")
-    assert nproc is None or isinstance(nproc, int)
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc is {nproc}, expected at least 1.")
-    device, only_plans = str(given.get("device", "auto")), bool(given.get("plan", False))
-    return TrainRequest(config, start, nproc, device, launched_ranks, terms, only_plans)
+    return TrainRequest(
+        config, start, nproc, given.get("device", "auto"), launched_ranks, terms, given.get("plan", False)
+    )
 
 
-def _read_terms(given: Mapping[str, object], environment: Mapping[str, str]) -> RestartPolicy:
+def _read_terms(given: Mapping[str, Any], environment: Mapping[str, str]) -> RestartPolicy:
     most, least = given.get("max_restarts", 0), given.get("min_nproc")
-    assert isinstance(most, int)
-    assert least is None or isinstance(least, int)
     if most < 0:
         raise ConfigError(f"--max-restarts is {most}, expected 0 or more.")
     if least is not None and (least < 1 or not most):
@@ -368,23 +359,10 @@ def _restarted(start: Start, environment: Mapping[str, str]) -> Start:
     return replace(start, job=job, restart=Restart(number, cause) if number else None)
 
 
-def _trace_steps(value: object) -> int:
-    if value is None:
-        return 0
-    assert isinstance(value, int)
-    if value < 1:
-        raise ConfigError(f"--trace is {value}, expected at least 1 step.")
-    return value
-
-
-def _path(value: object) -> Path | None:
-    return None if value is None else Path(str(value))
-
-
-def _read_config(given: Mapping[str, object], start: Start) -> TrainConfig:
+def _read_config(given: Mapping[str, Any], start: Start) -> TrainConfig:
     values = {name: value for name, value in given.items() if name not in _NOT_CONFIG}
     if start.resume is None:
-        preset = PRESETS[str(given.get("preset", "tiny"))]
+        preset = PRESETS[given.get("preset", "tiny")]
         return with_overrides(TrainConfig(model=preset), values)
     if start.out is not None:
         raise ConfigError("--resume continues in its own folder: leave --out out.")
@@ -392,7 +370,7 @@ def _read_config(given: Mapping[str, object], start: Start) -> TrainConfig:
     if "model_from" not in given:
         check_own_module(start.resume, saved)
     if "preset" in given:
-        shape = PRESETS[str(given["preset"])]
+        shape = PRESETS[given["preset"]]
         values = {name: getattr(shape, name) for name in ("layers", "width", "heads", "context")} | values
     return merge_resumed(saved, with_overrides(saved, values), start.resume)
 
@@ -430,6 +408,8 @@ _LOST_PEER = (
 
 def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, str]) -> int:
     """Train as one rank; return 0, or 128 plus the signal on which it saved and left; a failure ends this process at once."""
+    from shardwise.recipes.train import train  # needs the packages that run_train has looked for
+
     warnings.filterwarnings("ignore", module=r"torch\.")
     logging.disable(logging.ERROR)  # torch logs tracebacks of failures that are reported below, once
     if LAUNCHER_VARIABLE in environment:
@@ -530,6 +510,8 @@ def would_fail_again(error: BaseException) -> bool:
         >>> would_fail_again(OSError(errno.ENOSPC, "No space left on device")), would_fail_again(MemoryError())
         (True, False)
     """
+    from shardwise.recipes.train import DivergedError
+
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, DivergedError | BrokenPipeError):
@@ -588,7 +570,7 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         if LAUNCHER_VARIABLE not in os.environ:  # else our own launcher has looked
             local = int(os.environ.get("LOCAL_WORLD_SIZE", request.launched_ranks))
             _check_room(request, device_type, request.launched_ranks, local)
-        return _run_here(request, device_type)
+        return run_rank(request, device_type, os.environ)
     if request.config.model_from is not None:
         from shardwise.recipes.sharding import check_module
 
@@ -614,14 +596,9 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         folder = request.start.resume or new_folder(request.start.out)
         return launch_with_restarts(folder, request.config, request.terms, nproc, device_type, words)
     if nproc == 1:
-        return _run_here(request, device_type)
+        return run_rank(request, device_type, os.environ)
     is_private = needs_no_network(request.config, device_type)
     return launch_ranks(nproc, device_type, words, request.start.resume or request.start.out, is_private)
-
-
-def _run_here(request: TrainRequest, device_type: str) -> int:
-
-    return run_rank(request, device_type, os.environ)
 
 
 def _check_room(request: TrainRequest, device_type: str, num_ranks: int, local_ranks: int) -> None:

@@ -349,7 +349,7 @@ class Search:
         """Return True if whole parameters and gradients alone are too much: no dry run is worth it."""
         if setting.door in UNIT_DOORS:
             return False
-        numel = self.profile_of(_computes_in(self.choices.precision), False, 1).numel
+        numel = self.profile_of(self.choices.precision, False, 1).numel
         least = 8 * numel
         if least <= self.hardware.usable * self.hardware.memory_bytes:
             return False
@@ -482,10 +482,6 @@ class Search:
         yield Change(
             f"devices with {needed / 1e9:.4g} GB, in place of {self.hardware.memory_bytes / 1e9:.4g} GB", least
         )
-
-
-def _computes_in(precision: str) -> str:
-    return "fp32" if precision == "fp32" else "bf16"
 
 
 _HEADINGS = ("", "way", "peak", "of which", "step", "samples/s", "compute", "exposed", "host", "sent", "padding")

@@ -184,9 +184,7 @@ def with_skipped(
         params: for each block, the numbers of its parameters.
     """
     without = _without(stretches, frozenset(run.skipped))
-    if without is None:
-        return None
-    return _with_copies(without, run, params)
+    return None if without is None else _with_copies(without, run, params)
 
 
 def _without(stretches: Sequence[Stretch], skipped: frozenset[int]) -> list[Stretch] | None:
@@ -325,7 +323,8 @@ def split_copy(model: nn.Module, blocks: Sequence[str], split: TensorSplit) -> G
         mesh = init_device_mesh("cpu", (split.ranks,), mesh_dim_names=("tp",))
         for path in blocks[1:]:
             block = twin.get_submodule(path)
-            missing = [name for name in split.plan if "*" not in name and not _has(block, name)]
+            parts = dict(block.named_modules())
+            missing = [name for name in split.plan if "*" not in name and name not in parts]
             if missing:
                 raise ConfigError(
                     f"tensor_plan names {', '.join(missing)}, which {path} ({type(block).__name__}) has not; name its modules, "
@@ -333,10 +332,6 @@ def split_copy(model: nn.Module, blocks: Sequence[str], split: TensorSplit) -> G
                 )
             parallelize_module(block, mesh, dict(split.plan), src_data_rank=None)
         yield twin
-
-
-def _has(block: nn.Module, name: str) -> bool:
-    return name in dict(block.named_modules())
 
 
 # ---- What the operations of a dry run make, free and compute, seen where torch dispatches them.
@@ -477,10 +472,10 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: object
     name = packet.__name__
     if name == _ATTENTION:
         is_causal = bool(args[4]) if len(args) > 4 else bool(kwargs.get("is_causal", False))
-        return _half_if(is_causal) * sdpa_flop_count(*_with_all_heads(args[:3]))
+        return (0.5 if is_causal else 1.0) * sdpa_flop_count(*_with_all_heads(args[:3]))
     if name == f"{_ATTENTION}_backward":
         is_causal = bool(args[7]) if len(args) > 7 else bool(kwargs.get("is_causal", False))
-        return _half_if(is_causal) * sdpa_backward_flop_count(tuple(args[0].shape), *_with_all_heads(args[1:4]))
+        return (0.5 if is_causal else 1.0) * sdpa_backward_flop_count(tuple(args[0].shape), *_with_all_heads(args[1:4]))
     return 0.0
 
 
@@ -488,10 +483,6 @@ def _with_all_heads(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
     """Return the shapes of query, key and value of attention as if no heads shared a key: torch 2.11 counts no others."""
     query, *others = [tuple(each.shape) for each in tensors]
     return [query, *[(shape[0], query[1], *shape[2:]) for shape in others]]
-
-
-def _half_if(is_causal: bool) -> float:
-    return 0.5 if is_causal else 1.0
 
 
 def numel_of(spec: TensorSpec) -> int:
@@ -550,8 +541,8 @@ def dry_run(
     Cost: about 0.3 ms for each operation of the model, of alike blocks only four run; nothing that grows with its sizes.
     """
     families = tuple(families_of(model, frozenset()))
-    paths = [path for each in families for group in group_blocks(each, 0) for path in group]
-    blocks = ("", *sorted_blocks(model, paths))
+    paths = {path for each in families for group in group_blocks(each, 0) for path in group}
+    blocks = ("", *[path for path, _ in model.named_modules() if path in paths])
     runs = alike_runs(model, blocks)
     if split is None:
         return _run(_Question(model, inputs, loss, precision, recompute, families, blocks), runs)
@@ -644,12 +635,6 @@ def _with_all(profile: Profile, runs: Sequence[AlikeRun]) -> Profile | None:
 def _left_in_forward(stretches: Sequence[Stretch]) -> int:
     end = next(place for place, each in enumerate(stretches) if each.mark == StepMark(Edge.EXIT_FORWARD))
     return stretches[end - 1].left_bytes
-
-
-def sorted_blocks(model: nn.Module, paths: Sequence[str]) -> list[str]:
-    """Return ``paths`` in the order of the modules of ``model``."""
-    wanted = set(paths)
-    return [path for path, _ in model.named_modules() if path in wanted]
 
 
 def _facts(name: str, param: nn.Parameter, block: int) -> ParamFacts:
@@ -749,7 +734,9 @@ class _Steps:
                 replaced.append(module)
         for key, fake in fakes.items():
             if fake.requires_grad:
-                handles.append(fake.register_post_accumulate_grad_hook(self._arriving(self._order[key])))
+                handles.append(
+                    fake.register_post_accumulate_grad_hook(self._arriving(self._order[key], self.block_of[key]))
+                )
         try:
             yield
         finally:
@@ -804,17 +791,9 @@ class _Steps:
             if isinstance(each, torch.Tensor) and each.requires_grad:
                 each.register_hook(enter_backward)
 
-    def _arriving(self, number: int) -> Callable[[torch.Tensor], None]:
+    def _arriving(self, number: int, block: int) -> Callable[[torch.Tensor], None]:
         def arrive(param: torch.Tensor) -> None:
             param.grad = None  # what gradients hold from here on depends on the door: the plan adds it
-            self._watch.mark(StepMark(None, self.block_at(number), number))
+            self._watch.mark(StepMark(None, block, number))
 
         return arrive
-
-    def block_at(self, number: int) -> int:
-        """Return the block of parameter ``number``."""
-        return self._blocks_by_order[number]
-
-    @functools.cached_property
-    def _blocks_by_order(self) -> dict[int, int]:
-        return {self._order[key]: block for key, block in self.block_of.items()}

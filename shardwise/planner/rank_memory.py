@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -196,10 +196,13 @@ class _Rank:
         elif call.op is Op.REDUCE:
             self.reduce(number, place)
         elif call.op is Op.HOLD:
-            self.hold(number, place)
+            self.note(place)
+            self.waiting[number] += self.arrived[number]
+            self.arrived[number] = 0
         elif call.op is Op.COMMIT and is_last:
             self.give_back("scatter", number)
-            self.waits_no_more(number)
+            self.held["full gradients"] -= self.waiting[number]
+            self.waiting[number] = 0
 
     def gradient_comes(self, passage: Passage, num_bytes: int) -> None:
         """Count a gradient, as backward has made it; at the last one all are cast to the dtype of the reduction."""
@@ -251,15 +254,6 @@ class _Rank:
         self.held["full gradients"] -= self.sent
         self.coded = self.sent = 0
 
-    def hold(self, number: int, place: str) -> None:
-        self.note(place)
-        self.waiting[number] += self.arrived[number]
-        self.arrived[number] = 0
-
-    def waits_no_more(self, number: int) -> None:
-        self.held["full gradients"] -= self.waiting[number]
-        self.waiting[number] = 0
-
     def add_waiting(self) -> None:
         """End a microbatch that is not the last: what it has left is added to what waited."""
         for number, unit in enumerate(self.units):
@@ -268,9 +262,6 @@ class _Rank:
                 self.note(f"add gradients of {unit.facts.name or '(root)'}")
                 self.held["full gradients"] -= self.waiting[number]
                 self.waiting[number] = unit.reduced_bytes
-
-    def zero_gradients(self) -> None:
-        self.held["gradients"] = sum(self.kept)
 
 
 def memory_of(
@@ -297,7 +288,7 @@ def memory_of(
             rank.held["staging"] += staged
             rank.note(place)
             rank.held["staging"] -= staged
-        rank.zero_gradients()
+        rank.held["gradients"] = sum(rank.kept)  # zero_grad
     return RankMemory(tuple(rank.moments), rank.host_bytes)
 
 
@@ -306,12 +297,12 @@ def _microbatch(rank: _Rank, profile: Profile, steps: Steps, is_last: bool) -> N
         mark = passage.mark
         _pass_edge(rank, profile, mark)
         if mark.edge is None:
-            rank.gradient_comes(passage, _gradient_bytes(profile, rank.setting, mark.param))
+            param = profile.params[mark.param]
+            is_cast = profile.precision == "bf16" and param.is_floating
+            rank.gradient_comes(passage, param.numel * (2 if is_cast else param.itemsize))
         for call in passage.calls:
-            if call.op is Op.REDUCE and not is_last:
-                rank.call(Call(Op.HOLD, call.unit), is_last)
-            else:
-                rank.call(call, is_last)
+            held = call.op is Op.REDUCE and not is_last
+            rank.call(Call(Op.HOLD, call.unit) if held else call, is_last)
         _compute(rank, profile, passage)
     for call in steps.releases:
         rank.call(call, is_last)
@@ -333,11 +324,6 @@ def _compute(rank: _Rank, profile: Profile, passage: Passage) -> None:
     place = "gradient of " + profile.params[mark.param].name if mark.edge is None else rank.edge
     rank.note(place, profile.input_bytes + stretch.peak_bytes)
     rank.held["activations"] = profile.input_bytes + stretch.left_bytes
-
-
-def _gradient_bytes(profile: Profile, setting: Setting, number: int) -> int:
-    param = profile.params[number]
-    return param.numel * (2 if profile.precision == "bf16" and param.is_floating else param.itemsize)
 
 
 def _under_ddp(rank: _Rank, profile: Profile, units: Sequence[RankUnit], steps: Steps) -> RankMemory:
@@ -368,20 +354,23 @@ def _under_ddp(rank: _Rank, profile: Profile, units: Sequence[RankUnit], steps: 
 
 def _reduce_to_owners(rank: _Rank, params: Sequence[ParamFacts]) -> None:
     """Send gradients of ``params`` to their owners, message by message: every rank owns a part of each."""
-    held, ranks = rank.held, rank.setting.ranks
+    ranks = rank.setting.ranks
     before = len(rank.moments)
     on_the_way: list[tuple[int, ...]] = []
     for message in messages(params, ranks):
         mine = -(-message // ranks)
         on_the_way.append((rank.pool.lend(message), rank.pool.lend(mine * ranks), mine, message))
-        held["staging"] += sum(on_the_way[-1][:2])
+        rank.held["staging"] += sum(on_the_way[-1][:2])
         rank.note("reduce gradients to owners")
-        held["full gradients"] -= message
+        rank.held["full gradients"] -= message
         if len(on_the_way) > 1:
             _arrive(rank, on_the_way.pop(0))
     for message in on_the_way:
         _arrive(rank, message)
-    rank.moments[:before] = [_with_idle(moment, rank.pool.idle) for moment in rank.moments[:before]]
+    idle = KINDS.index("idle buffers")
+    for number, moment in enumerate(rank.moments[:before]):  # the pool is as large from the second step on
+        held = (*moment.held[:idle], moment.held[idle] + rank.pool.idle, *moment.held[idle + 1 :])
+        rank.moments[number] = replace(moment, held=held)
 
 
 def _arrive(rank: _Rank, message: Sequence[int]) -> None:
@@ -391,12 +380,6 @@ def _arrive(rank: _Rank, message: Sequence[int]) -> None:
     for size in (out, received):
         rank.pool.take_back(size)
         rank.held["staging"] -= size
-
-
-def _with_idle(moment: Moment, num_bytes: int) -> Moment:
-    place = KINDS.index("idle buffers")
-    held = tuple(value + num_bytes if index == place else value for index, value in enumerate(moment.held))
-    return Moment(moment.place, held, moment.edge)
 
 
 def _sum_slot(units: Sequence[RankUnit], setting: Setting) -> int:

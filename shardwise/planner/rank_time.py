@@ -258,17 +258,25 @@ class _Clock:
         """Start a ring collective over ``ranks`` for ``unit``, with ``is_column`` one of each host; return when it ends."""
         hardware = replace(self.hardware, ranks_per_host=1) if is_column else self.hardware
         seconds = ring_s(hardware, num_bytes, ranks, is_within)
-        if ranks > 1:
-            sent = num_bytes * (ranks - 1) / ranks
-            self.inside += sent if is_within else 0
-            self.between += 0 if is_within else sent
-        self.moved_s += seconds
+        self.send(num_bytes * (ranks - 1) / ranks, seconds, is_within)
         self.lane = max(self.lane, self.now) + seconds
         if not self.hardware.overlaps:
             self.lane = self.now + seconds
             self.expose(unit, seconds)
             self.now = self.lane
         return self.lane
+
+    def send(self, num_bytes: float, seconds: float, is_within: bool = True) -> None:
+        """Count what is sent, hidden or not."""
+        self.inside += num_bytes if is_within else 0
+        self.between += 0 if is_within else num_bytes
+        self.moved_s += seconds
+
+    def block(self, unit: str, num_bytes: float, seconds: float, is_within: bool = True) -> None:
+        """Send while nothing else runs."""
+        self.send(num_bytes, seconds, is_within)
+        self.expose(unit, seconds)
+        self.now += seconds
 
     def expose(self, unit: str, seconds: float) -> None:
         if seconds > 0:
@@ -339,12 +347,7 @@ def _split_ranks_talk(clock: _Clock, stretch: Stretch, hardware: Hardware) -> No
         return
     is_within = ranks <= hardware.ranks_per_host
     seconds = work.num_rings * ring_s(hardware, work.ring_bytes / work.num_rings, ranks, is_within)
-    sent = work.ring_bytes * (ranks - 1) / ranks
-    clock.inside += sent if is_within else 0
-    clock.between += 0 if is_within else sent
-    clock.moved_s += seconds
-    clock.expose("split blocks", seconds)
-    clock.now += seconds
+    clock.block("split blocks", work.ring_bytes * (ranks - 1) / ranks, seconds, is_within)
 
 
 def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, int], is_last: bool) -> None:
@@ -405,10 +408,7 @@ def _through_memory(clock: _Clock, call: Call, unit: RankUnit, shared: Wire, is_
     hosts = clock.setting.hosts
     if hosts > 1:  # each section comes to a host once, sums leave it once: a ring over the ranks of a column
         clock.launch(name, num_bytes * hosts / num_shards, hosts, is_within=False, is_column=True)
-    clock.inside += num_bytes * (1 - hosts / num_shards)
-    clock.moved_s += seconds
-    clock.expose(name, seconds)
-    clock.now += seconds
+    clock.block(name, num_bytes * (1 - hosts / num_shards), seconds)
 
 
 def _sum_in_memory(clock: _Clock, unit: RankUnit, shared: Wire) -> None:
@@ -417,10 +417,7 @@ def _sum_in_memory(clock: _Clock, unit: RankUnit, shared: Wire) -> None:
     moved = 2 * num_bytes * (replicas - 1) // replicas
     added = (replicas + 1) * num_bytes / replicas
     seconds = moved / shared.bytes_per_s + added / clock.hardware.memory_bytes_per_s + shared.latency_s
-    clock.inside += moved
-    clock.moved_s += seconds
-    clock.expose(unit.facts.name or "(root)", seconds)
-    clock.now += seconds
+    clock.block(unit.facts.name or "(root)", moved, seconds)
 
 
 def _without_units(clock: _Clock, profile: Profile, compute: float) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -99,31 +99,6 @@ def optimizer_transfers(profile: Profile, setting: Setting) -> tuple[Transfer, .
     return (Transfer("exchange", found.gather_out), Transfer("exchange", found.scatter_out))
 
 
-def hooked_transfers(
-    profile: Profile, owners: bool, bucket_bytes: Sequence[int] = (1 << 20, 25 << 20)
-) -> tuple[Transfer, ...]:
-    """Return the calls of ``hook_with_zero_step``, bucket by bucket of DDP, once that has seen in which order gradients come.
-
-    ``owners``: gradients are reduced to their owners (``reduce="owner"``), else by DDP's own hook.  ``bucket_bytes``: of
-    DDP's first bucket and of the later ones.
-    """
-    arrivals = [stretch.mark.param for stretch in profile.stretches if stretch.mark.edge is None]
-    sizes = list(_buckets([profile.params[number].num_bytes for number in arrivals], bucket_bytes))
-    reductions = [Transfer("reduction", size) for size in sizes if owners]
-    return (*reductions, *[Transfer("all-gather", size) for size in sizes])
-
-
-def _buckets(sizes: Iterable[int], limits: Sequence[int]) -> Iterator[int]:
-    filled, number = 0, 0
-    for size in sizes:
-        filled += size
-        if filled >= limits[min(number, len(limits) - 1)]:
-            yield filled
-            filled, number = 0, number + 1
-    if filled:
-        yield filled
-
-
 def messages(params: Sequence[ParamFacts], ranks: int) -> Iterator[int]:
     """Yield the bytes of each message that takes gradients of ``params`` to their owners: run by run, the last one first."""
     for run in reversed(runs_of([param.numel for param in params], ranks)):
@@ -211,16 +186,6 @@ class Codings:
     policy: CompressionPolicy
     num_shards: int
 
-    def gathered(self, params: Sequence[ParamFacts], bucket: Bucket, itemsize: int) -> Coded | None:
-        """Return the message of a section of an all-gather; None if it is not coded."""
-        coding = self.policy.gather
-        return None if coding is None else self._section(params, bucket, itemsize, BlockCode(coding, self.policy.block))
-
-    def reduced(self, params: Sequence[ParamFacts], bucket: Bucket, itemsize: int) -> Coded | None:
-        """Return the message of a section of a reduction; None if it is not coded."""
-        coding = self.policy.reduce
-        return None if coding is None else self._section(params, bucket, itemsize, BlockCode(coding, self.policy.block))
-
     def between(self, coded: Coded, replicas: int) -> int:
         """Return the bytes that a rank sends to each other one of ``replicas`` to sum a coded section and share the sum."""
         assert self.policy.reduce is not None
@@ -228,10 +193,14 @@ class Codings:
         mine = align(-(-coded.coded_numel // replicas), self.policy.block)
         return 2 * align(code.num_bytes(mine), 16)
 
-    def _section(self, params: Sequence[ParamFacts], bucket: Bucket, itemsize: int, code: BlockCode) -> Coded | None:
+    def section(self, way: str, params: Sequence[ParamFacts], bucket: Bucket, itemsize: int) -> Coded | None:
+        """Return the message of a section of a ``way``, "gather" or "reduce"; None if it is not coded."""
+        coding = getattr(self.policy, way)
+        if coding is None:
+            return None
         order = by_size([ChunkShard(param.shape, 0, self.num_shards) for param in params])
         is_coded = [self.is_coded(params[number]) for number in order]
-        section = CodedSection.of(bucket, is_coded, _DTYPES[itemsize], code)
+        section = CodedSection.of(bucket, is_coded, _DTYPES[itemsize], BlockCode(coding, self.policy.block))
         if not section.runs:
             return None
         return Coded(section.message_bytes, section.coded_numel, section.rest_numel * itemsize)
@@ -365,7 +334,7 @@ class _UnitSizes:
             cast += bucket.section_numel * full_itemsize if itemsize != full_itemsize else 0
             full_bytes += bucket.full_numel * full_itemsize if self._travels(itemsize, full_itemsize) else 0
             packed = bucket.section_numel * full_itemsize * self._setting.num_shards
-            coded = None if self._codings is None else self._codings.gathered(members, bucket, full_itemsize)
+            coded = None if self._codings is None else self._codings.section("gather", members, bucket, full_itemsize)
             is_coded = is_coded or coded is not None
             messages += align(packed // self._setting.num_shards, 16) if coded is None else coded.message_bytes
             decoding = max(decoding, packed)
@@ -406,7 +375,7 @@ class _UnitSizes:
             full_bytes=moved.full_bytes,
             reduce_bytes=staged,
         )
-        numel = sum(param.numel for param in params)
+        kept_bytes = sum(param.num_bytes for param in params)
         return RankUnit(
             facts=facts,
             blocks=blocks,
@@ -417,16 +386,11 @@ class _UnitSizes:
             gradient_bytes=sum(param.numel * self._full_itemsize(param) for param in trainable),
             reduced_bytes=sum(param.numel * itemsize for itemsize, each in by_dtype.items() for param in each),
             largest_gradient_bytes=max((param.numel * self._full_itemsize(param) for param in trainable), default=0),
-            padding_ratio=moved.padding(numel, params, setting.num_shards),
+            padding_ratio=moved.shard_bytes * setting.num_shards / kept_bytes if kept_bytes else 1.0,
             moved_bytes=moved.packed if self._is_cut else 0,
-            scattered_bytes=travels.scattered,
-            summed_bytes=travels.summed,
             cast_bytes=moved.cast_bytes,
             decoding_bytes=moved.decoding_bytes if self._is_cut else 0,
-            coding_bytes=travels.coding,
-            coded_bytes=travels.coded,
-            residual_bytes=travels.residuals,
-            outbox_bytes=travels.outbox,
+            **asdict(travels),
         )
 
     def _gather_staging(self, moved: _Moved) -> tuple[int, bool]:
@@ -452,8 +416,8 @@ class _UnitSizes:
         setting = self._setting
         section = bucket.section_numel * itemsize
         own = 1 if bucket.num_large else 0  # stays out of the outbox where parts are copied one by one
-        plain = _Reduced(section * setting.num_shards, 2 * section, outbox=section * (setting.num_shards - own))
-        coded = None if self._codings is None else self._codings.reduced(members, bucket, itemsize)
+        plain = _Reduced(section * setting.num_shards, 2 * section, outbox_bytes=section * (setting.num_shards - own))
+        coded = None if self._codings is None else self._codings.section("reduce", members, bucket, itemsize)
         ranks = setting.num_replicas if setting.num_replicas > 1 else setting.num_shards
         if coded is None or self._codings is None or ranks == 1:
             return plain
@@ -463,7 +427,10 @@ class _UnitSizes:
         if setting.num_replicas > 1:
             each = self._codings.between(coded, ranks)
             return replace(
-                plain, summed=ranks * each + 2 * coded.rest_bytes, coding=3 * floats + ranks * each, residuals=residuals
+                plain,
+                summed_bytes=ranks * each + 2 * coded.rest_bytes,
+                coding_bytes=3 * floats + ranks * each,
+                residual_bytes=residuals,
             )
         messages = coded.message_bytes * ranks
         return _Reduced(messages, 2 * section, messages + 3 * floats, 2 * messages, residuals)
@@ -471,24 +438,19 @@ class _UnitSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Reduced:
-    """What gradients of one dtype travel as, in bytes: fields as those of :class:`RankUnit`."""
+    """What gradients of one dtype travel as, in bytes: fields are those of :class:`RankUnit`."""
 
-    scattered: int = 0
-    summed: int = 0
-    coding: int = 0
-    coded: int = 0
-    residuals: int = 0
-    outbox: int = 0
+    scattered_bytes: int = 0
+    summed_bytes: int = 0
+    coding_bytes: int = 0
+    coded_bytes: int = 0
+    residual_bytes: int = 0
+    outbox_bytes: int = 0
 
     def plus(self, other: _Reduced) -> _Reduced:
-        return _Reduced(
-            self.scattered + other.scattered,
-            self.summed + other.summed,
-            max(self.coding, other.coding),
-            self.coded + other.coded,
-            self.residuals + other.residuals,
-            max(self.outbox, other.outbox),
-        )
+        pairs = zip(asdict(self).items(), asdict(other).values(), strict=True)
+        peaks = ("coding_bytes", "outbox_bytes")
+        return _Reduced(**{name: max(one, two) if name in peaks else one + two for (name, one), two in pairs})
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,11 +461,6 @@ class _Moved:
     cast_bytes: int
     decoding_bytes: int
     tail_bytes: int | None  # of small tensors, which are one message; None: nothing is sent as messages
-
-    def padding(self, numel: int, params: Sequence[ParamFacts], num_shards: int) -> float:
-        """Return the bytes of all sections divided by those of the parameters."""
-        num_bytes = sum(param.num_bytes for param in params)
-        return self.shard_bytes * num_shards / num_bytes if numel else 1.0
 
 
 # ---- The step of a profile as the engine would take it with some units: visits, and the calls that follow from each

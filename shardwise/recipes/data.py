@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,7 +89,10 @@ def file_source(path: Path, name: str, column: str) -> TextSource:
     kind = "jsonl" if path.suffix in _JSONL else "parquet" if path.suffix in _PARQUET else "text"
     size = path.stat().st_size
     if kind == "parquet":
-        rows = _parquet_rows(path, column)
+        table = _open_parquet(path)
+        names, rows = list(table.schema_arrow.names), int(table.metadata.num_rows)
+        if column not in names:
+            raise _no_column(str(path), column, names)
         return TextSource(path, name, 0, rows, kind, column, size / max(1, rows))
     source = TextSource(path, name, 0, size, kind, column)
     if kind == "jsonl" and size:
@@ -132,7 +135,7 @@ def _open_dataset(folder: Path) -> Any:
     try:
         return datasets.load_from_disk(str(folder))
     except Exception as error:  # pyarrow and datasets raise what they like
-        raise ConfigError(f"--data {folder}: the datasets package cannot read it: {_first_line(error)}") from error
+        raise ConfigError(f"--data {folder}: the datasets package cannot read it: {first_line(error)}") from error
 
 
 def read_documents(source: TextSource) -> Iterator[str]:
@@ -178,20 +181,12 @@ def _read_jsonl(source: TextSource) -> Iterator[str]:
             yield _text_in(values, source.column, where)
 
 
-def _parquet_rows(path: Path, column: str) -> int:
-    file = _open_parquet(path)
-    names = list(file.schema_arrow.names)
-    if column not in names:
-        raise _no_column(str(path), column, names)
-    return int(file.metadata.num_rows)
-
-
 def _open_parquet(path: Path) -> Any:
     parquet = optional_module("pyarrow.parquet", f"--data {path} (a Parquet file)")
     try:
         return parquet.ParquetFile(path)
     except Exception as error:
-        raise ConfigError(f"--data {path}: pyarrow cannot read it: {_first_line(error)}") from error
+        raise ConfigError(f"--data {path}: pyarrow cannot read it: {first_line(error)}") from error
 
 
 def _read_parquet(source: TextSource) -> Iterator[str]:
@@ -237,7 +232,8 @@ def why_binary(path: Path) -> str:
     return "it is full of control characters" if num_control > _MOST_CONTROL * len(sample) else ""
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of what ``error`` says, its name if it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -250,8 +246,9 @@ _TOGETHER = 256  # documents that are encoded at once, on all cores
 _PIECE_CHARACTERS = 1 << 16  # of plain text, cut behind a line
 
 
-class Vocabulary(Protocol):
-    """What the numbers of a run's text stand for.
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Every byte is a number; documents of files that have several end with a newline.
 
     Attributes:
         size: numbers are in [0, size).
@@ -259,23 +256,6 @@ class Vocabulary(Protocol):
         digest: of the tokenizer's file; "" for bytes.
         itemsize: bytes of one in the cache.
     """
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def unit(self) -> str: ...
-    @property
-    def digest(self) -> str: ...
-    @property
-    def itemsize(self) -> int: ...
-    def read(self, source: TextSource) -> Iterator[NDArray[Any]]: ...
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, numbers: Sequence[int]) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """Every byte is a number; documents of files that have several end with a newline."""
 
     size: int = NUM_BYTES
     unit: str = "byte"
@@ -303,6 +283,8 @@ class Bytes:
 class Tokens:
     """The tokens of a ``tokenizers`` JSON file; documents end with its end-of-text token, with a newline if it has none.
 
+    Attributes are those of :class:`Bytes`.
+
     Nothing else is added to a text: a template with special tokens, which the file may have, is for other uses.
     """
 
@@ -315,7 +297,7 @@ class Tokens:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the package raises bare Exceptions
             raise ConfigError(
-                f"--tokenizer {path} cannot be read ({str(error).splitlines()[0]}). Name a tokenizer.json of the tokenizers "
+                f"--tokenizer {path} cannot be read ({first_line(error)}). Name a tokenizer.json of the tokenizers "
                 "package."
             ) from error
         self._tokenizer.no_truncation()
@@ -355,6 +337,9 @@ class Tokens:
         return str(
             self._tokenizer.decode([number for number in numbers if number < self.size], skip_special_tokens=False)
         )
+
+
+Vocabulary = Bytes | Tokens  # what the numbers of a run's text stand for
 
 
 def open_vocabulary(path: Path | None) -> Vocabulary:
@@ -401,14 +386,6 @@ class DataSplit:
 
     train: tuple[TextSource, ...]
     validation: tuple[TextSource, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """What losses are set beside: the entropy of single bytes or tokens (``unit``) of the validation text."""
-
-    unigram_nats: float
-    unit: str = "byte"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import resource
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -35,12 +35,6 @@ from shardwise.recipes.sharding import HEADS, RunRanks, blocks_of, build_own
 # ---- What is recorded of some steps of a run.
 
 StepWatch = Callable[[int], AbstractContextManager[None]]
-
-
-def unwatched(number: int) -> AbstractContextManager[None]:
-    """Record nothing of step ``number``."""
-    del number
-    return nullcontext()
 
 
 def traced_steps(model: nn.Module | None, steps: int, write: Callable[[Trace], None]) -> StepWatch:
@@ -114,7 +108,6 @@ class LiveBytes:
             yield
 
     def _ask(self, func: Any, given: object, out: object) -> None:
-        del given, out
         self.live = torch.cuda.memory_allocated(self._device)
         self._note(func)
 
@@ -170,12 +163,7 @@ class HeldBytes:
 
 def fold_held(fold: Callable[[Iterable[int]], int], held: Sequence[HeldBytes]) -> HeldBytes:
     """Fold each figure over ranks: ``fold_held(max, held)`` is the largest of each."""
-    return HeldBytes(
-        parameter_bytes=fold(item.parameter_bytes for item in held),
-        gradient_bytes=fold(item.gradient_bytes for item in held),
-        optimizer_bytes=fold(item.optimizer_bytes for item in held),
-        peak_bytes=fold(item.peak_bytes for item in held),
-    )
+    return HeldBytes(*map(fold, zip(*map(astuple, held), strict=True)))
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
@@ -203,13 +191,8 @@ def measure_held(model: nn.Module, optimizer: Optimizer) -> HeldBytes:
     )
 
 
-def unsharded_bytes(num_parameters: int) -> HeldBytes:
-    """Return what one rank holds without sharding: 4 bytes a parameter, 4 a gradient, 8 of AdamW state (fp32)."""
-    return HeldBytes(4 * num_parameters, 4 * num_parameters, 8 * num_parameters)
-
-
 def unsharded_of(model: nn.Module) -> HeldBytes:
-    """Return the same for a model that is not sharded yet: AdamW's two averages are in the dtypes of the parameters."""
+    """Return what one rank holds of ``model`` without sharding: AdamW's two averages are in the dtypes of the parameters."""
     params = {id(param): param for param in model.parameters()}.values()
     trained = local_bytes(param for param in params if param.requires_grad)
     return HeldBytes(local_bytes(params), trained, 2 * trained)
@@ -348,19 +331,6 @@ class StepMeter:
 def measured_number(config: TrainConfig, start_step: int, traced: int) -> int:
     """Return which step of a run is measured, 0-based within it: the third, after those that are traced, or the last one."""
     return max(min(2 + traced, config.steps - start_step - 1), 0)
-
-
-def both(first: StepWatch, second: StepWatch) -> StepWatch:
-    """Return what watches a step as ``first`` and ``second`` do."""
-    if first is unwatched or second is unwatched:
-        return second if first is unwatched else first
-
-    @contextmanager
-    def watch(number: int) -> Generator[None, None, None]:
-        with first(number), second(number):
-            yield
-
-    return watch
 
 
 def largest_of(ranks: RunRanks, step: int, peaks: Sequence[tuple[str, int]]) -> StepMemory | None:

@@ -8,18 +8,17 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Protocol
+from typing import IO, Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-from numpy.typing import ArrayLike, NDArray
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
@@ -28,7 +27,7 @@ from rich.table import Table
 from shardwise.formatting import format_bytes
 from shardwise.plan.schedule import Edge
 from shardwise.planner.rank_memory import COLOURS, KINDS, UPDATE
-from shardwise.recipes.data import Baseline
+from shardwise.recipes.data import TextFacts
 from shardwise.recipes.memory import HeldBytes, HeldMemory, StepMemory, fold_held
 from shardwise.recipes.plain_text import drop_output, plain
 from shardwise.recipes.run_folder import TrainRun, drop_later_metrics
@@ -56,17 +55,6 @@ class PlainConsole(Console):
 
 # ---- What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere, and the last
 # table.
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """The figures shown for a step.  ``peak_bytes`` is the largest of all ranks; ``eta_s`` is the time left."""
-
-    step: int
-    loss: float
-    tokens_per_s: float
-    peak_bytes: int
-    eta_s: float
 
 
 class ProgressDisplay:
@@ -99,14 +87,17 @@ class ProgressDisplay:
         """Move the bar."""
         self._bar.update(self._task, completed=step)
 
-    def report(self, report: StepReport) -> None:
-        """Show the figures of a step: in the bar, or as one line where there is no terminal."""
-        figures = f"loss {report.loss:.4f}  {report.tokens_per_s:,.0f} tokens/s  {format_bytes(report.peak_bytes)}/rank"
+    def report(self, step: TrainedStep, peak_bytes: int, eta_s: float) -> None:
+        """Show the figures of a step: in the bar, or as one line where there is no terminal.
+
+        ``peak_bytes``: the largest of all ranks; ``eta_s``: the time left.
+        """
+        figures = f"loss {step.loss:.4f}  {step.tokens_per_s:,.0f} tokens/s  {format_bytes(peak_bytes)}/rank"
         if self._bar.disable:
-            eta = f"{int(report.eta_s) // 60}m{int(report.eta_s) % 60:02d}s"
-            self.console.print(f"step {report.step}/{self._steps}  {figures}  ETA {eta}")
+            eta = f"{int(eta_s) // 60}m{int(eta_s) % 60:02d}s"
+            self.console.print(f"step {step.step}/{self._steps}  {figures}  ETA {eta}")
         else:
-            self._bar.update(self._task, completed=report.step, figures=figures)
+            self._bar.update(self._task, completed=step.step, figures=figures)
 
     def say(self, text: str) -> None:
         """Print a line (above the bar on a terminal)."""
@@ -162,54 +153,33 @@ class TrainedStep:
     time: float = 0.0
 
 
-class RunLog(Protocol):
-    """Where a run's figures go."""
-
-    def advance(self, step: int) -> None: ...
-    def trained(self, steps: Sequence[TrainedStep], tokens_per_s: float, peak_bytes: int, eta_s: float) -> None: ...
-    def validated(self, step: int, loss: float) -> None: ...
-    def say(self, text: str) -> None: ...
-    def show(self, table: Table) -> None: ...
-    def flush(self) -> None: ...
-
-
-class SilentJournal:
-    """The journal of every rank but the first."""
+class RunLog:
+    """What a run tells of itself; this one is that of every rank but the first, and silent."""
 
     def advance(self, step: int) -> None:
-        del step
+        """Move the progress bar, and tell who watches."""
 
     def trained(self, steps: Sequence[TrainedStep], tokens_per_s: float, peak_bytes: int, eta_s: float) -> None:
-        del steps, tokens_per_s, peak_bytes, eta_s
+        """Record steps since the last call; ``tokens_per_s`` and memory, which are shown, belong to all of them together."""
 
     def validated(self, step: int, loss: float) -> None:
-        del step, loss
+        """Record a validation loss."""
 
     def say(self, text: str) -> None:
-        del text
-
-    def show(self, table: Table) -> None:
-        del table
+        """Print a line."""
 
     def flush(self) -> None:
-        return
+        """Bring everything to the disk, so that no checkpoint is ahead of the figures."""
 
 
-class ScalarWriter(Protocol):
-    """The part of TensorBoard's SummaryWriter that is used."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-    def flush(self) -> None: ...
-
-
-class RunJournal:
+class RunJournal(RunLog):
     """Rank 0's journal."""
 
     def __init__(
         self,
         display: ProgressDisplay,
         lines: IO[str],
-        scalars: ScalarWriter,
+        scalars: Any,  # a SummaryWriter of TensorBoard
         done: Callable[[int], None] = lambda _: None,
         unit: str = "byte",
     ) -> None:
@@ -220,12 +190,12 @@ class RunJournal:
         self._scalars = scalars
 
     def advance(self, step: int) -> None:
-        """Move the progress bar, and tell who watches."""
+        """See :class:`RunLog`."""
         self._display.advance(step)
         self._done(step)
 
     def trained(self, steps: Sequence[TrainedStep], tokens_per_s: float, peak_bytes: int, eta_s: float) -> None:
-        """Record steps since the last call; ``tokens_per_s`` and memory, which are shown, belong to all of them together."""
+        """See :class:`RunLog`."""
         for item in steps:
             figures = {"loss": item.loss, "grad_norm": item.grad_norm, "lr": item.learning_rate}
             own = {"tokens_per_s": round(item.tokens_per_s, 1), "time": round(item.time, 3)}
@@ -235,24 +205,20 @@ class RunJournal:
             self._scalars.add_scalar("speed/tokens_per_s", item.tokens_per_s, item.step)
         last = steps[-1]
         self._scalars.add_scalar("memory/peak_bytes", peak_bytes, last.step)
-        self._display.report(StepReport(last.step, last.loss, tokens_per_s, peak_bytes, eta_s))
+        self._display.report(replace(last, tokens_per_s=tokens_per_s), peak_bytes, eta_s)
 
     def validated(self, step: int, loss: float) -> None:
-        """Record a validation loss."""
+        """See :class:`RunLog`."""
         self._write({"kind": "validation", "step": step, "loss": loss, "time": round(time.time(), 3)})
         self._scalars.add_scalar("validation/loss", loss, step)
         self._display.say(f"step {step}: validation loss {loss:.4f} nats per {self._unit}")
 
     def say(self, text: str) -> None:
-        """Print a line."""
+        """See :class:`RunLog`."""
         self._display.say(text)
 
-    def show(self, table: Table) -> None:
-        """Print a table."""
-        self._display.show(table)
-
     def flush(self) -> None:
-        """Bring everything to the disk, so that no checkpoint is ahead of the figures."""
+        """See :class:`RunLog`."""
         self._lines.flush()
         self._scalars.flush()
 
@@ -279,7 +245,7 @@ def draw_report(
     path: Path,
     title: str,
     metrics: Sequence[Mapping[str, float | str]],
-    baseline: Baseline,
+    facts: TextFacts,
     memory: HeldMemory,
 ) -> None:
     """Draw loss curves over tokens per second, both by steps, beside memory: per rank, and over one step beside the plan.
@@ -295,7 +261,7 @@ def draw_report(
     speed = left.add_subplot(lower, sharex=loss)
     loss.tick_params(labelbottom=False)
     figure.suptitle(title, fontsize=12)
-    _draw_loss(loss, metrics, baseline)
+    _draw_loss(loss, metrics, facts)
     _draw_speed(speed, metrics)
     rows = right.add_gridspec(2, 1, height_ratios=(1.0, 1.1)) if memory.step is not None else right.add_gridspec(1, 1)
     _draw_memory(right.add_subplot(rows[0]), memory.held, memory.unsharded)
@@ -306,8 +272,8 @@ def draw_report(
     replace_file(path.parent, path.name, drawn.getvalue())
 
 
-def _draw_loss(axes: Axes, metrics: Sequence[Mapping[str, float | str]], baseline: Baseline) -> None:
-    unigram_nats, unit = baseline.unigram_nats, baseline.unit
+def _draw_loss(axes: Axes, metrics: Sequence[Mapping[str, float | str]], facts: TextFacts) -> None:
+    unigram_nats, unit = facts.unigram_nats, facts.unit
     train = [(float(m["step"]), float(m["loss"])) for m in metrics if m["kind"] == "train"]
     validation = [(float(m["step"]), float(m["loss"])) for m in metrics if m["kind"] == "validation"]
     axes.plot(*_columns(train), color=_TRAIN, linewidth=1.2, label="training batches")
@@ -343,7 +309,9 @@ def _draw_loss(axes: Axes, metrics: Sequence[Mapping[str, float | str]], baselin
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel(f"loss: nats per {unit} (lower is better)")
     axes.set_title(f"How well the model predicts the next {unit}")
-    bits = axes.secondary_yaxis("right", functions=(_nats_to_bits, _bits_to_nats))
+    bits = axes.secondary_yaxis(
+        "right", functions=(lambda nats: np.asarray(nats) / math.log(2), lambda bits: np.asarray(bits) * math.log(2))
+    )
     bits.set_ylabel(f"bits per {unit}")
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.97), frameon=False)
     axes.grid(alpha=0.25)
@@ -426,11 +394,3 @@ def _draw_step(axes: Axes, step: StepMemory) -> None:
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
-
-
-def _nats_to_bits(nats: ArrayLike) -> NDArray[np.float64]:
-    return np.asarray(nats, dtype=np.float64) / math.log(2)
-
-
-def _bits_to_nats(bits: ArrayLike) -> NDArray[np.float64]:
-    return np.asarray(bits, dtype=np.float64) * math.log(2)

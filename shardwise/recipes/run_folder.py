@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -38,7 +39,7 @@ from shardwise import ZeroRedundancyOptimizer
 from shardwise.checkpoint import DamagedCheckpointError, RandomState, finish, load, save
 from shardwise.checkpoint.contents import decode
 from shardwise.checkpoint.dcp import TorchDcpReader
-from shardwise.checkpoint.files import DiskFiles, read_manifest
+from shardwise.checkpoint.files import Files, read_manifest
 from shardwise.checkpoint.files import list_checkpoints as list_new
 from shardwise.consistency.recorder import BEFORE, BLACK_BOX
 from shardwise.errors import CheckpointError, ConfigError
@@ -70,20 +71,20 @@ from shardwise.safe_files import check_folders, open_append, parse_object, read_
 # imported.
 
 
-def look_here() -> None:
-    """Let Python find modules of the current folder, where the script of an installed command does not look."""
+def find_module(name: str) -> ModuleSpec | None:
+    """Return where Python finds a module, in the current folder too: the script of an installed command does not look there."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
 
 
 def file_of(model_from: str) -> str | None:
     """Return the file of the module (of its outermost package), None if there is none.  Nothing of it runs."""
-    look_here()
-    try:
-        found = importlib.util.find_spec(model_from.partition(":")[0].partition(".")[0])
-    except (ImportError, ValueError):
-        return None
+    found = find_module(model_from.partition(":")[0].partition(".")[0])
     origin = None if found is None else found.origin
     return None if origin is None or not os.path.isabs(origin) else os.path.realpath(origin)
 
@@ -283,7 +284,7 @@ class Resumed:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first."""
-    new = [each.path for each in list_new(DiskFiles(), folder)] if folder.is_dir() else []
+    new = [each.path for each in list_new(Files(), folder)] if folder.is_dir() else []
     return sorted({*new, *list_old_checkpoints(folder)}, key=lambda path: path.name)
 
 
@@ -292,7 +293,7 @@ def read_progress(checkpoint: Path) -> RunProgress:
     try:
         if is_old(checkpoint):
             return progress_from_json(read_old_values(checkpoint))
-        manifest = read_manifest(DiskFiles(), checkpoint)
+        manifest = read_manifest(Files(), checkpoint)
         return progress_from_json(decode(manifest.values[_PROGRESS], _PROGRESS))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{checkpoint} is not a checkpoint of this version of shardwise ({error!r}).") from error
@@ -349,12 +350,6 @@ def load_newest(folder: Path, model: nn.Module, optimizer: Optimizer) -> Resumed
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "random": RandomState()}
-
-
-__all__ = [
-    "RunProgress", "Resumed", "finish_saving", "list_checkpoints", "load_newest", "progress_from_json", "read_progress",
-    "remove_unfinished", "start_saving",
-]  # fmt: skip
 
 
 CONFIG = "config.json"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -43,8 +42,9 @@ from shardwise.errors import ConfigError
 from shardwise.fsdp.shard_model import families_of
 from shardwise.plan.grouping import repeated_blocks
 from shardwise.recipes.config import TrainConfig
+from shardwise.recipes.data import first_line
 from shardwise.recipes.gpt import GPT, GPTBlock, logits_of
-from shardwise.recipes.run_folder import look_here
+from shardwise.recipes.run_folder import find_module
 
 # ---- The few exchanges between ranks that a training loop needs beside its gradients.
 
@@ -128,12 +128,7 @@ class RunRanks:
 def check_module(model_from: str) -> None:
     """Refuse a module that Python does not find; nothing of it runs, but for the packages around it.  Raises: ConfigError."""
     name = model_from.partition(":")[0]
-    look_here()
-    try:
-        is_there = importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        is_there = False
-    if not is_there:
+    if find_module(name) is None:
         raise ConfigError(
             f"--model-from {model_from}: there is no module {name!r} in this folder, nor installed. Start from the folder "
             f"that has {name.replace('.', '/')}.py."
@@ -189,10 +184,9 @@ def try_own(model: nn.Module, model_from: str, vocabulary: int, window: Tensor) 
         with torch.no_grad():
             output = model(window.fill_(vocabulary - 1))
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
             f"--model-from {model_from}: the model failed on int64 tokens of shape {tuple(window.shape)}, all "
-            f"{vocabulary - 1}, the highest of this text ({type(error).__name__}: {reason}). "
+            f"{vocabulary - 1}, the highest of this text ({type(error).__name__}: {first_line(error)}). "
             f"Build it for vocabulary={vocabulary}."
         ) from error
     finally:
@@ -318,7 +312,7 @@ def why_not_compiled(backend: str, ranks: RunRanks) -> str | None:
         compiled = cast("Callable[[Tensor], Tensor]", torch.compile(_probe, backend=backend))
         compiled(torch.ones(4, device=ranks.device))
     except Exception as error:  # backends raise whatever their compilers raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
     for rank, found in enumerate(ranks.gather(reason or "")):
         if found:
             return f"--compile: rank {rank} cannot compile with {backend!r} ({found}); blocks run uncompiled"
@@ -376,13 +370,11 @@ def build_zero_adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 def clip_gradients(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
     """Scale gradients to a total norm of at most ``max_norm``; return the norm before, the same on all ranks."""
-    del optimizer
     return clip_grad_norm_(model.parameters(), max_norm)
 
 
 def clip_owned_gradients(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
     """The same where each gradient is only with its owner.  Collective."""
-    del model
     return cast(ZeroRedundancyOptimizer, optimizer).clip_grad_norm_(max_norm)
 
 
@@ -391,29 +383,24 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
-def _engine_options(config: TrainConfig) -> tuple[MixedPrecisionPolicy, OffloadPolicy]:
+def _engine_options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
     precision = MixedPrecisionPolicy()
     if config.dtype == "bf16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return precision, CPUOffloadPolicy() if config.offload else OffloadPolicy()
+    offload = CPUOffloadPolicy() if config.offload else OffloadPolicy()
+    return {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
 
 
 def _shard_fully(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
-    precision, offload = _engine_options(config)
-    sharded: nn.Module = shard_model(
-        model, min_unit_bytes=config.min_unit_bytes, mesh=mesh, mp_policy=precision, offload_policy=offload
-    )
-    assert isinstance(sharded, FSDPModule)
+    sharded = shard_model(model, min_unit_bytes=config.min_unit_bytes, **_engine_options(config, mesh))
     sharded.set_transport(check_transport(config.transport))
     return sharded
 
 
 def _replicate(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
-    precision, offload = _engine_options(config)
-    for block in blocks_of(model):
-        replicate(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    replicated = replicate(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    replicated.set_transport(check_transport(config.transport))
+    for module in (*blocks_of(model), model):
+        replicate(module, **_engine_options(config, mesh))
+    cast(FSDPModule, model).set_transport(check_transport(config.transport))
     return model
 
 
@@ -422,7 +409,6 @@ def _engine_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
 
 
 def _wrap_ddp(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
-    del config, mesh
     return DistributedDataParallel(model, gradient_as_bucket_view=True)  # else gradients are held twice
 
 

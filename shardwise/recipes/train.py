@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from shardwise.consistency.recorder import BLACK_BOX
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks, learning_rate
 from shardwise.recipes.data import (
-    Baseline,
     Windows,
     microbatch_numbers,
     open_vocabulary,
@@ -34,7 +33,6 @@ from shardwise.recipes.memory import (
     StepMemory,
     StepMeter,
     StepWatch,
-    both,
     largest_of,
     measure_held,
     measured_number,
@@ -42,13 +40,11 @@ from shardwise.recipes.memory import (
     planned_memory,
     traced_steps,
     unsharded_of,
-    unwatched,
 )
 from shardwise.recipes.report import (
     ProgressDisplay,
     RunJournal,
     RunLog,
-    SilentJournal,
     TrainedStep,
     memory_table,
     open_lines,
@@ -96,14 +92,6 @@ Listening = Callable[[], AbstractContextManager[Asked]]  # entered for as long a
 
 class DivergedError(ShardwiseError, ArithmeticError):
     """The loss, its gradients or the parameters are no longer numbers: nothing that could be trained further is left."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What all ranks together made of a step: the highest signal that one was sent, and whether one saw nan or inf."""
-
-    signal: int
-    is_broken: bool
 
 
 def listen_to_nobody() -> AbstractContextManager[Asked]:
@@ -244,7 +232,9 @@ class _Figures:
         self._began = self._last = time.perf_counter()
 
 
-def train_steps(trainer: Trainer, journal: RunLog, asked: Asked, watch: StepWatch = unwatched) -> Finished | Stopped:
+def train_steps(
+    trainer: Trainer, journal: RunLog, asked: Asked, watches: Sequence[StepWatch] = ()
+) -> Finished | Stopped:
     """Train to the last step, or until a rank is asked to stop, with validation, checkpoints and figures at intervals.
 
     Raises: DivergedError on every rank when loss, gradients or parameters are not finite; no checkpoint has them.
@@ -257,41 +247,37 @@ def train_steps(trainer: Trainer, journal: RunLog, asked: Asked, watch: StepWatc
     held = HeldBytes(0, 0, 0)
     for number in range(start, config.steps):
         done = number + 1
-        with watch(number - start):
+        with ExitStack() as watched:
+            for watch in watches:
+                watched.enter_context(watch(number - start))
             step = _train_step(trainer, number, measure=done == config.steps)
         held = step.held
-        verdict = _judge(trainer, step, asked)
-        if verdict.is_broken:
+        is_broken = not (math.isfinite(step.figures.grad_norm) and math.isfinite(float(step.loss)))
+        # Each rank sees its own signals and its own part of the loss: afterwards all know the same.
+        signal, num_broken = trainer.ranks.highest([asked(), int(is_broken)])
+        if num_broken:
             figures.write()
             finish_saves(trainer)
             mean = trainer.ranks.mean([step.loss])[0]
             raise _diverged(trainer, done, f"the loss is {mean}, the norm of its gradients {step.figures.grad_norm}")
         figures.add(step)
-        is_asked = verdict.signal != 0
         is_first = number == start  # its figures are shown at once
-        if not (is_asked or is_first or any(_is_due(done, every, config) for every in intervals)):
+        if not (signal or is_first or any(_is_due(done, every, config) for every in intervals)):
             continue
         figures.write()
         if _is_due(done, config.eval_every, config):
             journal.validated(done, validate(trainer))
-        if is_asked or _is_due(done, config.save_every, config):
+        if signal or _is_due(done, config.save_every, config):
             journal.flush()
             save(trainer, done)
-        if is_asked or done == config.steps:
+        if signal or done == config.steps:
             finish_saves(trainer)
-        if is_asked and done < config.steps:
-            return Stopped(done, verdict.signal)
+        if signal and done < config.steps:
+            return Stopped(done, signal)
         figures.go_on()
     held = replace(held, peak_bytes=peak_bytes(trainer.ranks.device))
     each = tuple(HeldBytes(**values) for values in trainer.ranks.gather(asdict(held)))
     return Finished(each, (config.steps - start) * trainer.tokens_per_step / figures.trained_s)
-
-
-def _judge(trainer: Trainer, step: _DoneStep, asked: Asked) -> Verdict:
-    """Return what all ranks know after a step: each sees its own signals and its own part of the loss.  Collective."""
-    is_broken = not (math.isfinite(step.figures.grad_norm) and math.isfinite(float(step.loss)))
-    signal, broken = trainer.ranks.highest([asked(), int(is_broken)])
-    return Verdict(signal, bool(broken))
 
 
 def _diverged(trainer: Trainer, step: int, what: str) -> DivergedError:
@@ -420,16 +406,16 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
         run = trainer.run  # it knows now which checkpoint was whole
         if ranks.is_first:
             write_config(run, ranks.num_ranks, trainer.num_parameters, __version__)
-        journal = _open_journal(run, stack, start.step_file) if ranks.is_first else SilentJournal()
+        journal = _open_journal(run, stack, start.step_file) if ranks.is_first else RunLog()
         _say_start(trainer, journal)
         if start.restart is not None:
             _say_restart(start.restart, trainer, journal)
         if start.resume is not None and run.done is None:
             journal.say("this run has ended before its first checkpoint: it begins again")
         with listening() as asked:
-            traced = tracing(trainer, start.trace_steps, journal) if start.trace_steps else unwatched
             meter = metering(trainer, start.trace_steps)
-            finished = train_steps(trainer, journal, asked, both(traced, meter.watch if meter else unwatched))
+            watches = [meter.watch] if meter else []
+            finished = train_steps(trainer, journal, asked, [*tracing(trainer, start.trace_steps, journal), *watches])
         if isinstance(finished, Stopped):
             journal.say(
                 f"stopped and saved after step {finished.step}; go on with: shardwise train --resume {run.folder}"
@@ -462,12 +448,13 @@ def _largest_step(trainer: Trainer, meter: StepMeter | None) -> StepMemory | Non
     return replace(found, planned=planned_memory(run.config, run.facts.vocabulary, ranks, trainer.model))
 
 
-def tracing(trainer: Trainer, steps: int, journal: RunLog) -> StepWatch:
-    """Return what records ``steps`` steps after the first and writes them to the run's folder, one file for each rank."""
-    steps = min(steps, trainer.config.steps - trainer.run.start_step - 1)
+def tracing(trainer: Trainer, asked: int, journal: RunLog) -> list[StepWatch]:
+    """Return what records ``asked`` steps after the first and writes them to the run's folder, one file for each rank."""
+    steps = min(asked, trainer.config.steps - trainer.run.start_step - 1)
     if steps < 1:
-        journal.say("no trace: it begins with the second step, and this run has but one")
-        return unwatched
+        if asked:
+            journal.say("no trace: it begins with the second step, and this run has but one")
+        return []
     path = trainer.run.folder / f"trace-rank{trainer.ranks.rank}.json"
     model = trainer.model if trainer.config.shard in ENGINE_SHARDS else None
 
@@ -475,7 +462,7 @@ def tracing(trainer: Trainer, steps: int, journal: RunLog) -> StepWatch:
         replace_file(path.parent, path.name, recorded.to_json())
         journal.say(f"trace of {steps} step(s), rank {trainer.ranks.rank}: {path}\n{recorded.table()}")
 
-    return traced_steps(model, steps, write)
+    return [traced_steps(model, steps, write)]
 
 
 def _say_restart(restart: Restart, trainer: Trainer, journal: RunLog) -> None:
@@ -547,7 +534,7 @@ def _conclude(trainer: Trainer, finished: Finished, sample: str, memory: StepMem
         path,
         title,
         [*read_metrics(run.metrics), *read_restarts(run.folder)],
-        Baseline(run.facts.unigram_nats, run.facts.unit),
+        run.facts,
         HeldMemory(finished.held, unsharded, memory),
     )
     display = ProgressDisplay(config.steps, config.steps, is_shown=True)

@@ -22,7 +22,7 @@ from torch import nn
 
 from shardwise import ShardedOptimizer, fully_shard
 from shardwise.checkpoint import CheckpointError, PerRank, RandomState, finish, load, save
-from shardwise.checkpoint.files import DiskFiles, note_of, read_manifest
+from shardwise.checkpoint.files import Files, note_of, read_manifest
 from shardwise.checkpoint.save import HostCopy
 
 
@@ -50,15 +50,15 @@ def test_a_rank_that_cannot_write_fails_all_and_the_old_state_stands(
     state = state_of(model, optimizer)
     train(model, optimizer, [0])
     save(tmp_path, state, step=1)
-    create = DiskFiles.create
+    create = Files.create
 
-    def full(self: DiskFiles, path: Path) -> Any:
+    def full(self: Files, path: Path) -> Any:
         raise OSError(28, "No space left on device", str(path))
 
     for wait in (True, False):
         for place in (0, 1):
             if dist.get_rank() == place:
-                DiskFiles.create = full  # type: ignore[method-assign]
+                Files.create = full  # type: ignore[method-assign]
             try:
                 with pytest.raises(
                     CheckpointError, match=rf"step 2 was not saved.*rank {place}: OSError: No space left"
@@ -66,7 +66,7 @@ def test_a_rank_that_cannot_write_fails_all_and_the_old_state_stands(
                     save(tmp_path, state, step=2, wait=wait)
                     finish(tmp_path)
             finally:
-                DiskFiles.create = create  # type: ignore[method-assign]
+                Files.create = create  # type: ignore[method-assign]
     dist.barrier()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith((".saving", "step"))] == ["step-00000001"]
     load(tmp_path, state)
@@ -81,13 +81,13 @@ def test_training_during_the_write_changes_nothing_in_the_file(tmp_path: Path) -
         model, optimizer = made(door)
         train(model, optimizer, range(2))
         optimizer.param_groups[0]["lr"] = 0.07
-        held, create = threading.Event(), DiskFiles.create
+        held, create = threading.Event(), Files.create
 
-        def late(self: DiskFiles, path: Path, held: threading.Event = held, create: Any = create) -> Any:
+        def late(self: Files, path: Path, held: threading.Event = held, create: Any = create) -> Any:
             held.wait(30)
             return create(self, path)
 
-        DiskFiles.create = late  # type: ignore[method-assign]
+        Files.create = late  # type: ignore[method-assign]
         try:
             assert save(folder, state_of(model, optimizer), step=2, wait=False) is None
             train(model, optimizer, range(10, 12))
@@ -95,7 +95,7 @@ def test_training_during_the_write_changes_nothing_in_the_file(tmp_path: Path) -
         finally:
             held.set()
             finish(folder)
-            DiskFiles.create = create  # type: ignore[method-assign]
+            Files.create = create  # type: ignore[method-assign]
         load(folder, state_of(model, optimizer))
         train(model, optimizer, range(2, 4))
         assert differences(model, expected()) == []
@@ -195,21 +195,21 @@ def test_groups_save_into_a_folder_one_after_the_other_and_are_finished_one_by_o
     from shardwise.checkpoint.save import _saver_of
 
     alone = dist.new_group([0])
-    create, is_first = DiskFiles.create, dist.get_rank() == 0
+    create, is_first = Files.create, dist.get_rank() == 0
 
-    def fails(self: DiskFiles, path: Path) -> Any:
+    def fails(self: Files, path: Path) -> Any:
         raise OSError(28, "No space left on device", str(path))
 
     if is_first:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DiskFiles, "create", fails)
+            patch.setattr(Files, "create", fails)
             save(tmp_path, {"own": {"x": torch.ones(2)}}, step=1, group=alone, wait=False)
             _saver_of(tmp_path, alone).settle()
             finish(tmp_path / "elsewhere")
     dist.barrier()
     save(tmp_path, {"a": {"x": torch.ones(3)}}, step=2, wait=False)  # what the other group's became of is its own
     finish(tmp_path, group=dist.group.WORLD)
-    assert DiskFiles.create is create
+    assert Files.create is create
     if is_first:
         assert (tmp_path / ".lock").exists()
         with pytest.raises(CheckpointError, match="step 1 was not saved"):
@@ -285,19 +285,19 @@ def test_what_cannot_be_put_into_place_fails_on_all_ranks(tmp_path: Path) -> Non
 
 @on_ranks(2)
 def test_older_checkpoints_that_cannot_be_removed_do_not_fail_the_save(tmp_path: Path) -> None:
-    rename = DiskFiles.rename
+    rename = Files.rename
 
-    def fails(self: DiskFiles, old: Path, new: Path) -> None:
+    def fails(self: Files, old: Path, new: Path) -> None:
         if new.name.startswith(".removing"):
             raise PermissionError(13, "Permission denied", str(old))
         rename(self, old, new)
 
-    DiskFiles.rename = fails  # type: ignore[method-assign]
+    Files.rename = fails  # type: ignore[method-assign]
     try:
         for step in (1, 2):
             save(tmp_path, {"a": {"b": step}}, step=step, keep=1)
     finally:
-        DiskFiles.rename = rename  # type: ignore[method-assign]
+        Files.rename = rename  # type: ignore[method-assign]
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000002"]
 
 
@@ -331,7 +331,7 @@ def test_names_are_those_of_the_model_without_wrappers(tmp_path: Path) -> None:
     state = {"model": compiled, "ema": average, "other": other, "one": one, "both": both}
     path = save(tmp_path, state, step=1)
     assert path is not None
-    names = set(read_manifest(DiskFiles(), path).tensors)
+    names = set(read_manifest(Files(), path).tensors)
     assert {"model/0.weight", "ema/0.weight", "one/state/0.weight/momentum_buffer"} <= names
     assert {"both/state/model:1.bias/momentum_buffer", "both/state/other:1.bias/momentum_buffer"} <= names
     plain = net()
@@ -415,15 +415,15 @@ def saves_until_killed(folder: str, victim: int, kill_at: str) -> str:
     model, optimizer = made("fully_shard")
     train(model, optimizer, [0])
     save(folder, state_of(model, optimizer), step=1)
-    create = DiskFiles.create
+    create = Files.create
 
-    def dies(self: DiskFiles, path: Path) -> Any:
+    def dies(self: Files, path: Path) -> Any:
         if kill_at in path.name:
             os.kill(os.getpid(), signal.SIGKILL)
         return create(self, path)
 
     if dist.get_rank() == victim:
-        DiskFiles.create = dies  # type: ignore[method-assign]
+        Files.create = dies  # type: ignore[method-assign]
     try:
         save(folder, state_of(model, optimizer), step=2)
     except CheckpointError as error:
@@ -440,7 +440,7 @@ def test_a_rank_that_is_killed_is_named_and_the_old_state_stands(
     )
     survivor = found[1 - victim]
     assert f"rank {victim} is gone" in str(survivor.value), survivor
-    assert read_manifest(DiskFiles(), tmp_path / "step-00000001").step == 1
+    assert read_manifest(Files(), tmp_path / "step-00000001").step == 1
     assert not list(tmp_path.glob("step-00000002"))
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from shardwise.checkpoint.dcp import DcpReader, DcpWriter, TorchDcpReader
-from shardwise.checkpoint.files import DiskFiles, verify
+from shardwise.checkpoint.files import Files, verify
 from shardwise.errors import CheckpointError
 from shardwise.testing import WorkerPool
 
@@ -55,7 +55,7 @@ def load_each(folder: str) -> None:
 
 def test_dcp_saves_and_loads_through_our_format_and_reads_its_own_safely(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(save_both, num_ranks=2, folder=str(tmp_path))
-    assert verify(DiskFiles(), tmp_path / "step-00000002") == []
+    assert verify(Files(), tmp_path / "step-00000002") == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "torch"]
     pool.run(load_each, num_ranks=3, folder=str(tmp_path))
 

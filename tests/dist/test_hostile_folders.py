@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from shardwise import ConfigError, record
 from shardwise.checkpoint import CheckpointError, DamagedCheckpointError, load
 from shardwise.checkpoint.convert import convert, export_model
-from shardwise.checkpoint.files import DiskFiles
+from shardwise.checkpoint.files import Files
 from shardwise.consistency.recorder import read_record
 from shardwise.errors import UnsafeFileError
 from shardwise.recipes.run_folder import Restart, note_restart, read_run_config
@@ -160,7 +160,7 @@ def test_a_file_of_holes_is_not_read(tmp_path: Path) -> None:
         file.write(b"header")
         file.truncate(2**43)
     with pytest.raises(DamagedCheckpointError, match="has 8796093022208 bytes, .* of them on the disk"):
-        DiskFiles().open(place)
+        Files().open(place)
 
 
 def test_values_of_a_wrong_type_in_the_config_are_named(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from unittest import mock
 
@@ -29,10 +30,35 @@ from shardwise import (
 from shardwise.observe import Call, Op
 from shardwise.planner.advice import evaluate
 from shardwise.planner.dry_run import dry_run
-from shardwise.planner.profile import SEND_RECV, SHARED, Setting
+from shardwise.planner.profile import SEND_RECV, SHARED, Profile, Setting
 from shardwise.planner.rank_time import HARDWARE
-from shardwise.planner.rank_units import Transfer, hooked_transfers, optimizer_transfers, rank_units, steps_of
+from shardwise.planner.rank_units import Transfer, optimizer_transfers, rank_units, steps_of
 from shardwise.testing.models import Block
+
+
+def hooked_transfers(
+    profile: Profile, owners: bool, bucket_bytes: Sequence[int] = (1 << 20, 25 << 20)
+) -> tuple[Transfer, ...]:
+    """Return the calls of ``hook_with_zero_step``, bucket by bucket of DDP, once that has seen in which order gradients come.
+
+    ``owners``: gradients are reduced to their owners (``reduce="owner"``), else by DDP's own hook.  ``bucket_bytes``: of
+    DDP's first bucket and of the later ones.
+    """
+    arrivals = [stretch.mark.param for stretch in profile.stretches if stretch.mark.edge is None]
+    sizes = list(_buckets([profile.params[number].num_bytes for number in arrivals], bucket_bytes))
+    reductions = [Transfer("reduction", size) for size in sizes if owners]
+    return (*reductions, *[Transfer("all-gather", size) for size in sizes])
+
+
+def _buckets(sizes: Iterable[int], limits: Sequence[int]) -> Iterator[int]:
+    filled, number = 0, 0
+    for size in sizes:
+        filled += size
+        if filled >= limits[min(number, len(limits) - 1)]:
+            yield filled
+            filled, number = 0, number + 1
+    if filled:
+        yield filled
 
 
 def sharded(door: object, width: int = 16) -> nn.Module:

@@ -15,7 +15,7 @@ from helpers.commands import run as run_command
 from helpers.forked_commands import run_forked, start_forked
 from helpers.runs import copy_cut_back, metrics_of, write_text
 
-from shardwise.checkpoint.files import DiskFiles, verify
+from shardwise.checkpoint.files import Files, verify
 from shardwise.one_host import remove_abandoned
 
 
@@ -135,7 +135,7 @@ def test_no_rank_outlives_the_others(
     remove_abandoned(temporary)  # as the next start does
     assert not list(temporary.glob("shardwise-*"))
     for checkpoint in (run / "checkpoints").glob("step-*"):
-        assert verify(DiskFiles(), checkpoint) == []
+        assert verify(Files(), checkpoint) == []
 
 
 def test_the_first_signal_saves_and_the_second_ends_every_rank_at_once(text: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from helpers.forked_ranks import ForkedRank, alive, fork_ranks
 from helpers.runs import metrics_of, write_text
 
 from shardwise.checkpoint.convert import compare_tensors, names_in
-from shardwise.checkpoint.files import DiskFiles, list_checkpoints, read_manifest
+from shardwise.checkpoint.files import Files, list_checkpoints, read_manifest
 from shardwise.cli import local_ranks
 from shardwise.cli.main import main
 from shardwise.recipes.run_folder import read_restarts
@@ -43,7 +43,7 @@ def _words(text: Path, run: Path, nproc: int, *more: str, **changes: object) -> 
 
 
 def _newest(run: Path) -> int:
-    return max((each.step for each in list_checkpoints(DiskFiles(), run / "checkpoints")), default=0)
+    return max((each.step for each in list_checkpoints(Files(), run / "checkpoints")), default=0)
 
 
 def _figures(run: Path) -> list[tuple[object, object, object]]:
@@ -52,7 +52,7 @@ def _figures(run: Path) -> list[tuple[object, object, object]]:
 
 def _differing(run: Path, other: Path) -> list[str]:
     """Return the names of the tensors of the last checkpoints that are not the same to the bit."""
-    files = DiskFiles()
+    files = Files()
     places = [list_checkpoints(files, each / "checkpoints")[-1].path for each in (run, other)]
     first, second = ((place, read_manifest(files, place)) for place in places)
     assert names_in(first[1]) == names_in(second[1])

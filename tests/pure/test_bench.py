@@ -266,7 +266,7 @@ def test_a_contender_with_a_wrong_loss_fails_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     times = RankTimes({}, {"local": 4.5, "FSDP2": 4.0}, ("FSDP2: loss 4.0, expected 4.5",), 1)
-    monkeypatch.setattr(bench_command, "_time", lambda pool, config: [times, times])
+    monkeypatch.setattr(bench_command.WorkerPool, "run", lambda *given, **options: [times, times])
     assert bench_command.run_bench(BenchRequest(CONFIG, tmp_path / "out", True), ["bench"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""

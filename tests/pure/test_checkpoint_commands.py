@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from shardwise.checkpoint import finish, load, save
-from shardwise.checkpoint.files import DiskFiles, read_manifest
+from shardwise.checkpoint.files import Files, read_manifest
 from shardwise.checkpoint.format import Window
 from shardwise.checkpoint.load import stream, windows_of
 from shardwise.cli.main import main
@@ -163,11 +163,11 @@ def test_places_without_checkpoints_are_named_in_one_line(tmp_path: Path, capsys
 def test_windows_are_the_bytes_of_a_tensor_in_order(tmp_path: Path) -> None:
     model = Tied()
     path = _save(tmp_path / "one", model)
-    manifest = read_manifest(DiskFiles(), path)
+    manifest = read_manifest(Files(), path)
     names = ["model/first.weight", "model/short", "model/second.weight", "model/empty"]
     expected = [model.first.weight, model.short, model.first.weight, model.empty]
     for most in (1, 4, 7, 1000):
-        found = list(stream(DiskFiles(), path, manifest, names, most))
+        found = list(stream(Files(), path, manifest, names, most))
         assert [each.name for each in found if each.is_last] == names
         assert all(each.tensor.numel() <= max(most, 3) for each in found)
         for name, tensor in zip(names, expected, strict=True):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint.files import DiskFiles, give_back, note_of, read_all, take, write_all
+from shardwise.checkpoint.files import Files, give_back, note_of, read_all, take, write_all
 from shardwise.errors import CheckpointError, DamagedCheckpointError
 
 
 def test_nothing_but_a_file_of_the_folder_is_opened(tmp_path: Path) -> None:
-    files, outside = DiskFiles(), tmp_path / "outside"
+    files, outside = Files(), tmp_path / "outside"
     outside.write_text("secret")
     folder = tmp_path / "step"
     folder.mkdir()
@@ -26,7 +26,7 @@ def test_nothing_but_a_file_of_the_folder_is_opened(tmp_path: Path) -> None:
 
 
 def test_a_file_that_ends_early_or_is_too_long_is_an_error(tmp_path: Path) -> None:
-    files, path = DiskFiles(), tmp_path / "a"
+    files, path = Files(), tmp_path / "a"
     write_all(files, path, b"12345")
     assert read_all(files, path) == b"12345"
     with pytest.raises(DamagedCheckpointError, match="expected at most 4"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,18 @@ def test_a_missing_extra_is_named() -> None:
     check_extras(("json",))
     with pytest.raises(ConfigError, match=r"needs no_such_package.*shardwise\[train\]"):
         check_extras(("json", "no_such_package"))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("info", "transports"), ("train", "needs rich, tensorboard, matplotlib"), ("checkpoint show x", "needs rich")],
+)
+def test_the_command_starts_without_the_packages_of_its_extras(words: str, expected: str) -> None:
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('rich', 'tensorboard', 'matplotlib'))); "
+    program = f"{blocked}from shardwise.cli.main import main; sys.exit(main({words.split()!r}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert expected in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without GPUs")

@@ -19,7 +19,7 @@ from rich.console import Console
 from shardwise.formatting import format_bytes
 from shardwise.planner.rank_memory import UPDATE, Moment, RankMemory
 from shardwise.recipes.config import SHARDS, ModelShape, TrainConfig
-from shardwise.recipes.data import Baseline, TextFacts, Windows
+from shardwise.recipes.data import TextFacts, Windows
 from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
 from shardwise.recipes.memory import (
     HeldBytes,
@@ -27,7 +27,7 @@ from shardwise.recipes.memory import (
     StepMemory,
     local_bytes,
     measure_held,
-    unsharded_bytes,
+    unsharded_of,
 )
 from shardwise.recipes.report import ProgressDisplay, RunJournal, TrainedStep, draw_report, memory_table
 from shardwise.recipes.run_folder import TrainRun
@@ -35,6 +35,7 @@ from shardwise.recipes.sharding import DOORS, RunRanks, build_adamw
 from shardwise.recipes.train import Trainer, _train_step
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, context=12)
+FACTS = TextFacts("", 1, 100, 10, 2.9, "")
 HELD = HeldMemory([HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4))
 
 
@@ -108,7 +109,7 @@ def test_measured_bytes_of_a_plain_model_are_the_unsharded_bytes() -> None:
     optimizer = build_adamw(model, TrainConfig())
     next_byte_loss(model, torch.ones(1, 12, dtype=torch.long), torch.ones(1, 12, dtype=torch.long)).backward()
     optimizer.step()
-    held, whole = measure_held(model, optimizer), unsharded_bytes(sum(p.numel() for p in model.parameters()))
+    held, whole = measure_held(model, optimizer), unsharded_of(model)
     assert (held.parameter_bytes, held.gradient_bytes) == (whole.parameter_bytes, whole.gradient_bytes)
     steps = 4 * len(list(model.parameters()))  # AdamW keeps one fp32 step count per parameter
     assert held.optimizer_bytes == whole.optimizer_bytes + steps
@@ -128,7 +129,7 @@ def test_bytes_are_written_with_three_digits(count: int, text: str) -> None:
 def test_the_table_sets_ranks_beside_unsharded(num_ranks: int) -> None:
     held = [HeldBytes(4_000 + rank, 4_000, 8_000, 300_000_000) for rank in range(num_ranks)]
     console = Console(width=120, record=True, quiet=False, file=io.StringIO())
-    console.print(memory_table(held, unsharded_bytes(2_000), "peak"))
+    console.print(memory_table(held, HeldBytes(8_000, 8_000, 16_000), "peak"))
     text = console.export_text()
     assert ("largest rank" in text) == (num_ranks > 2)
     assert "32 kB" in text
@@ -139,7 +140,7 @@ def test_the_table_sets_ranks_beside_unsharded(num_ranks: int) -> None:
 def test_the_picture_shows_both_curves_and_the_bars(tmp_path: Path) -> None:
     metrics: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
     metrics += [{"kind": "validation", "step": n, "loss": 5.0 - n / 10} for n in (0, 10, 20)]
-    draw_report(tmp_path / "r.png", "title", metrics, Baseline(2.9), HELD)
+    draw_report(tmp_path / "r.png", "title", metrics, FACTS, HELD)
     pixels = np.round(matplotlib.image.imread(tmp_path / "r.png")[..., :3] * 255).astype(int).reshape(-1, 3)
     colors = {tuple(color) for color in np.unique(pixels, axis=0)}
     for name, color in {"validation": (214, 39, 40), "parameters": (31, 119, 180), "state": (44, 160, 44)}.items():
@@ -154,7 +155,7 @@ def test_the_picture_shows_where_a_run_was_started_again(tmp_path: Path) -> None
             tmp_path / f"{name}.png",
             "title",
             [*metrics, *lines],
-            Baseline(2.9),
+            FACTS,
             HELD,
         )
     left, right = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("with", "without"))
@@ -167,7 +168,7 @@ def test_the_picture_shows_the_speed_of_every_step_that_tells_it(tmp_path: Path)
     old: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
     new = [{**line, "tokens_per_s": 1000.0 + 10 * n} for n, line in enumerate(old)]
     for name, lines in (("old", old), ("new", new)):
-        draw_report(tmp_path / f"{name}.png", "title", lines, Baseline(2.9), HELD)
+        draw_report(tmp_path / f"{name}.png", "title", lines, FACTS, HELD)
         pixels = np.round(matplotlib.image.imread(tmp_path / f"{name}.png")[..., :3] * 255).astype(int)
         assert bool((pixels == (23, 190, 207)).all(-1).any()) == (name == "new")
 
@@ -178,7 +179,7 @@ def test_the_picture_shows_what_a_rank_held_over_a_step_beside_the_plan(tmp_path
     peaks = tuple((edge, 10**6 * number) for number, edge in enumerate(edges, 2))
     moments = tuple(Moment(edge, (10**6, *[0] * 5, 10**6, 0, 0), edge) for edge in edges)
     for name, step in (("measured", StepMemory(3, 1, peaks)), ("both", StepMemory(3, 1, peaks, RankMemory(moments)))):
-        draw_report(tmp_path / "r.png", "title", metrics, Baseline(2.9), replace(HELD, step=step))
+        draw_report(tmp_path / "r.png", "title", metrics, FACTS, replace(HELD, step=step))
         pixels = np.round(matplotlib.image.imread(tmp_path / "r.png")[..., :3] * 255).astype(int)
         right = pixels[len(pixels) // 2 :, int(pixels.shape[1] * 0.6) :]
         black = (right == 0).all(-1).sum(1)
@@ -227,7 +228,7 @@ def test_clip_0_scales_no_gradient(
     windows = Windows(np.arange(600, dtype=np.uint8), SHAPE.context)
     run = TrainRun(tmp_path, config, TextFacts("", 1, 1, 1, 1.0, ""), None, None)
     ranks = RunRanks(0, 1, torch.device("cpu"))
-    trainer = Trainer(run, ranks, door, model, optimizer, windows, windows, 1, unsharded_bytes(1), ())
+    trainer = Trainer(run, ranks, door, model, optimizer, windows, windows, 1, HeldBytes(4, 4, 8), ())
     figures = _train_step(trainer, 0, measure=False).figures
     left = float(torch.stack([gradient.norm() for gradient in seen]).norm())
     assert left == pytest.approx(1e-3 if is_scaled else figures.grad_norm, rel=1e-4)

@@ -54,15 +54,6 @@ class Contender:
     refusal: Callable[[int, str], str | None] = lambda ranks, backend: None
 
 
-def use_transport(model: nn.Module, transport: Transport) -> None:
-    """Make the engine behind ``model`` move its bytes over ``transport``; models without our engine are left alone.
-
-    "auto" is shared memory between processes of one host, "gloo" sends every byte through the network.
-    """
-    if isinstance(model, FSDPModule):
-        model.set_transport(transport)
-
-
 @dataclass(frozen=True, slots=True)
 class Trained:
     """A contender that is ready to step."""
@@ -75,7 +66,8 @@ class Trained:
 def build_trained(contender: Contender, model: GPT, setup: Setup) -> Trained:
     """Wrap ``model`` and build its optimizer.  Collective."""
     wrapped = contender.wrap(model, setup)
-    use_transport(wrapped, contender.transport)
+    if isinstance(wrapped, FSDPModule):  # "auto": shared memory within a host; "gloo": every byte through the network
+        wrapped.set_transport(contender.transport)
     return Trained(contender, wrapped, contender.build_optimizer(wrapped))
 
 
@@ -126,32 +118,26 @@ def _reduce_to_owners(optimizer: Optimizer) -> None:
 
 
 def _plain(model: GPT, setup: Setup) -> nn.Module:
-    del setup
     return model
 
 
 def _plain_bf16(model: GPT, setup: Setup) -> nn.Module:
-    del setup
     return model.to(torch.bfloat16)
 
 
 def _ddp(model: GPT, setup: Setup) -> nn.Module:
-    del setup
     return DistributedDataParallel(model)
 
 
 def _ddp_views(model: GPT, setup: Setup) -> nn.Module:
-    del setup
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def _needs_two_groups(ranks: int, backend: str) -> str | None:
-    del backend
     return None if ranks >= 4 and ranks % 2 == 0 else "two copies of two or more shards need an even number from 4"
 
 
 def _needs_gloo(ranks: int, backend: str) -> str | None:
-    del ranks
     return None if backend == "gloo" else f"{backend} leaves no choice of transport"
 
 

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-from shardwise.one_host import usable_cores
+from shardwise.one_host import read_proc, usable_cores
+from shardwise.recipes.bench.contenders import Contender
 from shardwise.recipes.bench.setup import SHAPES, BenchConfig
 
 # ---- What the figures were measured on; nothing that names the host.
@@ -41,11 +38,7 @@ def describe_machine(num_threads: int) -> dict[str, object]:
 
 def cpu_model() -> str:
     """Return the name of the processor as the kernel tells it, else the machine's."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
+    for line in read_proc("cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
@@ -101,24 +94,8 @@ class Row:
     memory: MeasuredMemory | None
 
 
-class Identity(Protocol):
-    """What a row says about its contender beside figures."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def family(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def transport(self) -> str: ...
-
-
 def make_rows(
-    contenders: Sequence[Identity],
+    contenders: Sequence[Contender],
     seconds: Sequence[Mapping[str, Sequence[float]]],
     losses: Mapping[str, float],
     memory: Mapping[str, Sequence[MeasuredMemory]],
@@ -187,6 +164,10 @@ COLORS: Mapping[str, str] = MappingProxyType(
 
 def draw_chart(path: Path, title: str, rows: Sequence[Row]) -> None:
     """Draw ``rows`` from the top down, coloured by family; written as PNG at ``path``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # only a chart needs the package
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     figure = Figure(figsize=(10.0, 1.6 + 0.34 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.one_host import read_proc
 from shardwise.recipes.bench import torchs_own as peers
 from shardwise.recipes.bench.contenders import CONTENDERS, Contender, Trained, build_trained
 from shardwise.recipes.bench.figures import MeasuredMemory, find_wrong_losses
@@ -64,11 +65,7 @@ def malloc_live_bytes() -> int | None:
 
 def resident() -> Resident | None:
     """Return what is resident, from /proc/self/status."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    fields = dict(line.split(":", 1) for line in read_proc("self/status").splitlines() if ":" in line)
     wanted = ("VmRSS", "VmHWM", "RssAnon", "RssShmem")
     if not all(name in fields for name in wanted):
         return None
@@ -80,10 +77,7 @@ def others_part_of_shared() -> int:
 
     0 where the kernel does not tell.
     """
-    try:
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
+    lines = read_proc("self/smaps_rollup").splitlines()
     own = next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:")), None)
     now = resident()
     return max(now.shared - own, 0) if own is not None and now is not None else 0
@@ -106,12 +100,8 @@ def peak_resident_bytes() -> int:
 
 def available_bytes() -> int | None:
     """Return the memory of this host that processes can still have without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] if found else None
+    lines = read_proc("meminfo").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def minor_faults() -> int:
@@ -121,11 +111,7 @@ def minor_faults() -> int:
 
 def loopback_bytes() -> int | None:
     """Return the bytes that this host's loopback device has sent, of all processes, headers counted."""
-    try:
-        lines = Path("/proc/net/dev").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
+    for line in read_proc("net/dev").splitlines():
         device, _, counters = line.partition(":")
         if device.strip() == "lo":
             return int(counters.split()[8])

@@ -15,25 +15,18 @@ from shardwise.recipes.bench.setup import LR, Setup
 from shardwise.recipes.gpt import GPT
 
 
-def shard_blocks(model: GPT, setup: Setup) -> nn.Module:
-    """FSDP2 as its documentation shows it: every block, then the rest."""
-    from torch.distributed.fsdp import fully_shard
+def shard_blocks(model: GPT, setup: Setup, dtype: torch.dtype | None = None) -> nn.Module:
+    """FSDP2 as its documentation shows it: every block, then the rest; computed and communicated in ``dtype``."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    for block in model.blocks:
-        fully_shard(block, mesh=setup.mesh)
-    fully_shard(model, mesh=setup.mesh)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=setup.mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     return model
 
 
 def shard_blocks_bf16(model: GPT, setup: Setup) -> nn.Module:
     """The same, computing and communicating in bf16."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for block in model.blocks:
-        fully_shard(block, mesh=setup.mesh, mp_policy=policy)
-    fully_shard(model, mesh=setup.mesh, mp_policy=policy)
-    return model
+    return shard_blocks(model, setup, torch.bfloat16)
 
 
 def shard_tuned(model: GPT, setup: Setup) -> nn.Module:
