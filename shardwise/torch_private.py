@@ -460,18 +460,20 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+_VERSION, _LOCAL = operator.attrgetter("_version"), operator.attrgetter("_local_tensor")
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return for each a number that grows with each write that torch counts: to a DTensor itself, or to its local tensor."""
-    versions: list[int] = []
-    for tensor in tensors:
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        versions.append(tensor._version + local._version)
-    return versions
+    return [*map(operator.add, map(_VERSION, tensors), map(_VERSION, locals_of(tensors)))]
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return :func:`local_of` of each."""
-    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    try:
+        return [*map(_LOCAL, tensors)]  # as they mostly are DTensors
+    except AttributeError:
+        return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:

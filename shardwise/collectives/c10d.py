@@ -41,15 +41,27 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_GATHERING = AllgatherOptions()
+_GATHERING.asyncOp = True
+_RED_OP = type(dist.ReduceOp.SUM)
+
+
+def _scattering(op: Any) -> ReduceScatterOptions:
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, True
+    return options
+
+
+_SCATTERING = {op: _scattering(op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)}
+
+
 def all_gather_single(
     output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool = True
 ) -> dist.Work | None:
     """Launch ``output = concat(shard of every rank)``; torch renamed this collective in 2.13."""
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     if async_op and function is _ALL_GATHER and not output.is_complex():
-        gathering = AllgatherOptions()
-        gathering.asyncOp = True
-        return getattr(group, torch_private.ALL_GATHER_METHOD)(output, shard, gathering)
+        return getattr(group, torch_private.ALL_GATHER_METHOD)(output, shard, _GATHERING)
     return function(output, shard, group=group, async_op=async_op)
 
 
@@ -59,9 +71,8 @@ def reduce_scatter_single(
     """Launch ``output = my section of op(packed of every rank)``."""
     function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     if async_op and function is _REDUCE_SCATTER:
-        scattering = ReduceScatterOptions()
-        scattering.reduceOp, scattering.asyncOp = op, True
-        return getattr(group, torch_private.REDUCE_SCATTER_METHOD)(output, packed, scattering)
+        scattering = _SCATTERING.get(op) if type(op) is _RED_OP else None
+        return getattr(group, torch_private.REDUCE_SCATTER_METHOD)(output, packed, scattering or _scattering(op))
     return function(output, packed, group=group, op=op, async_op=async_op)
 
 
@@ -73,17 +84,16 @@ def all_to_all_rows(
 
 
 class Launched:
-    """A collective of ``group`` on the host whose end runs once: wait for the work, deliver, give the buffers back."""
+    """A collective of ``group`` on the host whose end runs once: wait for the work, deliver, give its ``buffer`` back."""
 
-    __slots__ = ("_end", "_forget", "_group", "_work")
+    __slots__ = ("_buffer", "_end", "_group", "_work")
     holds_input = True
 
     def __init__(
-        self, work: dist.Work | None, end: Callable[[], None], forget: Callable[[], None], group: dist.ProcessGroup
+        self, work: dist.Work | None, end: Callable[[], None], buffer: Lease | None, group: dist.ProcessGroup
     ) -> None:
-        self._work, self._group = work, group
+        self._work, self._group, self._buffer = work, group, buffer
         self._end: Callable[[], None] | None = end
-        self._forget = forget
 
     def is_done(self) -> bool:
         return self._end is None or self._work is None or self._work.is_completed()
@@ -92,14 +102,17 @@ class Launched:
         end, self._end = self._end, None
         if end is None:
             return
-        if self._work is not None:
+        work = self._work
+        if work is not None:
             remember((now(), thread(), "", 0, EVERYBODY, ""))
             try:
-                self._wait(self._work)
+                self._wait(work)
             except RuntimeError as error:
                 name_partners(error, self._group)
                 raise
         end()
+        if self._buffer is not None:
+            self._buffer.release()
 
     def cancel(self) -> None:
         # The backend may still write to the buffers: they must live until it is done, whatever it says.
@@ -108,7 +121,8 @@ class Launched:
             return
         with contextlib.suppress(RuntimeError):  # a peer may be gone; then the buffers are lost with it
             self._wait(self._work)
-            self._forget()
+            if self._buffer is not None:
+                self._buffer.release()
 
     def _wait(self, work: dist.Work) -> None:
         if type(work) is not dist.Work:  # of a user's own collective
@@ -229,18 +243,9 @@ class C10dCommunicator:
         if self.lane.is_concurrent:
             return self._all_gather_on_lane(pieces)
         shard = pieces.shard()
-        packed, lease = self._buffer(shard.numel() * self._size, shard, self.custom.all_gather)
+        packed, lease = self._buffer(shard.numel() * self._size, shard.dtype, self.custom.all_gather)
         work = self._start_gather(packed, shard, async_op=True)
-
-        def end() -> None:
-            pieces.deliver(packed)
-            forget()
-
-        def forget() -> None:
-            if lease is not None:
-                lease.release()
-
-        return Launched(work, end, forget, self.group)
+        return Launched(work, lambda: pieces.deliver(packed), lease, self.group)
 
     def _all_gather_on_lane(self, pieces: GatherEnds) -> Pending:
         lane, fetch = self.lane, self.fetch
@@ -249,7 +254,7 @@ class C10dCommunicator:
         if fetch is not None:
             lane.wait_event(fetch.mark())
         with lane.run():
-            packed, lease = self._buffer(shard.numel() * self._size, shard, self.custom.all_gather)
+            packed, lease = self._buffer(shard.numel() * self._size, shard.dtype, self.custom.all_gather)
             work = self._start_gather(packed, shard, async_op=False)
             if work is not None:
                 work.wait()  # the lane does, not the host
@@ -274,8 +279,7 @@ class C10dCommunicator:
     def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
         """Fill one packed buffer, reduce it, and hand this rank's section to ``pieces.deliver``: on a lane at once, on the
         host when it is waited for.  The buffer stays on loan until then, in either case."""
-        like = torch.empty(0, dtype=pieces.dtype, device=self.pool.device)
-        packed, lease = self._buffer(pieces.section_numel * self._size, like, self.custom.reduce_scatter)
+        packed, lease = self._buffer(pieces.section_numel * self._size, pieces.dtype, self.custom.reduce_scatter)
         pieces.fill(packed)
         by = resolve_scale(scale, self._size)
         if self.lane.is_concurrent:
@@ -285,14 +289,9 @@ class C10dCommunicator:
         def end() -> None:
             if by.after is not None:
                 output.div_(by.after)
-            forget()
             pieces.deliver(output)
 
-        def forget() -> None:
-            if lease is not None:
-                lease.release()
-
-        return Launched(work, end, forget, self.group)
+        return Launched(work, end, lease, self.group)
 
     def _reduce_scatter_on_lane(
         self, pieces: ScatterEnds, by: Arithmetic, packed: torch.Tensor, lease: Lease | None
@@ -348,7 +347,7 @@ class C10dCommunicator:
                 divisor = float(self._size) if scale.divisor is None else scale.divisor
                 mark.check(1.0 / divisor, dist.get_process_group_ranks(self.group), dist.get_rank())
 
-        return Launched(work, end, lambda: None, self.group)
+        return Launched(work, end, None, self.group)
 
     def all_reduce_here(self, tensor: torch.Tensor, scale: Scale) -> None:
         """Reduce ``tensor`` over the group, in place, on the current stream; on the host it is waited for."""
@@ -363,15 +362,16 @@ class C10dCommunicator:
             tensor.div_(by.after)
 
     def _buffer(
-        self, numel: int, like: torch.Tensor, custom: AllGatherFunction | ReduceScatterFunction | None
+        self, numel: int, dtype: torch.dtype, custom: AllGatherFunction | ReduceScatterFunction | None
     ) -> tuple[torch.Tensor, Lease | None]:
         if custom is not None:
-            return custom.allocate((numel,), dtype=like.dtype, device=self.pool.device), None
+            return custom.allocate((numel,), dtype=dtype, device=self.pool.device), None
         if self.custom.allocates_from_group:
             backend = torch_private.backend_of(self.group, self.pool.device)
             if backend.supports_tensor_alloc(self.pool.device):
-                return backend.allocate_tensor(numel, dtype=like.dtype, device=self.pool.device), None
-        return self.pool.lend(numel, like.dtype)
+                return backend.allocate_tensor(numel, dtype=dtype, device=self.pool.device), None
+        lease = self.pool.lease(numel * dtype.itemsize)
+        return lease.tensor(dtype), lease
 
 
 @dataclass(frozen=True, slots=True)

@@ -350,7 +350,7 @@ class CodedSum:
         return not self.packed.lane.is_concurrent
 
     def _launched(self, work: torch.distributed.Work | None) -> Pending:
-        return Launched(work, lambda: None, lambda: None, self.packed.group)
+        return Launched(work, lambda: None, None, self.packed.group)
 
     def _wait(self) -> None:
         on_way, self._on_way = self._on_way, None
@@ -551,7 +551,7 @@ class CompressedCommunicator(RoutedCommunicator):
         lease.release()
         received = torch.empty_like(sent)
         work = all_to_all_rows(received, sent, packed.group, async_op=True)
-        return Launched(work, lambda: self._deliver_sum(pieces, section, received, scale), lambda: None, packed.group)
+        return Launched(work, lambda: self._deliver_sum(pieces, section, received, scale), None, packed.group)
 
     def _messages(self, rows: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> torch.Tensor:
         messages = torch.zeros(rows.shape[0], section.message_bytes, dtype=torch.uint8, device=rows.device)

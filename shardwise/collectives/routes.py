@@ -332,8 +332,12 @@ class Spans:
         ``takes(link)`` says, alike on every rank, whether the collective is one for the link: if none is, in a whole span,
         the link stays closed.
         """
-        entry = self._prepared(group)
-        if entry is None or entry.link is None or not takes(entry.link):
+        entry = self._entries.get(group.group_name)
+        if entry is None or not self._depth:
+            return None
+        if not entry.is_prepared:
+            self._prepare(group, entry)
+        if entry.link is None or not takes(entry.link):
             return None
         if not entry.is_open:
             entry.is_agreed = entry.link.open(self._kind, collectives_are_watched())
@@ -342,24 +346,23 @@ class Spans:
 
     def sums(self, group: dist.ProcessGroup, tensor: torch.Tensor, scale: Scale) -> InPlaceSums | None:
         """Return what sums ``tensor`` over ``group`` in place; None: the backend.  It waits for nobody, opens nothing."""
-        entry = self._prepared(group)
-        if entry is None or entry.link is None or entry.link.sums is None or not entry.link.sums.takes(tensor, scale):
-            return None
-        entry.has_sums = True
-        return entry.link.sums
-
-    def _prepared(self, group: dist.ProcessGroup) -> _Entry | None:
         entry = self._entries.get(group.group_name)
         if entry is None or not self._depth:
             return None
         if not entry.is_prepared:
-            try:
-                entry.link = self.known_links[group.group_name] = entry.prepare()
-            except DesyncError as error:
-                self.tell(str(error))  # ranks of other groups wait for this one, too
-                raise
-            entry.is_prepared = True
-        return entry
+            self._prepare(group, entry)
+        if entry.link is None or entry.link.sums is None or not entry.link.sums.takes(tensor, scale):
+            return None
+        entry.has_sums = True
+        return entry.link.sums
+
+    def _prepare(self, group: dist.ProcessGroup, entry: _Entry) -> None:
+        try:
+            entry.link = self.known_links[group.group_name] = entry.prepare()
+        except DesyncError as error:
+            self.tell(str(error))  # ranks of other groups wait for this one, too
+            raise
+        entry.is_prepared = True
 
     def begin(self, kind: SpanKind) -> None:
         """Enter a span, or one inside another."""

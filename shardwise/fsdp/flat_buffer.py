@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool, Lease, carve, carve_all, is_own
@@ -78,6 +78,28 @@ class SubBucket:
         return [carve(self.local, offset, shape) for offset, shape in zip(self.layout.offsets, shapes, strict=True)]
 
 
+_ADDRESS = torch.Tensor.data_ptr
+_FACTS, _GRAD_DTYPE, _DICT = (
+    operator.attrgetter("dtype", "device"),
+    operator.attrgetter("grad_dtype"),
+    operator.attrgetter("__dict__"),
+)
+_CALL = operator.methodcaller("__call__")
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the parameters of a bucket were when all of them were registered and at home, one entry each."""
+
+    shards: list[nn.Parameter]
+    registries: list[dict[str, nn.Parameter | None]]
+    names: list[str]
+    locals: list[Callable[[], torch.Tensor | None]]  # weak references: user code may put other memory in place
+    facts: list[object]
+    addresses: list[int]
+    grad_dtypes: list[torch.dtype | None]
+
+
 class FlatBucket:
     """This rank's shards of parameters of one dtype, side by side in one allocation.
 
@@ -96,6 +118,8 @@ class FlatBucket:
         number: which of the sections that the ranks of a host read from each other this is.
         loose: indices of the parameters that are not at home.
         has_moved: the last :meth:`settle` has copied shards to where they travel from.
+        registered: the full parameters that were registered last, what torch had counted of writes to them, and where they lay.
+        has_touched: one of them was written to in a way that torch does not count.
         num_replaced: parameters that user code has put others in the place of, since somebody has asked.
     """
 
@@ -116,6 +140,9 @@ class FlatBucket:
         self.number: int | None = None
         self.num_replaced = 0
         self.has_attributes = self.has_moved = False
+        self._seen: _Seen | None = None
+        self.registered: tuple[list[nn.Parameter], list[int], list[int]] = [], [], []
+        self.has_touched = False
         self._allocate = allocate
         self._take_memory()
 
@@ -150,6 +177,7 @@ class FlatBucket:
 
         Returns: False if a parameter has another dtype or device than the bucket was made for.
         """
+        self._seen = None
         dtype, device = self.dtype, self.local.device
         self.has_attributes = False
         away: list[int] = []
@@ -176,7 +204,41 @@ class FlatBucket:
         self.loose = [index for index in away if not self._come_home(index)] if away else away
         if self.loose and any(torch_private.storage_use_count(self._homes[index]) for index in self.loose):
             self.relocate()  # somebody holds a home that its parameter has left
+        if not (away or self.has_attributes):
+            self._remember(locals_)
         return True
+
+    def is_as_seen(self) -> bool:
+        """Return True if nothing has changed since the last :meth:`settle`, which need not go through the parameters then.
+
+        Tensors are asked all at once, by ``map``: a loop in Python takes several times as long.
+        """
+        seen = self._seen
+        if seen is None:
+            return False
+        locals_ = torch_private.locals_of(seen.shards)
+        return (
+            all(map(operator.is_, seen.shards, map(dict.get, seen.registries, seen.names)))
+            and all(map(operator.is_, locals_, map(_CALL, seen.locals)))
+            and [*map(_FACTS, locals_)] == seen.facts
+            and (not self.travels or [*map(_ADDRESS, locals_)] == seen.addresses)
+            and [*map(_GRAD_DTYPE, seen.shards)] == seen.grad_dtypes
+            and not any(map(_DICT, locals_))
+        )
+
+    def _remember(self, locals_: list[torch.Tensor]) -> None:
+        """Remember what all parameters are, each registered and at home."""
+        refs = [param.count.local for param in self.params]
+        if all(type(ref) is weakref.ref for ref in refs):  # of DTensors, that is
+            self._seen = _Seen(
+                [param.sharded for param in self.params],
+                [slot.parameters for _, slot, _ in self._places],
+                [slot.name for _, slot, _ in self._places],
+                refs,
+                [*map(_FACTS, locals_)],
+                [*map(_ADDRESS, locals_)],
+                [param.sharded.grad_dtype for param in self.params],
+            )
 
     def stage(self) -> None:
         """Copy loose parameters to where they travel from."""
@@ -426,6 +488,28 @@ def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
         )
 
 
+class BufferWindows:
+    """Windows of buffers, each kept while its buffer lives: a dict by identity, since tensors compare element by element."""
+
+    def __init__(self) -> None:
+        self._windows: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def of(self, buffer: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return what was put for ``buffer``; None: nothing."""
+        found = self._windows.get(id(buffer))
+        return found[1] if found is not None and found[0]() is buffer else None
+
+    def put(self, buffer: torch.Tensor, windows: list[torch.Tensor]) -> None:
+        """Keep ``windows`` while ``buffer`` lives."""
+        key, kept = id(buffer), self._windows
+        kept[key] = (weakref.ref(buffer, lambda gone: _forget(kept, key, gone)), windows)
+
+
+def _forget(kept: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]], key: int, gone: object) -> None:
+    if key in kept and kept[key][0] is gone:  # another buffer may have the identity by now
+        del kept[key]
+
+
 class FullBuffer:
     """The full parameters of one bucket, in memory that comes and goes under a storage that stays.
 
@@ -522,7 +606,7 @@ class Shards:
         self._section_numel = buckets[0].layout.section_numel if len(buckets) == 1 else offset
         self._moves = [self._bucket_moves(bucket) for bucket in buckets]
         self._full_windows: list[torch.Tensor] | None = None
-        self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of buffers, while somebody has them
+        self._packed_windows = BufferWindows()
         self._own_parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._full_parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
@@ -553,7 +637,9 @@ class Shards:
     def section(self) -> torch.Tensor:
         """Return this rank's section in the dtype of the all-gather, on the device: the shards themselves if they are that."""
         if len(self.buckets) == 1:
-            return self.section_of(self.buckets[0])
+            bucket = self.buckets[0]
+            is_ready = bucket.local.dtype is bucket.full_dtype and not self._place.is_offloaded
+            return bucket.local if is_ready else self.section_of(bucket)
         section = torch.empty(self._section_bytes, dtype=torch.uint8, device=self._place.device)
         for bucket in self.buckets:
             numel = bucket.layout.section_numel
@@ -600,13 +686,14 @@ class Shards:
             rows = packed.view(self.num_shards, self._section_numel)[: self._num_even]
             torch.split_with_sizes_copy(rows, self._columns, dim=1, out=self._full_windows)
             return
-        sources = self._packed_windows.get(packed)
+        sources = self._packed_windows.of(packed)
         if sources is None:
-            sources = self._packed_windows[packed] = [
+            sources = [
                 packed_window(packed if packed.dtype == bucket.full_dtype else packed.view(bucket.full_dtype), move)
                 for bucket, moves in zip(self.buckets, self._moves, strict=True)
                 for _, move in moves
             ]
+            self._packed_windows.put(packed, sources)
         if sources:
             torch_private.copy_each(self._full_windows, sources)
 
@@ -756,7 +843,7 @@ class ReduceLayout:
         self.names = ", ".join(param.fqn for param in params[:3]) + (f" and {len(params) - 3} more" * (len(params) > 3))
         self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
         self._parts: dict[int, tuple[Move, ...]] = {}
-        self._packed_windows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of buffers, while somebody has them
+        self._packed_windows = BufferWindows()
         shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
         places = tuple(zip(self.bucket.offsets, shapes, strict=True))
         self.places = GradientPlaces(tuple(params), places, self.bucket.section_numel, num_spare)
@@ -775,10 +862,10 @@ class ReduceLayout:
             return
         if self.bucket.has_padding:
             packed.zero_()
-        targets = self._packed_windows.get(packed)
+        targets = self._packed_windows.of(packed)
         if targets is None:
             targets = [packed_window(packed, move) for moves in self._moves for move in moves]
-            self._packed_windows[packed] = targets
+            self._packed_windows.put(packed, targets)
         sources: list[torch.Tensor] = []
         for gradient, moves in zip(gradients, self._moves, strict=True):
             dense = gradient.contiguous()

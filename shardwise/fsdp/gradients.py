@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -160,7 +161,10 @@ class _Packing:
         self.gradients = []
 
 
-@dataclass(frozen=True, slots=True)
+_DTYPE = operator.attrgetter("dtype")
+
+
+@dataclass(slots=True)  # one is made in every step, and frozen ones take three times as long
 class ReductionTerms:
     """How the gradients of a unit are to be reduced.
 
@@ -418,6 +422,14 @@ def launch_reductions(
     launched: list[Reduction] = []
     comm = group.bound_comm or group.comm
     may_stay = comm.reduce is None and comm.replicas is not None and not group.place.on.has_lanes and terms.hook is None
+    if not (partial or may_stay) and len(gradients) == len(group.by_size) and comm.reduce is not None:
+        own = [gradients[param] for param in group.by_size]
+        if len({*map(_DTYPE, own)}) == 1:  # as in most steps
+            dtype = own[0].dtype
+            reduction = Reduction(group, layout_of(group, group.by_size, dtype), own, dtype, terms, partial)
+            if reduction.has_elements:
+                reduction.scatter()
+                return [reduction]
     if partial:
         gradients = {param: widened(gradient, partial.get(param)) for param, gradient in gradients.items()}
     for dtype, params in by_reduce_dtype(group, {param: gradient.dtype for param, gradient in gradients.items()}):

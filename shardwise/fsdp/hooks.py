@@ -330,8 +330,8 @@ def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
-def _range(what: str, unit: str) -> AbstractContextManager[object]:
-    """Log that ``what`` begins for ``unit``; return a context that a profiler shows as one range.
+def _range(what: str, unit: str) -> AbstractContextManager[object] | None:
+    """Log that ``what`` begins for ``unit``; return a context that a profiler shows as one range; None: there is none.
 
     What ``torch.func`` transforms is what the module computes, not what is gathered for it.
     """
@@ -342,7 +342,7 @@ def _range(what: str, unit: str) -> AbstractContextManager[object]:
     if torch_private.is_profiling():
         record_transfers()
         return torch.profiler.record_function(f"FSDP::{what} ({unit})")
-    return _NO_RANGE
+    return None
 
 
 class Hooks:
@@ -403,8 +403,12 @@ class Hooks:
                 engine = live_engine(self._attachment)
         if engine.means.device.type != "cpu" and not engine.forwards:
             args, kwargs = to_device(args, engine.means.device), to_device(kwargs, engine.means.device)
-        with _range("pre_forward", self._unit.name):
+        seen = _range("pre_forward", self._unit.name)
+        if seen is None:
             engine.before_forward(self._unit)
+        else:
+            with seen:
+                engine.before_forward(self._unit)
         precision = self._unit.precision
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             args, kwargs = cast_floating(args, precision.param_dtype), cast_floating(kwargs, precision.param_dtype)
@@ -425,9 +429,16 @@ class Hooks:
             is_tensor = isinstance(output, torch.Tensor)
             found = (output,) if is_tensor else tuple(tensors_in(output)) or tuple(tensors_behind(output))
             self._unit.backward.is_unseen = not found
-        with _range("post_forward", self._unit.name):
-            if engine is None or not engine.after_forward(self._unit, module):
-                return None
+        if engine is None:
+            return None
+        seen = _range("post_forward", self._unit.name)
+        if seen is None:
+            has_output = engine.after_forward(self._unit, module)
+        else:
+            with seen:
+                has_output = engine.after_forward(self._unit, module)
+        if not has_output:
+            return None
         if torch.is_grad_enabled():
             self._watch_outputs(found, through)
             if self._attachment.is_root:
@@ -509,8 +520,12 @@ class Hooks:
         """Runs when the first gradient of an output is known; ``made_of``: the packing of the forward that made it."""
         engine = self._engine()
         if engine is not None:
-            with _range("pre_backward", self._unit.name):
+            seen = _range("pre_backward", self._unit.name)
+            if seen is None:
                 engine.before_backward(self._unit, through, made_of)
+            else:
+                with seen:
+                    engine.before_backward(self._unit, through, made_of)
 
     @dynamo_disabled
     def inputs_done(self, through: Pass) -> None:

@@ -111,6 +111,8 @@ class Dtypes:
 
 
 _PLAIN_FACTS = operator.attrgetter("dtype", "device", "grad_dtype")
+_REQUIRES_GRAD, _VERSION = operator.attrgetter("requires_grad"), operator.attrgetter("_version")
+_ADDRESS = torch.Tensor.data_ptr
 
 
 class ShardGroup:
@@ -160,6 +162,11 @@ class ShardGroup:
         self.is_collective = axes.shard_mesh_dim is not None and (axes.num_shards > 1 or has_tensor_parallelism)
         self.keeps_plain = keeps_plain
         self.num_packs = 0
+        self._counted: list[int] = []  # what torch counted when the version was asked for last
+        self._shards: list[nn.Parameter] = []  # as counted
+        self._version = 0
+        self._has_new_versions = True  # that full forms have not followed
+        self._is_as_seen = False  # the last ensure_packed found nothing changed
         self.is_written = False
         self.in_place: list[UnitParam] = []
         self._plain_facts: list[tuple[UnitParam, tuple[object, ...]]] = []
@@ -276,7 +283,11 @@ class ShardGroup:
         for param in self._tied:
             param.check_ties()
         is_settled = packing is not None
+        self._is_as_seen = packing is not None and not (self.in_place or self.extended.params or self._tied)
         for bucket in packing.buckets if packing is not None else ():
+            if bucket.is_as_seen():
+                continue
+            self._is_as_seen = False
             if not bucket.settle(host_waits):
                 is_settled = False
                 break
@@ -310,6 +321,7 @@ class ShardGroup:
         return not self.extended.params
 
     def _pack(self) -> None:
+        self._is_as_seen = False
         self.num_packs += 1
         self.is_written = True
         if self.packing is not None:
@@ -402,20 +414,18 @@ class ShardGroup:
         num_trainable = 0
         self._follow_changes()
         for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
-            is_shared = buffer.is_shared
             mark_full(bucket.params)
-            for param in bucket.params:
-                full = param.full
-                if full is None:
-                    full = param.full = packing.make_full(param, self.pool)
-                    param.is_hooked = False
-                elif is_shared and not param.lies_as_sharded(full):
-                    # The same parameter, with its memory where the shard is now: a graph may hold it already.
-                    torch_private.set_data(full, packing.make_full(param, self.pool).detach())
+            fulls = [full for param in bucket.params if (full := param.full) is not None]
+            if buffer.is_shared or len(fulls) < len(bucket.params):
+                fulls = [self._full_of(param, packing, buffer.is_shared) for param in bucket.params]
+            # What tensors say is asked of all of them at once: a loop in Python takes several times as long.
+            versions, addresses = [*map(_VERSION, fulls)], [*map(_ADDRESS, fulls)]
+            bucket.registered = fulls, versions, addresses
+            wants = map(_REQUIRES_GRAD, [param.sharded for param in bucket.params])
+            facts = zip(bucket.params, fulls, versions, addresses, wants, strict=True)
+            for param, full, param.full_version, param.full_address, wanted in facts:
                 if param.grad_dtype is not None:
                     self._choose_grad_dtype(param, full)
-                param.full_version, param.full_address = full._version, full.data_ptr()
-                wanted = param.sharded.requires_grad
                 if not (wanted and param.is_hooked and full.requires_grad):
                     self.sync_requires_grad(param, full, on_gradient)
                 num_trainable += wanted
@@ -437,6 +447,16 @@ class ShardGroup:
             self._drop_sub()
         return num_trainable
 
+    def _full_of(self, param: UnitParam, packing: Packing, is_shared: bool) -> nn.Parameter:
+        full = param.full
+        if full is None:
+            full = param.full = packing.make_full(param, self.pool)
+            param.is_hooked = False
+        elif is_shared and not param.lies_as_sharded(full):
+            # The same parameter, with its memory where the shard is now: a graph may hold it already.
+            torch_private.set_data(full, packing.make_full(param, self.pool).detach())
+        return full
+
     def listen_in_place(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
         """Let parameters that stay registered report their gradients; return how many will."""
         for param in self.in_place:
@@ -456,23 +476,27 @@ class ShardGroup:
 
         Raises: StateError if user code has put another parameter in place since the gather was launched or planned.
         """
-        written: list[torch.Tensor] = []
-        for param in self.params:
-            for slot in param.slots:
-                current = slot.parameters.get(slot.name)
-                if current is not param.sharded and not param.is_own(current):
-                    param.check_places()
-                    raise StateError(
-                        f"{param.fqn} was replaced while a forward or backward ran that gathers what was there before. Put "
-                        "another parameter in its place before forward or after backward"
-                    )
-            count = param.count
-            if count.last != count.gathered:
-                count.gathered = count.last
-                if param.full is not None and param.full is not param.sharded:
-                    written.append(param.full)
-        if written:
-            torch.autograd.graph.increment_version(written)
+        params = self.params
+        expected = [param.sharded for param in params for _ in param.slots]
+        found = [slot.parameters.get(slot.name) for param in params for slot in param.slots]
+        if not all(map(operator.is_, found, expected)):
+            for param in params:
+                for slot in param.slots:
+                    if not param.is_own(slot.parameters.get(slot.name)):
+                        param.check_places()
+                        raise StateError(
+                            f"{param.fqn} was replaced while a forward or backward ran that gathers what was there before. "
+                            "Put another parameter in its place before forward or after backward"
+                        )
+        if not self._has_new_versions:
+            return
+        self._has_new_versions = False
+        written = [param for param in params if param.count.last != param.count.gathered]
+        for param in written:
+            param.count.gathered = param.count.last
+        fulls = [param.full for param in written if param.full is not None and param.full is not param.sharded]
+        if fulls:
+            torch.autograd.graph.increment_version(fulls)
 
     @staticmethod
     def sync_requires_grad(
@@ -490,13 +514,15 @@ class ShardGroup:
 
     def version(self) -> int:
         """Return a number that changes whenever a shard is written to, as far as torch counts writes."""
-        total = 0
-        counted = torch_private.versions_of([param.sharded for param in self.params])
-        for param, version in zip(self.params, counted, strict=True):
-            count = param.count
-            count.last = version + count.base
-            total += count.last
-        return total
+        if not self._is_as_seen:
+            self._shards = [param.sharded for param in self.params]
+        counted = torch_private.versions_of(self._shards)
+        if counted != self._counted or not self._is_as_seen:  # else counts begin where they did
+            self._counted, self._version, self._has_new_versions = counted, 0, True
+            for param, version in zip(self.params, counted, strict=True):
+                param.count.last = version + param.count.base
+                self._version += param.count.last
+        return self._version
 
     def mark_in_use(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
         """A forward or backward uses full parameters again that stayed registered; return how many of them want gradients."""

@@ -226,7 +226,10 @@ class Sharded:
     """This rank holds its shards alone; the sharded parameters are registered."""
 
 
-@dataclass(frozen=True, slots=True)
+SHARDED = Sharded()
+
+
+@dataclass(slots=True)  # frozen ones take three times as long to make, and a step makes them
 class GatherSource:
     """The shards that something was gathered from.
 
@@ -239,7 +242,7 @@ class GatherSource:
     span: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gathering:
     """All-gather launched; the full parameters may not be read yet."""
 
@@ -247,7 +250,7 @@ class Gathering:
     pending: tuple[Pending | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Unsharded:
     """The full parameters are registered."""
 
@@ -490,12 +493,15 @@ class Unit:
         if listeners:
             begin(self.log.track.name, "unshard", self.name)
         try:
-            launched = [group.gather(from_sub) for group in self.groups]
+            if len(self.groups) == 1:
+                launched = (self.groups[0].gather(from_sub),)
+            else:
+                launched = tuple([group.gather(from_sub) for group in self.groups])
         except RuntimeError as error:
             if not concerns_others(error):
                 raise
             raise self._explained(error) from error
-        self._enter(Gathering(GatherSource(version, span), tuple(launched)))
+        self._enter(Gathering(GatherSource(version, span), launched))
         self.note(Op.UNSHARD, lambda: self.gather_staging)
         if listeners:
             end("unshard", self.name, self.gather_staging[0])
@@ -523,7 +529,8 @@ class Unit:
             num_params += len(group.params)
         if (num_trainable, num_params) != self.backward.counted:
             self.backward.expect(num_trainable, num_params)
-        self._enter(Unsharded(GatherSource(state.source.version, span)))
+        source = state.source
+        self._enter(Unsharded(source if source.span == span else GatherSource(source.version, span)))
         self.note(Op.WAIT, lambda: (self.full_bytes, False))
         if listeners:
             end("wait", self.name, self.full_bytes)
@@ -549,7 +556,7 @@ class Unit:
                 self.writes.take(written)
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
-        self._enter(Sharded())
+        self._enter(SHARDED)
         if was_full:
             self.note(Op.RESHARD, lambda: (self.full_bytes, False))
             if listeners:

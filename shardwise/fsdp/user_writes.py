@@ -6,6 +6,7 @@ rows, beside the shard that they were gathered from; on an accelerator the host 
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ class OwnRows:
 
 
 _MAX_LOOKS = 2
+_ORDINARY, _VERSION = {nn.Parameter}, operator.attrgetter("_version")
 
 Written = list[tuple[ShardGroup, UnitParam]]
 
@@ -167,6 +169,14 @@ def _add_written(group: ShardGroup, found: Written) -> None:
     for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
         if not (buffer.is_shared or buffer.is_held):
             continue
+        if not (buffer.is_shared or bucket.has_touched):
+            fulls, versions, addresses = bucket.registered
+            if (
+                {*map(type, fulls)} == _ORDINARY
+                and [*map(_VERSION, fulls)] == versions
+                and [*map(torch.Tensor.data_ptr, fulls)] == addresses
+            ):
+                continue  # nothing can have been written: asked of all of them at once, since that is quick
         for param in bucket.params:
             full = param.full
             if full is None or full is param.sharded:
@@ -194,6 +204,8 @@ def _look_for_touched(group: ShardGroup, looks_at_all: bool) -> None:
         is_counted = full._version != param.full_version or full.data_ptr() != param.full_address
         if not is_counted and param.local.numel() and not _own_rows(group).are_as_gathered(param, full):
             param.is_touched = param.is_touchy = True
+            for bucket in packing.buckets:
+                bucket.has_touched = bucket.has_touched or param in bucket.params
 
 
 def _bring_back(group: ShardGroup, param: UnitParam) -> None:
